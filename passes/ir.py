@@ -1,0 +1,321 @@
+"""The one IR of the compiler: a straight-line program over buffers, and a plan for running it.
+
+Both lifts (from a jaxpr, from a scheduled HLO module) produce a `Program`; every planner turns a
+`Program` and a byte budget into a `Plan`; both emitters, the simulator, the validator and the
+printer walk the same `Plan`.
+
+Vocabulary, defined here and nowhere else:
+
+program   ops in schedule order over buffers.
+op        one kernel: reads `inputs`, writes `outputs`, takes `cost_ns`.
+buffer    something with an address of its own. Views (bitcast, reshape, tuple) are not buffers.
+argument  a buffer that exists before the first op. It is never evicted.
+output    a buffer that must exist after the last op. It is never evicted.
+plan      a sequence of op ids, in the order in which they run. Every op of the program runs first in
+          schedule order; a further occurrence is a re-run (recompute).
+copy      one run's instance of a buffer. A use is served by the latest earlier run of the buffer's
+          producer; a copy lives until the last use that it serves.
+slot      the place just before the first run of op `j` (slot `j`); re-runs live in slots.
+live      bytes of all copies that are alive at a step.
+peak      the largest live bytes over all steps; `passes.simulate` holds its one definition.
+budget    the bytes that the peak must not exceed.
+
+A program manages the bytes of its own temporaries. Storage that no plan can shrink (XLA's arguments
+and results, which are allocated for the whole run) is given zero bytes by the lifts and is reported
+beside the program, so that planners need no special case.
+
+One example, used in the tests and docstrings of this package (bytes in brackets):
+
+    op 0  a  = embed()         a [4]
+    op 1  b  = layer(a)        b [4]
+    op 2  c  = layer(b)        c [4]
+    op 3  dc = loss_grad(c)    dc[1]
+    op 4  db = layer_t(b, dc)  db[1]
+    op 5  da = layer_t(a, db)  da[1]  (output)
+
+    live bytes      4, 8, 12, 13, 10, 6          peak 13
+    plan 0 1 2 3 1 4 5: `b` dies after op 2 and is run again from `a` in slot 4
+    live bytes      4, 8, 12 (then b dies), 9, 9, 10, 6     peak 12
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NewType
+
+BufferId = NewType("BufferId", int)
+OpId = NewType("OpId", int)
+
+PROGRAM_FORMAT = "coop-program/1"
+PLAN_FORMAT = "coop-plan/1"
+
+
+class Status(enum.StrEnum):
+    """What is known about a plan. `INFEASIBLE` is proved; `UNKNOWN` means not found in the limit."""
+
+    OPTIMAL = "optimal"
+    FEASIBLE = "feasible"
+    INFEASIBLE = "infeasible"
+    UNKNOWN = "unknown"
+
+    @property
+    def found(self) -> bool:
+        """True if the plan that carries this status keeps the budget."""
+        return self in (Status.OPTIMAL, Status.FEASIBLE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """Something with an address.
+
+    Attributes:
+        id: index into `Program.buffers`.
+        nbytes: size in bytes; zero for storage that the program does not manage.
+        name: for people.
+    """
+
+    id: BufferId
+    nbytes: int
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One kernel.
+
+    Attributes:
+        id: index into `Program.ops`, which is also its place in the schedule.
+        inputs: buffers read; may repeat.
+        outputs: buffers written; each buffer is written by exactly one op.
+        cost_ns: estimated time of one run.
+        recomputable: False for effects, collectives, in-place updates: runs exactly once.
+        deadline: the last slot in which a re-run is allowed, because an input's storage is overwritten
+            by op `deadline`; None where there is no such limit.
+        may_share: pairs (output, input): the output may take the place of the input if this op is the
+            input's last use, so that it adds only the difference in size.
+        workspace_bytes: scratch memory, alive only while the op runs.
+        name: for people, such as "dot_general".
+        source: for people, such as "model.py:41 (attention)".
+    """
+
+    id: OpId
+    inputs: tuple[BufferId, ...]
+    outputs: tuple[BufferId, ...]
+    cost_ns: int
+    recomputable: bool = True
+    deadline: int | None = None
+    may_share: tuple[tuple[BufferId, BufferId], ...] = ()
+    workspace_bytes: int = 0
+    name: str = ""
+    source: str = ""
+
+    def can_rerun(self, slot: int) -> bool:
+        """True if this op may be run again just before the first run of op `slot`."""
+        return self.recomputable and (self.deadline is None or slot <= self.deadline)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """Ops in schedule order. Construct with `Program.build`, which checks the invariants.
+
+    Attributes:
+        name: for people.
+        ops: `ops[i].id == i`; every input is an argument or an output of an earlier op.
+        buffers: `buffers[i].id == i`.
+        arguments: buffers without a producer, sorted.
+        outputs: buffers that must survive the last op, sorted.
+        producer: for every buffer the op that writes it, None for arguments.
+    """
+
+    name: str
+    ops: tuple[Op, ...]
+    buffers: tuple[Buffer, ...]
+    arguments: tuple[BufferId, ...]
+    outputs: tuple[BufferId, ...]
+    producer: tuple[OpId | None, ...] = field(repr=False)
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        name: str,
+        ops: tuple[Op, ...],
+        buffers: tuple[Buffer, ...],
+        outputs: tuple[BufferId, ...],
+    ) -> Program:
+        """Check the program's invariants and derive arguments and producers.
+
+        Raises:
+            ValueError: ids out of order, a buffer written twice or read before it is written.
+        """
+        producer: list[OpId | None] = [None] * len(buffers)
+        read: set[BufferId] = set()
+        for i, buffer in enumerate(buffers):
+            if buffer.id != i or buffer.nbytes < 0:
+                raise ValueError(f"buffer {i} has id {buffer.id} and {buffer.nbytes} bytes")
+        for i, op in enumerate(ops):
+            if op.id != i or op.cost_ns < 0 or op.workspace_bytes < 0:
+                raise ValueError(f"op {i} ({op.name}) has id {op.id} and cost {op.cost_ns}")
+            for b in (*op.inputs, *op.outputs):
+                if not 0 <= b < len(buffers):
+                    raise ValueError(f"op {i} ({op.name}) names buffer {b} of {len(buffers)}")
+            for b in op.outputs:
+                if producer[b] is not None or b in read:
+                    raise ValueError(f"buffer {b} is written by op {i} and before it")
+                producer[b] = op.id
+            for b in op.inputs:
+                if producer[b] == i:
+                    raise ValueError(f"op {i} ({op.name}) reads its own output {b}")
+                if producer[b] is None:
+                    read.add(b)
+            for out, inp in op.may_share:
+                if out not in op.outputs or inp not in op.inputs:
+                    raise ValueError(f"op {i} ({op.name}) shares {out} with {inp}: not its own")
+        for b in outputs:
+            if not 0 <= b < len(buffers):
+                raise ValueError(f"output {b} is not one of {len(buffers)} buffers")
+        return cls(
+            name=name,
+            ops=ops,
+            buffers=buffers,
+            arguments=tuple(b.id for b in buffers if producer[b.id] is None),
+            outputs=tuple(sorted(set(outputs))),
+            producer=tuple(producer),
+        )
+
+    @property
+    def cost_ns(self) -> int:
+        """Cost of running every op once."""
+        return sum(op.cost_ns for op in self.ops)
+
+    def to_json(self) -> str:
+        """This program in the `coop-program/1` format."""
+        ops = []
+        for op in self.ops:
+            entry: dict[str, Any] = {
+                "name": op.name,
+                "cost": op.cost_ns,
+                "inputs": op.inputs,
+                "outputs": op.outputs,
+            }
+            if not op.recomputable:
+                entry["recomputable"] = False
+            if op.deadline is not None:
+                entry["deadline"] = op.deadline
+            if op.may_share:
+                entry["may_share"] = op.may_share
+            if op.workspace_bytes:
+                entry["workspace"] = op.workspace_bytes
+            ops.append(entry)
+        return json.dumps(
+            {
+                "format": PROGRAM_FORMAT,
+                "name": self.name,
+                "ops": ops,
+                "buffers": [b.nbytes for b in self.buffers],
+                "outputs": self.outputs,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Program:
+        """Read a program in the `coop-program/1` format.
+
+        Raises:
+            ValueError: not JSON, another format, or a broken program, with what is wrong.
+        """
+        data = json.loads(text)
+        if not isinstance(data, Mapping) or data.get("format") != PROGRAM_FORMAT:
+            found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
+            raise ValueError(f'expected "format": "{PROGRAM_FORMAT}", found {found!r}')
+        try:
+            ops = tuple(_op_from_json(OpId(i), entry) for i, entry in enumerate(data["ops"]))
+            buffers = tuple(
+                Buffer(id=BufferId(i), nbytes=_integer(n, f"buffers[{i}]"))
+                for i, n in enumerate(data["buffers"])
+            )
+            outputs = tuple(BufferId(_integer(b, "outputs")) for b in data.get("outputs", ()))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"broken {PROGRAM_FORMAT} program: {error!r}") from error
+        return cls.build(name=str(data.get("name", "")), ops=ops, buffers=buffers, outputs=outputs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A schedule with re-runs, and what is known about it.
+
+    Attributes:
+        steps: op ids in the order in which they run.
+        peak_bytes: the simulated peak.
+        budget_bytes: what was asked for.
+        overhead_ratio: cost of the re-runs over the cost of running every op once.
+        lower_bound_ratio: no plan for this budget costs less (0.0 where nothing is proved).
+        status: see `Status`. With `UNKNOWN` or `INFEASIBLE`, `steps` is the lowest peak found.
+        planner: which planner made it.
+        seconds: wall time of planning.
+        offsets: for every step, the byte offset of each output of that run; empty if not placed.
+    """
+
+    steps: tuple[OpId, ...]
+    peak_bytes: int
+    budget_bytes: int
+    overhead_ratio: float
+    lower_bound_ratio: float
+    status: Status
+    planner: str
+    seconds: float
+    offsets: tuple[tuple[int, ...], ...] = ()
+
+    def reruns(self) -> tuple[int, ...]:
+        """Indices into `steps` that are re-runs."""
+        seen: set[OpId] = set()
+        again = []
+        for i, op in enumerate(self.steps):
+            if op in seen:
+                again.append(i)
+            seen.add(op)
+        return tuple(again)
+
+    def to_json(self) -> str:
+        """This plan in the `coop-plan/1` format."""
+        data: dict[str, Any] = {
+            "format": PLAN_FORMAT,
+            "steps": self.steps,
+            "peak_bytes": self.peak_bytes,
+            "budget_bytes": self.budget_bytes,
+            "overhead_ratio": self.overhead_ratio,
+            "lower_bound_ratio": self.lower_bound_ratio,
+            "status": str(self.status),
+            "planner": self.planner,
+            "seconds": self.seconds,
+        }
+        if self.offsets:
+            data["offsets"] = self.offsets
+        return json.dumps(data)
+
+
+def _integer(value: object, what: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+        raise ValueError(f"{what} is {value!r}, expected an integer")
+    return int(value)
+
+
+def _op_from_json(op_id: OpId, entry: Mapping[str, Any]) -> Op:
+    deadline = entry.get("deadline")
+    return Op(
+        id=op_id,
+        inputs=tuple(BufferId(_integer(b, "inputs")) for b in entry["inputs"]),
+        outputs=tuple(BufferId(_integer(b, "outputs")) for b in entry["outputs"]),
+        cost_ns=_integer(entry["cost"], f"cost of op {op_id}"),
+        recomputable=bool(entry.get("recomputable", True)),
+        deadline=None if deadline is None else _integer(deadline, "deadline"),
+        may_share=tuple(
+            (BufferId(_integer(o, "may_share")), BufferId(_integer(i, "may_share")))
+            for o, i in entry.get("may_share", ())
+        ),
+        workspace_bytes=_integer(entry.get("workspace", 0), "workspace"),
+        name=str(entry.get("name", "")),
+    )

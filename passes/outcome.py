@@ -1,0 +1,96 @@
+"""What a stage did: plain facts that the report, the errors and the benchmarks read.
+
+Both stages that plan (the jaxpr stage and the enforcing stage) return one `StageOutcome`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from passes.ir import Status
+
+Stage = Literal["jaxpr", "hlo"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputed:
+    """One op that a plan runs again.
+
+    Attributes:
+        op: kernel or primitive name, such as "dot_general" or "fusion.12".
+        source: the user's line that it comes from, "" where XLA does not say.
+        nbytes: bytes of its outputs, which were freed in the meantime.
+        cost_ns: estimated time of the re-run.
+        stage: which stage wrote it into the program.
+    """
+
+    op: str
+    source: str
+    nbytes: int
+    cost_ns: int
+    stage: Stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveValue:
+    """One value that is alive at the tightest point of a program."""
+
+    op: str
+    source: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageOutcome:
+    """What one planning stage found and did. All bytes are per device.
+
+    Attributes:
+        stage: "jaxpr" or "hlo".
+        changed: False if the stage returned its program as it was (but for the mark).
+        budget_bytes: the whole program's budget.
+        argument_bytes, output_bytes, alias_bytes: storage that no plan can shrink
+            (fixed = argument + output - alias).
+        before_temp_bytes: predicted peak of temporaries without this stage's work.
+        planned_temp_bytes: predicted peak of temporaries with it.
+        cost_ns: estimated time of the program before this stage.
+        recompute_ns: estimated time of what this stage runs again.
+        lower_bound_ratio: no plan of this stage's program costs less (0.0: nothing proved).
+        status: see `Status`.
+        planner: which planner's plan was taken.
+        seconds: wall time of this stage.
+        recomputed: what is run again, in program order.
+        tightest: the largest values alive at the tightest point, largest first.
+        least_total_bytes: the least whole-program budget that this stage could meet; filled when
+            `status` is not found, else None.
+        least_proved: True if no plan of this stage's program goes below `least_total_bytes`.
+    """
+
+    stage: Stage
+    changed: bool
+    budget_bytes: int
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    before_temp_bytes: int
+    planned_temp_bytes: int
+    cost_ns: int
+    recompute_ns: int
+    lower_bound_ratio: float
+    status: Status
+    planner: str
+    seconds: float
+    recomputed: tuple[Recomputed, ...] = ()
+    tightest: tuple[LiveValue, ...] = ()
+    least_total_bytes: int | None = None
+    least_proved: bool = False
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Arguments and outputs, donated storage counted once."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes
+
+    @property
+    def planned_total_bytes(self) -> int:
+        """The whole program's predicted peak."""
+        return self.fixed_bytes + self.planned_temp_bytes
