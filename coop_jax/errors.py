@@ -1,0 +1,233 @@
+"""Every error that `coop_jax` raises, and how an error survives as text.
+
+XLA's callback can fail a compile with a message only. `CoopError.to_text` therefore appends one
+machine-readable line to the message, and `error_from_text` finds that line in whatever JAX wrapped
+around it and rebuilds the error with its class and fields.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+from coop_jax.text import format_bytes
+from passes.outcome import LiveValue, StageOutcome
+
+_MARK = "[coop-error "
+_SHOWN = 8
+
+
+class CoopError(Exception):
+    """Base class of everything that `coop_jax` raises on purpose."""
+
+    kind: ClassVar[str] = "CoopError"
+
+    def fields(self) -> dict[str, Any]:
+        """What is needed to build this error again, in JSON types."""
+        return {"message": str(self)}
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
+        """Build an error from what `fields` returned."""
+        return cls(fields["message"])
+
+    def to_text(self) -> str:
+        """The message and one machine-readable line; `error_from_text` reads it back."""
+        return f"{self}\n{_MARK}{json.dumps({'kind': self.kind, **self.fields()})}]"
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return error_from_text, (self.to_text(),)
+
+
+class BudgetError(CoopError, ValueError):
+    """A budget that means nothing: a user's mistake, found before anything is traced."""
+
+    kind = "BudgetError"
+
+
+class UnsupportedError(CoopError):
+    """Something that cannot be done here, such as a device without its plugin; says what to do."""
+
+    kind = "UnsupportedError"
+
+
+class BudgetExceededError(CoopError):
+    """XLA's own count of a compiled program is above its budget.
+
+    Attributes:
+        budget_bytes: what was asked for.
+        compiled_bytes: what XLA counted.
+    """
+
+    kind = "BudgetExceededError"
+
+    def __init__(self, *, budget_bytes: int, compiled_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.compiled_bytes = compiled_bytes
+        super().__init__(
+            f"the compiled program needs {format_bytes(compiled_bytes)}, which is "
+            f"{format_bytes(compiled_bytes - budget_bytes)} over its budget of {format_bytes(budget_bytes)}. "
+            "XLA placed the buffers less tightly than planned: ask for a budget smaller by that much, or "
+            "report the program, because the plan should have foreseen it."
+        )
+
+    def fields(self) -> dict[str, Any]:
+        """See `CoopError.fields`."""
+        return {"budget_bytes": self.budget_bytes, "compiled_bytes": self.compiled_bytes}
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
+        """See `CoopError.from_fields`."""
+        return cls(budget_bytes=fields["budget_bytes"], compiled_bytes=fields["compiled_bytes"])
+
+
+class InfeasibleBudgetError(CoopError):
+    """No plan for the budget was found. All bytes are per device and of the whole program.
+
+    Attributes:
+        budget_bytes: what was asked for.
+        least_bytes: the least budget that a plan was found for or that is proved to be needed; None if
+            not known.
+        proved: True if it is proved that no plan goes below `least_bytes`; False means not found.
+        argument_bytes, output_bytes, alias_bytes: storage that no plan can remove.
+        tightest: the largest values alive at the tightest point, largest first.
+        advice: what would help, one sentence each.
+    """
+
+    kind = "InfeasibleBudgetError"
+
+    def __init__(
+        self,
+        *,
+        budget_bytes: int,
+        least_bytes: int | None,
+        proved: bool,
+        argument_bytes: int,
+        output_bytes: int,
+        alias_bytes: int,
+        tightest: Sequence[LiveValue] = (),
+        advice: Sequence[str] = (),
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.least_bytes = least_bytes
+        self.proved = proved
+        self.argument_bytes = argument_bytes
+        self.output_bytes = output_bytes
+        self.alias_bytes = alias_bytes
+        self.tightest = tuple(tightest)
+        self.advice = tuple(advice)
+        super().__init__(_infeasible_text(self))
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Arguments and outputs, donated storage counted once."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes
+
+    @classmethod
+    def from_outcome(cls, outcome: StageOutcome) -> Self:
+        """The error for a stage that did not find a plan."""
+        return cls(
+            budget_bytes=outcome.budget_bytes,
+            least_bytes=outcome.least_total_bytes,
+            proved=outcome.least_proved,
+            argument_bytes=outcome.argument_bytes,
+            output_bytes=outcome.output_bytes,
+            alias_bytes=outcome.alias_bytes,
+            tightest=outcome.tightest,
+            advice=_advice(outcome),
+        )
+
+    def fields(self) -> dict[str, Any]:
+        """See `CoopError.fields`."""
+        return {
+            "budget_bytes": self.budget_bytes,
+            "least_bytes": self.least_bytes,
+            "proved": self.proved,
+            "argument_bytes": self.argument_bytes,
+            "output_bytes": self.output_bytes,
+            "alias_bytes": self.alias_bytes,
+            "tightest": [[v.op, v.source, v.nbytes] for v in self.tightest],
+            "advice": list(self.advice),
+        }
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
+        """See `CoopError.from_fields`."""
+        tightest = [LiveValue(op=op, source=source, nbytes=n) for op, source, n in fields["tightest"]]
+        return cls(**{**fields, "tightest": tightest})
+
+
+def error_from_text(text: str) -> CoopError | None:
+    """The error that `CoopError.to_text` wrote somewhere in `text`; None if there is none.
+
+    The last one wins: a message that quotes an earlier failure ends with the current one.
+    """
+    start = text.rfind(_MARK)
+    if start < 0:
+        return None
+    try:
+        fields, _ = json.JSONDecoder().raw_decode(text, start + len(_MARK))
+        kind = _KINDS[fields.pop("kind")]
+        return kind.from_fields(fields)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _advice(outcome: StageOutcome) -> tuple[str, ...]:
+    """What would help, most effective first; every sentence names bytes."""
+    advice = []
+    if outcome.least_total_bytes is not None:
+        known = "can be met" if not outcome.least_proved else "is the least that can be met"
+        advice.append(f"a budget of {format_bytes(outcome.least_total_bytes)} {known}")
+    donatable = min(outcome.argument_bytes, outcome.output_bytes) - outcome.alias_bytes
+    if donatable > 0:
+        advice.append(
+            "donate the arguments that the outputs replace, as in jax.jit(step, donate_argnums=0): "
+            f"saves up to {format_bytes(donatable)}"
+        )
+    temp = max(outcome.planned_temp_bytes, (outcome.least_total_bytes or 0) - outcome.fixed_bytes)
+    if temp > 0:
+        advice.append(
+            "a smaller batch, or a shorter sequence: the temporaries shrink with it, "
+            f"{format_bytes(temp)} of them are left"
+        )
+    return tuple(advice)
+
+
+def _infeasible_text(error: InfeasibleBudgetError) -> str:
+    word = "no plan can keep" if error.proved else "no plan was found that keeps"
+    lines = [f"{word} this program within its budget of {format_bytes(error.budget_bytes)}."]
+    if error.least_bytes is None:
+        lines.append("The least feasible budget is not known.")
+    elif error.proved:
+        lines.append(f"Least feasible budget: {format_bytes(error.least_bytes)} (proved).")
+    else:
+        lines.append(
+            f"Least budget found: {format_bytes(error.least_bytes)} (not proved: a smaller one may exist)."
+        )
+    lines.append(
+        f"Arguments {format_bytes(error.argument_bytes)} + outputs {format_bytes(error.output_bytes)} "
+        f"- donated {format_bytes(error.alias_bytes)} = {format_bytes(error.fixed_bytes)}, "
+        "which no plan can remove."
+    )
+    if error.tightest:
+        lines.append("Largest values alive at the tightest point:")
+        lines += [f"  {_value_text(value)}" for value in error.tightest[:_SHOWN]]
+        if len(error.tightest) > _SHOWN:
+            rest = error.tightest[_SHOWN:]
+            lines.append(f"  and {len(rest)} more, {format_bytes(sum(v.nbytes for v in rest))} together")
+    if error.advice:
+        lines.append("What would help:")
+        lines += [f"  - {sentence}" for sentence in error.advice]
+    return "\n".join(lines)
+
+
+def _value_text(value: LiveValue) -> str:
+    return f"{format_bytes(value.nbytes)}  {value.op}" + (f"  at {value.source}" if value.source else "")
+
+
+_KINDS: dict[str, type[CoopError]] = {
+    cls.kind: cls
+    for cls in (CoopError, BudgetError, UnsupportedError, BudgetExceededError, InfeasibleBudgetError)
+}
