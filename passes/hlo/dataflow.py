@@ -1,0 +1,344 @@
+"""Which array lives where: the values of a module, their positions and uses, and who must share storage.
+
+A value is one array (or one tuple's table of pointers) that some instruction defines. Views (bitcast,
+get-tuple-element, tuple elements, opt-barrier, call, while and conditional results) only pass values on. A leaf that a
+loop or a branch changes is a phi: a value of its own at the parameter and at the result. This follows XLA's
+HloDataflowAnalysis and HloAliasAnalysis (public sources, `xla/hlo/analysis`); ids come out in XLA's order
+because they break ties when the heap is packed.
+
+Not done: dynamic shapes, several execution threads, computations with more than one caller (the second call
+is treated like the first one's).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from passes.hlo.graph import Computation, Instruction, Module
+from passes.hlo.inplace import in_place_pairs
+
+Index = tuple[int, ...]
+Tree = dict[Index, int]
+
+_FORWARD = frozenset({"bitcast", "optimization-barrier", "opt-barrier", "domain", "add-dependency"})
+_CALLS = frozenset({"call", "while", "conditional", "async-start", "async-update", "async-done"})
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A place where a value can be seen: the sub-shape `index` of an instruction of a computation."""
+
+    computation: int
+    instruction: int
+    index: Index
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """The sub-shape `index` of operand `operand` of an instruction."""
+
+    computation: int
+    instruction: int
+    operand: int
+    index: Index
+
+
+@dataclass(slots=True, eq=False)
+class Value:
+    """One array or table of pointers; `positions[0]` defines it."""
+
+    id: int
+    nbytes: int
+    is_tuple: bool
+    is_phi: bool
+    memory_space: int
+    positions: list[Position] = field(default_factory=list)
+    uses: list[Use] = field(default_factory=list)
+
+    @property
+    def home(self) -> Position:
+        """The defining position."""
+        return self.positions[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Dataflow:
+    """Values by id, the tree of values at every instruction, and the alias class of every value.
+
+    Attributes:
+        module: the module.
+        values: in id order.
+        trees: (computation, instruction) -> index -> value id.
+        classes: lists of value ids that must share storage, sorted, each list sorted.
+        class_of: value id -> index into `classes`.
+        callers: computation id -> (computation id, instruction id) of its caller.
+        reachable: ids of the computations whose values get global storage, in the message's order.
+    """
+
+    module: Module
+    values: list[Value]
+    trees: dict[tuple[int, int], Tree]
+    classes: list[list[int]]
+    class_of: list[int]
+    callers: dict[int, tuple[int, int]]
+    reachable: list[int]
+
+    def instruction(self, position: Position | Use) -> Instruction:
+        """The instruction of a position or use."""
+        return self.module.computations[position.computation].by_id[position.instruction]
+
+
+class _Union:
+    def __init__(self, n: int) -> None:
+        self.parent = list(range(n))
+
+    def find(self, i: int) -> int:
+        while self.parent[i] != i:
+            self.parent[i] = self.parent[self.parent[i]]
+            i = self.parent[i]
+        return i
+
+    def merge(self, i: int, j: int) -> None:
+        a, b = self.find(i), self.find(j)
+        if a != b:
+            self.parent[max(a, b)] = min(a, b)
+
+
+class _Builder:
+    """Walks the call tree from the entry; values get provisional numbers, ids come last."""
+
+    def __init__(self, module: Module) -> None:
+        self.module = module
+        self.home: list[Position] = []
+        self.phi: list[bool] = []
+        self.resolved: dict[int, int] = {}
+        self.trees: dict[tuple[int, int], Tree] = {}
+        self.callers: dict[int, tuple[int, int]] = {}
+        self.visited: list[int] = []
+
+    def define(self, computation: Computation, instruction: Instruction, index: Index, phi: bool) -> int:
+        self.home.append(Position(computation.id, instruction.id, index))
+        self.phi.append(phi)
+        return len(self.home) - 1
+
+    def resolve(self, value: int) -> int:
+        while value in self.resolved:
+            value = self.resolved[value]
+        return value
+
+    def computation(self, computation: Computation, arguments: list[Tree] | None) -> Tree:
+        """Evaluate a computation; returns the tree of its root."""
+        self.visited.append(computation.id)
+        for i in post_order_of(computation):
+            instruction = computation.by_id[i]
+            tree = self.instruction(computation, instruction, arguments)
+            self.trees[computation.id, i] = tree
+        return self.trees[computation.id, computation.root]
+
+    def instruction(self, comp: Computation, instr: Instruction, arguments: list[Tree] | None) -> Tree:
+        opcode = instr.opcode
+        operands = [self.trees[comp.id, o] for o in instr.operands]
+        if opcode == "parameter" and arguments is not None:
+            return arguments[instr.number]
+        if opcode in _FORWARD:
+            return operands[0]
+        if opcode == "get-tuple-element":
+            return {i[1:]: v for i, v in operands[0].items() if i and i[0] == instr.number}
+        if opcode == "tuple":
+            tree: Tree = {(): self.define(comp, instr, (), False)}
+            for n, operand in enumerate(operands):
+                tree.update({(n, *i): v for i, v in operand.items()})
+            return tree
+        if opcode == "copy":
+            return {**operands[0], (): self.define(comp, instr, (), False)}
+        if opcode in _CALLS:
+            return self.call(comp, instr, operands)
+        if opcode == "copy-start":
+            tree = self.define_all(comp, instr)
+            return {**tree, (1,): operands[0][()]}
+        if opcode == "copy-done":
+            return {(): operands[0][0,]}
+        return self.define_all(comp, instr)
+
+    def define_all(self, comp: Computation, instr: Instruction) -> Tree:
+        return {i: self.define(comp, instr, i, False) for i, _ in instr.shape.leaves()}
+
+    def call(self, comp: Computation, instr: Instruction, operands: list[Tree]) -> Tree:
+        for called in instr.called:
+            self.callers[called] = (comp.id, instr.id)
+        callees = [self.module.computations[c] for c in instr.called]
+        if instr.opcode == "call":
+            return self.computation(callees[0], operands)
+        if instr.opcode == "while":
+            return self.loop(comp, instr, operands[0])
+        if instr.opcode == "conditional":
+            return self.branches(comp, instr, operands)
+        if instr.opcode == "async-start":
+            return self.start(comp, instr, operands)
+        if instr.opcode == "async-update":
+            return operands[0]
+        return {i[1:]: v for i, v in operands[0].items() if i and i[0] == 1}
+
+    def start(self, comp: Computation, instr: Instruction, operands: list[Tree]) -> Tree:
+        root = self.computation(self.module.computations[instr.called[0]], operands)
+        tree: Tree = {}
+        for index, shape in instr.shape.leaves():
+            if shape.is_tuple or not index or index[0] > 1:
+                tree[index] = self.define(comp, instr, index, False)
+        for n, operand in enumerate(operands):
+            tree.update({(0, n, *i): v for i, v in operand.items()})
+        tree.update({(1, *i): v for i, v in root.items()})
+        return tree
+
+    def branches(self, comp: Computation, instr: Instruction, operands: list[Tree]) -> Tree:
+        roots = [
+            self.computation(self.module.computations[c], [operands[n + 1]])
+            for n, c in enumerate(instr.called)
+        ]
+        tree: Tree = {}
+        for index, _ in instr.shape.leaves():
+            found = {root[index] for root in roots}
+            same = len(found) == 1
+            tree[index] = roots[0][index] if same else self.define(comp, instr, index, True)
+        return tree
+
+    def loop(self, comp: Computation, instr: Instruction, init: Tree) -> Tree:
+        body, condition = self.loop_callees(instr)
+        inside = self.placeholder(body)
+        root = self.computation(body, [inside])
+        changed = [i for i in init if self.resolve(root[i]) not in (inside[i], self.resolve(init[i]))]
+        for index in init:
+            if index not in changed:
+                self.resolved[inside[index]] = init[index]
+        parameter = condition.parameters()[0]
+        test = {i: self.define(condition, parameter, i, True) if i in changed else v for i, v in init.items()}
+        self.computation(condition, [test])
+        return {i: self.define(comp, instr, i, True) if i in changed else v for i, v in init.items()}
+
+    def loop_callees(self, instr: Instruction) -> tuple[Computation, Computation]:
+        first, second = (self.module.computations[c] for c in instr.called)
+        is_test = not second.by_id[second.root].shape.is_tuple and first.by_id[first.root].shape.is_tuple
+        return (first, second) if is_test else (second, first)
+
+    def placeholder(self, body: Computation) -> Tree:
+        parameter = body.parameters()[0]
+        return {i: self.define(body, parameter, i, True) for i, _ in parameter.shape.leaves()}
+
+
+def post_order_of(computation: Computation) -> list[int]:
+    """The order in which XLA numbers this computation's instructions."""
+    from passes.hlo.graph import post_order
+
+    return post_order(computation.by_id)
+
+
+def loop_parts(module: Module, instruction: Instruction) -> tuple[Computation, Computation]:
+    """Body and condition of a while."""
+    return _Builder(module).loop_callees(instruction)
+
+
+def analyse(module: Module) -> Dataflow:
+    """The values of a module and their alias classes."""
+    builder = _Builder(module)
+    builder.computation(module.entry, None)
+    visited = set(builder.visited)
+    reachable = [c for c in module.computations if c in visited]
+    orders = {c: post_order_of(module.computations[c]) for c in reachable}
+    number, values = _number(builder, reachable, orders)
+    trees: dict[tuple[int, int], Tree] = {}
+    for c in reachable:
+        for i in orders[c]:
+            tree = builder.trees[c, i]
+            trees[c, i] = {index: number[builder.resolve(v)] for index, v in tree.items()}
+    flow = Dataflow(
+        module=module, values=values, trees=trees, classes=[], class_of=[0] * len(values),
+        callers=builder.callers, reachable=reachable,
+    )  # fmt: skip
+    for c in reachable:
+        _positions(flow, c, orders[c])
+    _classes(flow)
+    return flow
+
+
+def _number(
+    builder: _Builder, reachable: list[int], orders: dict[int, list[int]]
+) -> tuple[dict[int, int], list[Value]]:
+    rank = {(c, i): n for c in reachable for n, i in enumerate(orders[c])}
+    place = {c: n for n, c in enumerate(reachable)}
+
+    def key(v: int) -> tuple[bool, int, int, Index]:
+        home = builder.home[v]
+        at = home.computation
+        return builder.phi[v], place[at], rank[at, home.instruction], home.index
+
+    live = [v for v in range(len(builder.home)) if v not in builder.resolved]
+    number: dict[int, int] = {}
+    values: list[Value] = []
+    for n, v in enumerate(sorted(live, key=key)):
+        home = builder.home[v]
+        shape = builder.module.computations[home.computation].by_id[home.instruction].shape.at(home.index)
+        number[v] = n
+        value = Value(n, shape.nbytes, shape.is_tuple, builder.phi[v], shape.memory_space)
+        value.positions.append(home)
+        values.append(value)
+    return number, values
+
+
+def _positions(flow: Dataflow, computation: int, order: list[int]) -> None:
+    by_id = flow.module.computations[computation].by_id
+    for i in order:
+        instruction = by_id[i]
+        for index, v in flow.trees[computation, i].items():
+            value = flow.values[v]
+            home = value.positions[0]
+            if home.instruction != i or home.index != index or home.computation != computation:
+                value.positions.append(Position(computation, i, index))
+        if instruction.opcode in ("tuple", "domain"):
+            continue
+        top_only = instruction.opcode in ("get-tuple-element", "copy")
+        for n, operand in enumerate(instruction.operands):
+            tree = flow.trees[computation, operand]
+            if top_only or len(tree) == 1:
+                flow.values[tree[()]].uses.append(Use(computation, i, n, ()))
+            else:
+                for index, v in tree.items():
+                    flow.values[v].uses.append(Use(computation, i, n, index))
+
+
+def _classes(flow: Dataflow) -> None:
+    union = _Union(len(flow.values))
+    module = flow.module
+    entry = module.entry
+    root = flow.trees[entry.id, entry.root]
+    parameters = {p.number: p.id for p in entry.parameters()}
+    for output, (number, index) in module.donated.items():
+        if output in root:
+            union.merge(root[output], flow.trees[entry.id, parameters[number]][index])
+    for c in flow.reachable:
+        for instruction in module.computations[c].by_id.values():
+            _merge_instruction(flow, union, c, instruction)
+    groups: dict[int, list[int]] = {}
+    for v in range(len(flow.values)):
+        groups.setdefault(union.find(v), []).append(v)
+    flow.classes.extend(groups.values())
+    for n, group in enumerate(flow.classes):
+        for v in group:
+            flow.class_of[v] = n
+
+
+def _merge_instruction(flow: Dataflow, union: _Union, computation: int, instruction: Instruction) -> None:
+    module = flow.module
+    tree = flow.trees[computation, instruction.id]
+    if instruction.opcode == "while":
+        body, condition = loop_parts(module, instruction)
+        others = [flow.trees[computation, instruction.operands[0]], flow.trees[body.id, body.root]]
+        others += [flow.trees[c.id, c.parameters()[0].id] for c in (body, condition)]
+    elif instruction.opcode == "conditional":
+        others = [flow.trees[c, module.computations[c].root] for c in instruction.called]
+    else:
+        for operand, source, target in in_place_pairs(module, module.computations[computation], instruction):
+            union.merge(tree[target], flow.trees[computation, instruction.operands[operand]][source])
+        return
+    for other in others:
+        for index, v in tree.items():
+            union.merge(v, other[index])

@@ -1,0 +1,235 @@
+"""A scheduled HLO module as plain Python objects: what the lift, the heap model and the cost model read.
+
+The view is read-only and keeps no pointer into the message but `Instruction.proto`, through which rare
+attributes are read and from which `passes.hlo.emit` clones. Operands and callees are resolved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+TUPLE, OPAQUE, TOKEN, BUFFER = 13, 14, 17, 34
+_BITS = {
+    1: 8, 30: 1, 26: 2, 21: 4, 2: 8, 3: 16, 4: 32, 5: 64, 31: 1, 27: 2, 22: 4, 6: 8, 7: 16, 8: 32, 9: 64,
+    10: 16, 11: 32, 16: 16, 12: 64, 19: 8, 28: 8, 20: 8, 23: 8, 29: 8, 24: 8, 25: 8, 32: 4, 33: 8, 35: 6,
+    36: 6, 15: 64, 18: 128,
+}  # fmt: skip
+_FLOATS = (10, 11, 12, 16, 15, 18)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """An array, tuple, token or opaque shape. `nbytes` of a tuple is that of its table of pointers.
+
+    Attributes:
+        element: XLA's PrimitiveType number.
+        dims: sizes of the dimensions, empty for scalars and tuples.
+        layout: minor to major order.
+        parts: shapes of a tuple's elements, None for everything else.
+        memory_space: 0 is the device's default memory.
+        element_bits: storage bits of one element.
+    """
+
+    element: int
+    dims: tuple[int, ...]
+    layout: tuple[int, ...]
+    parts: tuple[Shape, ...] | None
+    memory_space: int
+    element_bits: int
+    nbytes: int = field(compare=False)
+
+    @property
+    def is_tuple(self) -> bool:
+        """True for a tuple."""
+        return self.parts is not None
+
+    @property
+    def count(self) -> int:
+        """Number of elements of an array."""
+        return prod(self.dims)
+
+    @property
+    def is_float(self) -> bool:
+        """True if elements are floating point (or complex)."""
+        return self.element in _FLOATS
+
+    def leaves(self) -> list[tuple[tuple[int, ...], Shape]]:
+        """Every sub-shape with its index, this shape first."""
+        found: list[tuple[tuple[int, ...], Shape]] = [((), self)]
+        for i, part in enumerate(self.parts or ()):
+            found.extend(((i, *index), shape) for index, shape in part.leaves())
+        return found
+
+    def at(self, index: tuple[int, ...]) -> Shape:
+        """The sub-shape at `index`."""
+        shape = self
+        for i in index:
+            assert shape.parts is not None, f"index {index} goes below an array"
+            shape = shape.parts[i]
+        return shape
+
+    @property
+    def total_nbytes(self) -> int:
+        """Bytes of all arrays in this shape, without tables of pointers."""
+        if self.parts is None:
+            return self.nbytes
+        return sum(part.total_nbytes for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Instruction:
+    """One instruction. Operands are instruction ids of the same computation."""
+
+    id: int
+    name: str
+    opcode: str
+    shape: Shape
+    operands: tuple[int, ...]
+    called: tuple[int, ...]
+    control: tuple[int, ...]
+    number: int
+    proto: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Computation:
+    """A computation. `order` is its schedule (post-order where it has none); `by_id` is sorted by id."""
+
+    id: int
+    name: str
+    by_id: dict[int, Instruction]
+    root: int
+    order: tuple[int, ...]
+    scheduled: bool
+    fused: bool
+    proto: Any
+
+    def operands(self, instruction: Instruction) -> list[Instruction]:
+        """The operands of `instruction`."""
+        return [self.by_id[i] for i in instruction.operands]
+
+    def parameters(self) -> list[Instruction]:
+        """The parameters in order of their numbers."""
+        found = [i for i in self.by_id.values() if i.opcode == "parameter"]
+        return sorted(found, key=lambda i: i.number)
+
+    def users(self) -> dict[int, list[Instruction]]:
+        """For every instruction its users, each once, in id order."""
+        users: dict[int, list[Instruction]] = {i: [] for i in self.by_id}
+        for instruction in self.by_id.values():
+            for operand in dict.fromkeys(instruction.operands):
+                users[operand].append(instruction)
+        return users
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Module:
+    """A module. `computations` is in the message's order: callees before callers."""
+
+    name: str
+    computations: dict[int, Computation]
+    entry: Computation
+    donated: dict[tuple[int, ...], tuple[int, tuple[int, ...]]]
+    proto: Any
+
+
+class _Shapes:
+    """Builds each distinct shape once."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, Shape] = {}
+
+    def read(self, proto: Any) -> Shape:
+        key = proto.SerializeToString()
+        shape = self._known.get(key)
+        if shape is None:
+            shape = self._known[key] = self._build(proto)
+        return shape
+
+    def _build(self, proto: Any) -> Shape:
+        element = proto.element_type
+        parts: tuple[Shape, ...] | None = None
+        dims = tuple(max(d, 0) for d in proto.dimensions)
+        layout = proto.layout
+        bits = layout.element_size_in_bits or _BITS.get(element, 0)
+        if element == TUPLE:
+            parts = tuple(self.read(p) for p in proto.tuple_shapes)
+            nbytes = 8 * len(parts)
+        elif element == TOKEN:
+            nbytes = 0
+        elif element == OPAQUE:
+            nbytes = 8
+        elif element == BUFFER:
+            parts, nbytes = None, sum(self.read(p).nbytes for p in proto.tuple_shapes)
+        else:
+            nbytes = -(-prod(dims) * bits // 8)
+            if any(proto.is_dynamic_dimension):
+                nbytes += 4 * len(dims)
+        return Shape(
+            element, dims, tuple(layout.minor_to_major), parts, layout.memory_space, bits, nbytes
+        )
+
+
+def post_order(by_id: dict[int, Instruction]) -> list[int]:
+    """XLA's post-order: from every instruction without users, control predecessors, then operands."""
+    used = {o for i in by_id.values() for o in i.operands}
+    done: dict[int, bool] = {}
+    order: list[int] = []
+    for start in by_id:
+        if start in used:
+            continue
+        stack = [start]
+        while stack:
+            top = stack[-1]
+            state = done.get(top)
+            if state is None:
+                done[top] = False
+                instruction = by_id[top]
+                stack.extend(o for o in reversed(instruction.operands) if o not in done)
+                stack.extend(c for c in instruction.control if c not in done)
+                continue
+            stack.pop()
+            if not state:
+                done[top] = True
+                order.append(top)
+    return order
+
+
+def _computation(proto: Any, schedule: dict[int, tuple[int, ...]], shapes: _Shapes) -> Computation:
+    by_id = {
+        i.id: Instruction(
+            id=i.id, name=i.name, opcode=i.opcode, shape=shapes.read(i.shape),
+            operands=tuple(i.operand_ids), called=tuple(i.called_computation_ids),
+            control=tuple(i.control_predecessor_ids),
+            number=i.tuple_index if i.opcode == "get-tuple-element" else i.parameter_number, proto=i,
+        )
+        for i in sorted(proto.instructions, key=lambda i: i.id)
+    }  # fmt: skip
+    order = schedule.get(proto.id)
+    return Computation(
+        id=proto.id, name=proto.name, by_id=by_id, root=proto.root_id,
+        order=tuple(post_order(by_id)) if order is None else order,
+        scheduled=order is not None, fused=proto.is_fusion_computation, proto=proto,
+    )  # fmt: skip
+
+
+def read(module: Any) -> Module:
+    """The view of a parsed message.
+
+    Raises:
+        ValueError: the module has no schedule for its entry.
+    """
+    schedule = {s.key: tuple(s.value.instruction_ids) for s in module.schedule.sequences}
+    # XLA stores schedules under the computation's id; newer ones keep ids below 2**32 throughout.
+    shapes = _Shapes()
+    computations = {c.id: _computation(c, schedule, shapes) for c in module.computations}
+    entry = computations[module.entry_computation_id]
+    if not entry.scheduled:
+        raise ValueError(f"module {module.name!r} has no schedule: it must come from the POST_SCHEDULER stage")
+    donated = {
+        tuple(e.output_shape_index): (e.parameter_number, tuple(e.parameter_shape_index))
+        for e in module.input_output_alias.entries
+    }
+    return Module(name=module.name, computations=computations, entry=entry, donated=donated, proto=module)

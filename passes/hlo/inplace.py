@@ -1,0 +1,256 @@
+"""Which operand an instruction overwrites: the pairs that must share storage, and the pairs that may.
+
+Must: dynamic-update-slice and scatter write into operand 0, so do fusions rooted in them; declared
+`output_operand_aliasing`. May: XLA puts an output where a dying operand was if an elementwise path proves it
+harmless. Both follow XLA's AliasInfo and CanShareOperandBufferWithUser (public sources).
+"""
+
+from __future__ import annotations
+
+from passes.hlo.graph import Computation, Instruction, Module
+
+Pair = tuple[int, tuple[int, ...], tuple[int, ...]]
+
+_IN_PLACE = frozenset({"dynamic-update-slice", "scatter", "all-reduce-start"})
+_NO_OP = frozenset({"bitcast", "reshape"})
+_ELEMENTWISE = frozenset(
+    {
+        "constant", "abs", "acos", "acosh", "asin", "asinh", "atanh", "round-nearest-afz",
+        "round-nearest-even", "ceil", "count-leading-zeros", "convert", "bitcast-convert", "copy", "cosine",
+        "cosh", "sinh", "erf", "exponential", "exponential-minus-one", "floor", "imag", "is-finite", "log",
+        "log-plus-one", "not", "negate", "popcnt", "real", "reduce-precision", "rsqrt", "logistic", "sign",
+        "sine", "sqrt", "cbrt", "tan", "tanh", "add", "atan2", "compare", "complex", "divide", "maximum",
+        "minimum", "multiply", "power", "remainder", "subtract", "and", "or", "xor", "shift-left",
+        "shift-right-arithmetic", "shift-right-logical", "stochastic-convert", "select", "clamp",
+    }
+)  # fmt: skip
+
+
+def in_place_pairs(module: Module, computation: Computation, instruction: Instruction) -> list[Pair]:
+    """(operand number, index in the operand, index in the output) of every pair that must share storage."""
+    opcode = instruction.opcode
+    if opcode in _IN_PLACE:
+        count = 1
+        if opcode == "scatter":
+            count = len(instruction.shape.parts or (None,))
+        elif opcode == "all-reduce-start":
+            count = len(instruction.operands)
+        return [(0, (), ())] if count == 1 else [(n, (), (n,)) for n in range(count)]
+    pairs: list[Pair] = []
+    if opcode == "fusion":
+        pairs = _fusion_pairs(module, instruction)
+    elif opcode == "set-dimension-size":
+        return [(0, (), ())]
+    elif opcode == "ragged-all-to-all":
+        return [(1, (), ())]
+    for alias in instruction.proto.output_operand_aliasing:
+        pairs.append(
+            (alias.operand_index, tuple(alias.operand_shape_index), tuple(alias.output_shape_index))
+        )
+    return pairs
+
+
+def _follow(computation: Computation, at: Instruction, index: tuple[int, ...]) -> tuple[Instruction, tuple[int, ...]]:
+    """Back through tuples, get-tuple-elements and views that keep every element where it is."""
+    while True:
+        if at.opcode == "tuple" and index:
+            at, index = computation.by_id[at.operands[index[0]]], index[1:]
+        elif at.opcode == "get-tuple-element":
+            at, index = computation.by_id[at.operands[0]], (at.number, *index)
+        elif at.opcode in _NO_OP and not index:
+            at = computation.by_id[at.operands[0]]
+        else:
+            return at, index
+
+
+def _fusion_pairs(module: Module, fusion: Instruction) -> list[Pair]:
+    fused = module.computations[fusion.called[0]]
+    pairs: list[Pair] = []
+    for index, shape in fusion.shape.leaves():
+        if shape.is_tuple:
+            continue
+        at, rest = _follow(fused, fused.by_id[fused.root], index)
+        for operand, source, target in in_place_pairs(module, fused, at):
+            if target != rest:
+                continue
+            found, found_index = _follow(fused, fused.by_id[at.operands[operand]], source)
+            if found.opcode == "fusion":
+                for nested_operand, nested_source, nested_target in in_place_pairs(module, fused, found):
+                    if nested_target == found_index:
+                        found, found_index = _follow(
+                            fused, fused.by_id[found.operands[nested_operand]], nested_source
+                        )
+                        break
+            if found.opcode == "parameter":
+                pairs.append((found.number, found_index, index))
+    return pairs
+
+
+def is_elementwise(instruction: Instruction, operand: int | None = None) -> bool:
+    """True if element i of the output depends on element i of the operand only."""
+    if instruction.opcode == "dynamic-update-slice":
+        return operand == 0
+    return instruction.opcode in _ELEMENTWISE
+
+
+def _reduction_hero(fused: Computation) -> Instruction | None:
+    """The reduction that XLA's reduction emitter runs first: the first root that is one."""
+    root = fused.by_id[fused.root]
+    roots = fused.operands(root) if root.opcode == "tuple" else [root]
+    return next((r for r in roots if r.opcode == "reduce"), None)
+
+
+class Sharing:
+    """Answers whether an output may take the place of a dying operand (OFFSETS rule 7); memoized."""
+
+    def __init__(self, module: Module, platform: str) -> None:
+        self._module = module
+        self._gpu = platform == "cuda"
+        self._users: dict[int, dict[int, list[Instruction]]] = {}
+
+    def users(self, computation: Computation) -> dict[int, list[Instruction]]:
+        """Users of every instruction of a fused computation."""
+        found = self._users.get(computation.id)
+        if found is None:
+            found = self._users[computation.id] = computation.users()
+        return found
+
+    def may_share(
+        self, computation: Computation, operand: Instruction, source: tuple[int, ...],
+        user: Instruction, target: tuple[int, ...],
+    ) -> bool:  # fmt: skip
+        """True if XLA lets sub-shape `target` of `user` reuse the storage of `operand` at `source`."""
+        if operand.opcode == "constant" or operand.id not in user.operands:
+            return False
+        before, after = operand.shape.at(source), user.shape.at(target)
+        number = user.operands.index(operand.id)
+        same = before == after
+        if same:
+            for n, index, out in in_place_pairs(self._module, computation, user):
+                if out == target and index == source and user.operands[n] == operand.id:
+                    return True
+        if user.opcode == "custom-call" and self._gpu:
+            return False
+        if user.opcode == "fusion":
+            if self._gpu:
+                return self._gpu_fusion(operand, user, target, number, same)
+            return same and self._cpu_fusion(user, number)
+        if not same:
+            return False
+        return self._plain(computation, operand, user, target, number)
+
+    def _plain(
+        self, computation: Computation, operand: Instruction, user: Instruction, target: tuple[int, ...],
+        number: int,
+    ) -> bool:  # fmt: skip
+        if user.opcode in ("while", "conditional"):
+            return True
+        if user.opcode in ("dynamic-update-slice", "scatter", "set-dimension-size"):
+            return user.operands.count(operand.id) == 1 and number == 0
+        if user.opcode == "triangular-solve":
+            return user.operands.count(operand.id) == 1 and number == 1
+        if user.opcode == "sort":
+            if len(self.users(computation)[operand.id]) != 1:
+                return False
+            if len(user.operands) == 1:
+                return True
+            return user.operands.count(operand.id) == 1 and target == (number,)
+        if user.opcode == "call":
+            return False
+        return is_elementwise(user, number)
+
+    def _cpu_fusion(self, fusion: Instruction, number: int) -> bool:
+        fused = self._module.computations[fusion.called[0]]
+        kind = fusion.proto.fusion_kind
+        allow_tuple = kind in ("kLoop", "kInput")
+        users = self.users(fused)
+        parameter = fused.parameters()[number]
+        seen, work = {parameter.id}, [parameter]
+        while work:
+            current = work.pop()
+            for user in users[current.id]:
+                for n, o in enumerate(user.operands):
+                    if o == current.id and not (
+                        is_elementwise(user, n) or (allow_tuple and user.opcode == "tuple")
+                    ):
+                        return False
+                if user.id not in seen:
+                    seen.add(user.id)
+                    work.append(user)
+        return True
+
+    def _gpu_fusion(
+        self, operand: Instruction, fusion: Instruction, target: tuple[int, ...], number: int, same: bool
+    ) -> bool:
+        before, after = operand.shape, fusion.shape.at(target)
+        if not same:
+            if before.is_tuple or after.is_tuple or before.count != after.count:
+                return False
+            if before.element_bits != after.element_bits:
+                return False
+        fused = self._module.computations[fusion.called[0]]
+        output = fused.by_id[fused.root]
+        for i in target:
+            if output.opcode != "tuple":
+                break
+            output = fused.by_id[output.operands[i]]
+        core = fused.by_id[output.operands[0]] if output.opcode == "bitcast" else output
+        hero = _reduction_hero(fused) if fusion.proto.fusion_kind == "kInput" else None
+        seen = self._walk(fused, fused.parameters()[number], core, target, hero)
+        if seen is None:
+            return False
+        root = fused.by_id[fused.root]
+        if root.opcode == "tuple" and not self._other_roots(fused, root, output, core, seen):
+            return False
+        return output.id in seen
+
+    def _other_roots(
+        self, fused: Computation, root: Instruction, output: Instruction, core: Instruction, seen: set[int]
+    ) -> bool:
+        reached = [fused.by_id[o] for o in root.operands if o in seen]
+        if all(r is output for r in reached):
+            return True
+        return is_elementwise(core) and all(r.opcode not in ("transpose", "copy") for r in reached)
+
+    def _walk(
+        self, fused: Computation, parameter: Instruction, core: Instruction, target: tuple[int, ...],
+        hero: Instruction | None,
+    ) -> set[int] | None:  # fmt: skip
+        """What the parameter reaches, or None if something on the way changes the order of elements.
+
+        The reduction emitter runs its first reduction before it writes other outputs, so that one is safe.
+        """
+        users = self.users(fused)
+        seen, work = {parameter.id}, [parameter]
+        while work:
+            current = work.pop(0)
+            if current is hero:
+                continue
+            for user in users[current.id]:
+                if user.id not in seen:
+                    seen.add(user.id)
+                    work.append(user)
+                if user is not hero and not self._harmless(fused, current, user, core, target):
+                    return None
+        return seen
+
+    def _harmless(
+        self, fused: Computation, current: Instruction, user: Instruction, core: Instruction,
+        target: tuple[int, ...],
+    ) -> bool:  # fmt: skip
+        number = user.operands.index(current.id)
+        once = user.operands.count(current.id) == 1
+        if user is core and user.opcode == "scatter" and once:
+            if number < len(user.shape.parts or (None,)):
+                return True
+        if user is core and user.opcode == "sort" and once:
+            return target == (number,)
+        if core.opcode == "dynamic-update-slice" and user.opcode == "dynamic-slice":
+            update = fused.by_id[core.operands[1]]
+            if user.operands[0] == core.operands[0] and user.shape == update.shape:
+                return user.shape.count == 1 or user.operands[1:] == core.operands[2:]
+        if user.opcode in ("bitcast", "tuple"):
+            return True
+        if is_elementwise(user, number) and user.opcode != "copy":
+            return True
+        return user is core and user.opcode == "dynamic-update-slice" and number == 1

@@ -1,0 +1,127 @@
+"""XLA's packing of temporaries: a deterministic best fit, run in two orders; the smaller heap wins.
+
+Input is what XLA's heap simulator hands to its packer (public source, `heap_simulator.cc`): intervals on a
+clock of events and the groups that must share an offset. An interval takes the smallest free gap, over its own
+time and that of its group, that holds it; on ties the lowest offset. Only starts are aligned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+_FAR = 1 << 62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """One value on the event clock.
+
+    Attributes:
+        key: breaks ties; XLA's value id.
+        nbytes: size of the storage.
+        start, end: first and last event, both included.
+        group: index of the storage it belongs to.
+        leads: True for the value that was allocated (the others of the group follow it).
+    """
+
+    key: int
+    nbytes: int
+    start: int
+    end: int
+    group: int
+    leads: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeapLayout:
+    """Where every group sits. `offsets[g]` is in bytes, `size` is the end of the highest one."""
+
+    size: int
+    offsets: dict[int, int]
+
+
+class _Placed:
+    """The intervals placed so far, as arrays, for overlap queries."""
+
+    def __init__(self, capacity: int) -> None:
+        self.count = 0
+        self.start = np.zeros(capacity, np.int64)
+        self.end = np.zeros(capacity, np.int64)
+        self.offset = np.zeros(capacity, np.int64)
+        self.limit = np.zeros(capacity, np.int64)
+
+    def add(self, member: Interval, offset: int, nbytes: int) -> None:
+        n = self.count
+        self.start[n], self.end[n] = member.start, member.end
+        self.offset[n], self.limit[n] = offset, offset + nbytes
+        self.count = n + 1
+
+    def overlapping(self, members: list[Interval]) -> tuple[np.ndarray, np.ndarray]:
+        """Offsets and ends of placed intervals that are alive with one of `members`, by offset."""
+        n = self.count
+        start, end = self.start[:n], self.end[:n]
+        hit = np.zeros(n, bool)
+        for member in members:
+            hit |= (start <= member.end) & (end >= member.start)
+        offset, limit = self.offset[:n][hit], self.limit[:n][hit]
+        order = np.argsort(offset, kind="stable")
+        return offset[order], limit[order]
+
+
+def _best_gap(offset: np.ndarray, limit: np.ndarray, nbytes: int, alignment: int) -> int:
+    """The smallest gap between occupied ranges that holds `nbytes`; the lowest on ties."""
+    if not offset.size:
+        return 0
+    top = np.concatenate(([0], np.maximum.accumulate(limit)))
+    starts = -(-top // alignment) * alignment
+    sizes = np.concatenate((offset, [_FAR])) - starts
+    sizes[sizes < nbytes] = _FAR
+    sizes[-1] = min(int(_FAR - starts[-1]), _FAR - 1)
+    return int(starts[int(np.argmin(sizes))])
+
+
+def _order(intervals: list[Interval], temporal: bool) -> list[Interval]:
+    leaders = [i for i in intervals if i.leads]
+    if not temporal:
+        return sorted(leaders, key=lambda i: (-i.nbytes, i.start - i.end, i.key))
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for i in intervals:
+        first[i.group] = min(first.get(i.group, i.start), i.start)
+        last[i.group] = max(last.get(i.group, i.end), i.end)
+    return sorted(leaders, key=lambda i: (first[i.group] - last[i.group], -i.nbytes, i.key))
+
+
+def _pack(intervals: list[Interval], alignment: int, temporal: bool) -> HeapLayout:
+    members: dict[int, list[Interval]] = {}
+    for interval in intervals:
+        members.setdefault(interval.group, []).append(interval)
+    placed = _Placed(len(intervals))
+    offsets: dict[int, int] = {}
+    size = 0
+    for leader in _order(intervals, temporal):
+        group = members[leader.group]
+        nbytes = max(m.nbytes for m in group)
+        at = _best_gap(*placed.overlapping(group), nbytes, alignment) if nbytes else 0
+        offsets[leader.group] = at
+        size = max(size, at + nbytes)
+        if nbytes:
+            for member in group:
+                placed.add(member, at, member.nbytes)
+    return HeapLayout(size=size, offsets=offsets)
+
+
+def pack(intervals: list[Interval], alignment: int) -> HeapLayout:
+    """Place every group of intervals as XLA does.
+
+    Args:
+        intervals: values on the event clock; every group has exactly one leader.
+        alignment: of starts, in bytes: 64 on CPU, 256 on GPU.
+
+    Complexity: O(n^2) in numpy.
+    """
+    by_size = _pack(intervals, alignment, temporal=False)
+    by_time = _pack(intervals, alignment, temporal=True)
+    return by_time if by_time.size < by_size.size else by_size
