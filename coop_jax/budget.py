@@ -79,14 +79,15 @@ class Budget:
     def __post_init__(self) -> None:
         if self.host is not None:
             raise UnsupportedError(
-                f"host={self.host!r}: paging to host memory does not exist yet, so there is nothing that a host "
-                "budget could allow. Leave `host` out."
+                f"host={self.host!r}: there is no paging to host memory yet, so no host budget can be kept. "
+                "Leave `host` out."
             )
         if self.device is not None:
             _parse(self.device)
-        if self.headroom is not None and not _is_zero(self.headroom):
-            if _parse(self.headroom).unit == "fraction":
-                raise _refuse(self.headroom, "`headroom` must be bytes or a share of the device's memory")
+        if self.headroom is None or _is_zero(self.headroom):
+            return
+        if _parse(self.headroom).unit == "fraction":
+            raise _refuse(self.headroom, "`headroom` must be bytes or a share of the device's memory")
 
     @classmethod
     def of(cls, value: Any) -> Budget:
@@ -130,10 +131,7 @@ class Budget:
                 'Give bytes, such as "8GiB", or a fraction of the plain program\'s peak, such as 0.5.'
             )
         total = device_bytes or 0
-        if self.device is None:
-            asked = total
-        else:
-            asked = _resolve(_parse(self.device), total, baseline_bytes)
+        asked = total if self.device is None else _resolve(_parse(self.device), total, baseline_bytes)
         off = self._headroom_bytes(total)
         if asked - off <= 0:
             raise BudgetError(
@@ -208,8 +206,8 @@ def _resolve(amount: _Amount, device_bytes: int, baseline_bytes: Callable[[], in
         return math.floor(device_bytes * amount.value / 100)
     if baseline_bytes is None:
         raise BudgetError(
-            f"budget {amount.value!r} is a fraction of the program's peak without rematerialization, which is "
-            'not known here. Give bytes, such as "8GiB".'
+            f"budget {amount.value!r} is a fraction of the program's peak without rematerialization, which "
+            'is not known here. Give bytes, such as "8GiB".'
         )
     return math.floor(baseline_bytes() * amount.value)
 

@@ -1,0 +1,247 @@
+"""GPUs that are not here, and what XLA says of a compiled program.
+
+`devices("h200")` returns devices that programs can be lowered and compiled for, but not run on: XLA
+compiles from a description of the GPU (`coop_jax/targets/*.txtpb`), which is all it needs. The CUDA
+plugin of jaxlib must be installed; the NVIDIA libraries and a driver need not be.
+
+    lowered = lower_for(step, (state, batch), device="h200")
+    memory(lowered.compile()).total_bytes
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from coop_jax.errors import UnsupportedError
+from coop_jax.text import format_bytes
+from passes.cost import DEVICES, DeviceModel
+
+TARGETS = ("h200", "h100", "a100", "b200")
+
+_MEMORY_SIZE = re.compile(r"device_memory_size: (\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A GPU described well enough to compile for it.
+
+    Attributes:
+        name: such as "h200".
+        text: XLA's GpuTargetConfigProto in text form.
+        memory_bytes: the device's memory.
+    """
+
+    name: str
+    text: str
+    memory_bytes: int
+
+    def with_memory(self, nbytes: int) -> Target:
+        """The same GPU with `nbytes` of memory: XLA's own rematerialization pass aims at it."""
+        text = _MEMORY_SIZE.sub(f"device_memory_size: {nbytes}", self.text)
+        return replace(self, text=text, memory_bytes=nbytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What XLA says a compiled program needs on one device.
+
+    Attributes:
+        argument_bytes, output_bytes: storage of the program's arguments and results.
+        temp_bytes: XLA's heap of temporaries.
+        alias_bytes: results that live in donated arguments.
+        total_bytes: arguments + outputs + temporaries - aliased; this is what budgets bound.
+    """
+
+    argument_bytes: int
+    output_bytes: int
+    temp_bytes: int
+    alias_bytes: int
+    total_bytes: int
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Arguments and outputs, donated storage counted once."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes
+
+    def to_dict(self) -> dict[str, int]:
+        """The fields by name."""
+        names = ("argument_bytes", "output_bytes", "temp_bytes", "alias_bytes", "total_bytes")
+        return {name: getattr(self, name) for name in names}
+
+    def __str__(self) -> str:
+        return (
+            f"total {format_bytes(self.total_bytes)} = arguments {format_bytes(self.argument_bytes)} "
+            f"+ outputs {format_bytes(self.output_bytes)} + temporaries {format_bytes(self.temp_bytes)} "
+            f"- donated {format_bytes(self.alias_bytes)}"
+        )
+
+
+def target(name: str) -> Target:
+    """The shipped description of a GPU.
+
+    Args:
+        name: one of "h200", "h100", "a100", "b200", in any case.
+
+    Raises:
+        UnsupportedError: another name.
+    """
+    if name.lower() not in TARGETS:
+        raise UnsupportedError(f"device {name!r} is not known; there are {', '.join(TARGETS)}.")
+    text = resources.files("coop_jax").joinpath(f"targets/{name.lower()}.txtpb").read_text()
+    found = _MEMORY_SIZE.search(text)
+    assert found is not None, f"targets/{name}.txtpb has no device_memory_size"
+    return Target(name=name.lower(), text=text, memory_bytes=int(found[1]))
+
+
+def devices(device: str | Target, *, count: int = 1) -> tuple[Any, ...]:
+    """Devices of a GPU that is not here, to compile for.
+
+    Args:
+        device: a name as in `target`, or a target.
+        count: how many of them are connected in one host.
+
+    Raises:
+        UnsupportedError: an unknown name, or no CUDA plugin to compile with.
+    """
+    return _devices(target(device) if isinstance(device, str) else device, count)
+
+
+@functools.lru_cache(maxsize=32)
+def _devices(described: Target, count: int) -> tuple[Any, ...]:
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda", topology_name="", target_config=described.text, topology=f"1x1x{count}"
+        )
+    except NotImplementedError as error:
+        raise UnsupportedError(_no_plugin_text(described.name)) from error
+    return tuple(topology.devices)
+
+
+def _no_plugin_text(name: str) -> str:
+    wheels = [f"jax-cuda13-{part}=={jax.__version__}" for part in ("plugin", "pjrt")]
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
+        return (
+            f"compiling for an absent {name} needs jaxlib's CUDA plugin (130 MB, no NVIDIA libraries):\n"
+            f"  pip install --no-deps {' '.join(wheels)}"
+        )
+    found = os.environ.get("JAX_PLATFORMS", "")
+    return (
+        f"jaxlib's CUDA plugin is installed, but did not start, so nothing can be compiled for an absent {name}. "
+        "On a machine without a GPU set JAX_PLATFORMS=cpu in the environment before jax is imported "
+        f"(it is {found!r})."
+    )
+
+
+def sharded_specs(specs: Any, device: Any, *, static_argnums: Sequence[int] = ()) -> Any:
+    """Shapes and dtypes of `specs`, placed on one device (replicated where it is one of several).
+
+    Args:
+        specs: pytree of arrays, scalars or `jax.ShapeDtypeStruct`s; a tuple of arguments if
+            `static_argnums` is given.
+        device: a jax device, such as one of `devices("h200")`.
+        static_argnums: which of the arguments are passed on as they are.
+    """
+    mesh = jax.sharding.Mesh([device], ("devices",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def place(leaf: Any) -> jax.ShapeDtypeStruct:
+        if isinstance(getattr(leaf, "sharding", None), jax.sharding.NamedSharding):
+            return leaf
+        aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+        weak = bool(getattr(aval, "weak_type", False))
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)
+
+    if not static_argnums:
+        return jax.tree.map(place, specs)
+    static = {i % len(specs) for i in static_argnums}
+    return tuple(s if i in static else jax.tree.map(place, s) for i, s in enumerate(specs))
+
+
+def lower_for(
+    fn: Callable[..., Any],
+    specs: Sequence[Any],
+    *,
+    device: str | Target | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    static_argnums: Sequence[int] = (),
+) -> Any:
+    """Lower a function for a device that need not be here.
+
+    Args:
+        fn: a function, which is put under `jax.jit`, or the result of `jax.jit`.
+        specs: the positional arguments, as arrays or `jax.ShapeDtypeStruct`s.
+        device: as in `devices`; None means the default device of this process.
+        kwargs: the keyword arguments.
+        static_argnums: static positional arguments (name them in a jit of your own, too).
+
+    Returns:
+        What `jax.jit(fn).lower` returns; call `.compile()` on it.
+    """
+    jitted = fn if hasattr(fn, "lower") else jax.jit(fn, static_argnums=static_argnums or None)
+    if device is None:
+        return jitted.lower(*specs, **(kwargs or {}))
+    (where,) = devices(device)
+    placed = sharded_specs(tuple(specs), where, static_argnums=static_argnums)
+    return jitted.lower(*placed, **sharded_specs(dict(kwargs or {}), where))
+
+
+def memory(compiled: Any) -> Memory:
+    """What XLA's memory analysis of a compiled program says, per device.
+
+    Raises:
+        UnsupportedError: the platform gives no memory analysis.
+    """
+    stats = compiled.memory_analysis()
+    if stats is None:
+        raise UnsupportedError(
+            "this platform's compiler gives no memory analysis, so no budget can be checked."
+        )
+    return Memory(
+        argument_bytes=stats.argument_size_in_bytes,
+        output_bytes=stats.output_size_in_bytes,
+        temp_bytes=stats.temp_size_in_bytes,
+        alias_bytes=stats.alias_size_in_bytes,
+        total_bytes=stats.total_allocation_bytes,
+    )
+
+
+def model_for(platform: str, device_kind: str) -> DeviceModel:
+    """The cost model of a device: an unknown GPU costs as an H100, everything else as a CPU.
+
+    Args:
+        platform: such as "gpu", "cuda" or "cpu".
+        device_kind: such as "NVIDIA H200".
+    """
+    kind = device_kind.lower()
+    for name in TARGETS:
+        if name in kind:
+            return DEVICES[name]
+    return DEVICES["h100"] if platform.lower() in ("gpu", "cuda", "rocm") else DEVICES["cpu"]
+
+
+def device_memory_bytes(device: Any) -> int | None:
+    """The memory of a device, here or absent; None if nobody knows.
+
+    Args:
+        device: a jax device. A CPU's memory is the machine's.
+    """
+    if device.platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        stats = device.memory_stats()
+    except jax.errors.JaxRuntimeError:
+        stats = None
+    if stats:
+        return int(stats["bytes_limit"]) if "bytes_limit" in stats else None
+    described = [target(name) for name in TARGETS if name in device.device_kind.lower()]
+    return described[0].memory_bytes if described else None
