@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,7 +38,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def h200() -> Iterator[str]:
+def h200() -> str:
     """The name of the absent GPU, for `coop_jax.aot`; skips if its compiler is not installed."""
     from coop_jax import aot
     from coop_jax.errors import UnsupportedError
@@ -48,4 +47,4 @@ def h200() -> Iterator[str]:
         aot.devices("h200")
     except UnsupportedError as error:
         pytest.skip(str(error))
-    yield "h200"
+    return "h200"

@@ -1,0 +1,1 @@
+"""Scripts that rebuild every number that this project states."""

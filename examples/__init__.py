@@ -1,0 +1,1 @@
+"""Programs that show `coop_jax` at work."""
