@@ -1,0 +1,451 @@
+"""Everything that differs between JAX versions, and every use of JAX's private modules.
+
+Nothing else in this project names `jax._src`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from jax._src import (
+    api_util,
+    compiler,
+    core,
+    dispatch,
+    monitoring,
+    source_info_util,
+    xla_bridge,
+)
+from jax._src import linear_util as lu
+from jax._src.dtypes import float0
+from jax._src.interpreters import ad, batching, mlir
+from jax._src.interpreters import partial_eval as pe
+from jax._src.lax.lax import optimization_barrier_p as optimization_barrier_p  # noqa: PLC0414
+from jax._src.lib.mlir import ir
+from jax._src.sharding_impls import UnspecifiedValue
+from jax.extend.core import ClosedJaxpr
+
+Var = core.Var
+Literal = core.Literal
+DropVar = core.DropVar
+JaxprEqn = core.JaxprEqn
+
+
+def open_jaxpr(closed: Any) -> tuple[Any, list[Any]]:
+    """(jaxpr, consts) of a closed jaxpr; before 0.12 these are two classes, since then one."""
+    return closed.jaxpr, list(closed.consts)
+
+
+def close_jaxpr(jaxpr: Any, consts: Sequence[Any]) -> Any:
+    """A closed jaxpr of `jaxpr` with `consts`."""
+    return ClosedJaxpr(jaxpr, list(consts))
+
+
+def inner_jaxprs(eqn: Any) -> list[Any]:
+    """The open jaxprs in an equation's parameters, in a fixed order."""
+    return list(core.jaxprs_in_params(eqn.params))
+
+
+def dce_jaxpr(jaxpr: Any, used_outputs: Sequence[bool]) -> Any:
+    """`jaxpr` without the equations that `used_outputs` do not need; inputs are kept."""
+    return pe.dce_jaxpr(jaxpr, list(used_outputs), instantiate=True)[0]
+
+
+def source_line(eqn: Any) -> str:
+    """The user's line that an equation comes from, such as "model.py:41 (attention)"."""
+    return str(source_info_util.summarize(eqn.source_info))
+
+
+def aval_nbytes(aval: Any) -> int:
+    """Bytes of one array of abstract value `aval` (zero for tokens and other non-arrays)."""
+    shape = getattr(aval, "shape", None)
+    dtype = getattr(aval, "dtype", None)
+    if shape is None or dtype is None:
+        return 0
+    itemsize = getattr(dtype, "itemsize", 0)
+    return int(np.prod(shape, dtype=np.int64)) * int(itemsize)
+
+
+def barrier_eqn(operands: Sequence[Any], results: Sequence[Any]) -> Any:
+    """One `optimization_barrier` equation over all `operands`."""
+    return core.new_jaxpr_eqn(list(operands), list(results), optimization_barrier_p, {}, core.no_effects)
+
+
+def fresh_var(like: Any) -> Any:
+    """A new variable of the same abstract value."""
+    return core.Var(like.aval)
+
+
+def rebuild(
+    jaxpr: Any,
+    *,
+    eqns: Sequence[Any],
+    outvars: Sequence[Any],
+    invars: Sequence[Any] | None = None,
+    constvars: Sequence[Any] | None = None,
+) -> Any:
+    """`jaxpr` with other equations, results and, if given, inputs and constants."""
+    effects = core.join_effects(*(eqn.effects for eqn in eqns)) if eqns else core.no_effects
+    invars = jaxpr.invars if invars is None else list(invars)
+    return core.Jaxpr(
+        jaxpr.constvars if constvars is None else list(constvars),
+        invars,
+        list(outvars),
+        list(eqns),
+        effects,
+        debug_info=_plain_debug_info(jaxpr.debug_info, len(invars), len(outvars)),
+    )
+
+
+def _plain_debug_info(info: Any, n_args: int, n_results: int) -> Any:
+    """`info` with empty names for as many inputs and results."""
+    return info._replace(arg_names=("",) * n_args, result_paths=("",) * n_results)
+
+
+def trace(function: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """A jaxpr of `function`, and the values that it closes over, which are the jaxpr's first inputs."""
+    info = api_util.debug_info("coop_trace", function, tuple(avals), {})
+    jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(lu.wrap_init(function, debug_info=info), list(avals))
+    return pe.convert_constvars_jaxpr(close_jaxpr(jaxpr, consts)), list(consts)
+
+
+def hoist_consts(closed: Any) -> tuple[Any, list[Any]]:
+    """`closed` with its constants as its first inputs, and the constants."""
+    return pe.convert_constvars_jaxpr(closed), list(closed.consts)
+
+
+def typeof(value: Any) -> Any:
+    """The abstract value of an array or a tracer."""
+    return core.typeof(value)
+
+
+def evaluate(closed: Any, values: Sequence[Any]) -> list[Any]:
+    """Run or trace `closed` on `values`, equation by equation."""
+    return list(core.jaxpr_as_fun(closed)(*values))
+
+
+def new_primitive(name: str) -> Any:
+    """A primitive with several results that runs outside `jit` as a compiled program of its own."""
+    primitive = core.Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(partial(dispatch.apply_primitive, primitive))
+    return primitive
+
+
+def define_abstract(primitive: Any, avals_of: Callable[..., tuple[Sequence[Any], Any]]) -> None:
+    """`avals_of(**params)` gives the results' abstract values and the jaxpr whose effects count."""
+
+    def rule(*_: Any, **params: Any) -> tuple[list[Any], Any]:
+        avals, jaxpr = avals_of(**params)
+        return list(avals), core.no_effects if jaxpr is None else core.positional_effects(jaxpr)
+
+    primitive.def_effectful_abstract_eval(rule)
+
+
+def is_zero(tangent: Any) -> bool:
+    """True for a symbolic zero tangent or cotangent."""
+    return type(tangent) is ad.Zero
+
+
+def zero_tangent(aval: Any) -> Any:
+    """The symbolic zero tangent of a value of abstract value `aval`."""
+    return ad.Zero(aval.to_tangent_aval())
+
+
+def tangent_aval(aval: Any) -> Any:
+    """The abstract value of a tangent of a value of abstract value `aval`."""
+    return aval.to_tangent_aval()
+
+
+def cotangent_aval(aval: Any) -> Any:
+    """The abstract value of a cotangent of a value of abstract value `aval`."""
+    return aval.to_ct_aval()
+
+
+def instantiate(tangent: Any) -> Any:
+    """`tangent` as an array, zeros included."""
+    return ad.instantiate_zeros(tangent)
+
+
+def has_tangents(aval: Any) -> bool:
+    """True if values of `aval` can be differentiated (neither integers nor keys)."""
+    return getattr(aval.to_tangent_aval(), "dtype", float0) != float0
+
+
+def jvp_jaxpr(closed: Any, nonzeros: Sequence[bool]) -> tuple[Any, list[bool]]:
+    """(primals, nonzero tangents) -> (results, nonzero result tangents), and which results have one."""
+    jaxpr, nonzeros_out = ad.jvp_jaxpr(closed, list(nonzeros), False)
+    return jaxpr, list(nonzeros_out)
+
+
+def batch_jaxpr(closed: Any, axis: Any, dims: Sequence[Any]) -> tuple[Any, list[bool]]:
+    """`closed` over batched inputs, and which results are batched (on axis 0)."""
+    dest = [batching.zero_if_mapped] * len(closed.out_avals)
+    jaxpr, batched = batching.batch_jaxpr_axes(closed, axis, list(dims), dest)
+    return jaxpr, list(batched)
+
+
+def split_jaxpr(closed: Any, unknown: Sequence[bool]) -> tuple[Any, Any, list[bool], int]:
+    """Known part, unknown part (residuals first), which results are unknown, how many residuals."""
+    known, rest, out_unknown, residuals = pe.partial_eval_jaxpr_nounits(closed, list(unknown), False)
+    return known, rest, list(out_unknown), len(residuals)
+
+
+def transpose_linear(closed: Any, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+    """Cotangents of the inputs of `closed` that follow its residuals; it is linear in those."""
+    linear = [ad.UndefinedPrimal(aval) for aval in closed.in_avals[len(residuals) :]]
+    found = ad.backward_pass(closed, False, closed.consts, [*residuals, *linear], list(cotangents))
+    return list(found[len(residuals) :])
+
+
+def is_linear_input(value: Any) -> bool:
+    """True in a transpose rule for an operand whose cotangent is asked for."""
+    return bool(ad.is_undefined_primal(value))
+
+
+def register_autodiff(
+    primitive: Any,
+    *,
+    jvp: Callable[..., Any],
+    transpose: Callable[..., Any],
+    linearize: Callable[..., Any] | None = None,
+) -> None:
+    """Register rules: `jvp(primals, tangents, **params)`, `transpose(cotangents, *operands, **params)`
+    and `linearize(for_transpose, nonzeros, *primals, **params) -> (results, nonzeros_out, function)`."""
+    ad.primitive_jvps[primitive] = jvp
+    ad.primitive_transposes[primitive] = transpose
+    if linearize is None:
+        return
+
+    def rule(is_vjp: bool, nonzeros: Sequence[bool], *primals: Any, **params: Any) -> tuple[Any, ...]:
+        results, nonzeros_out, residuals, function = linearize(is_vjp, nonzeros, *primals, **params)
+        return results, nonzeros_out, residuals, None, lambda res, _, *tangents: function(res, *tangents)
+
+    ad.primitive_linearizations[primitive] = rule
+
+
+def register_batching(primitive: Any, rule: Callable[..., Any]) -> None:
+    """Register `rule(axis, values, dims, **params) -> (results, dims)`."""
+    batching.fancy_primitive_batchers[primitive] = rule
+
+
+def register_call_rules(primitive: Any) -> None:
+    """Partial evaluation and dead code for a primitive that is a call of `params["jaxpr"]`."""
+
+    def partial_eval(tracer_trace: Any, *tracers: Any, jaxpr: Any, **params: Any) -> list[Any]:
+        unknown = [not t.is_known() for t in tracers]
+        known, rest, out_unknown, n_residuals = split_jaxpr(jaxpr, unknown)
+        known, consts = hoist_consts(known)
+        values = [t.pval.get_known() for t in tracers if t.is_known()]
+        found = primitive.bind(*consts, *values, jaxpr=known, **params)
+        cut = len(found) - n_residuals
+        residuals = [tracer_trace.new_instantiated_const(r) for r in found[cut:]]
+        with core.set_current_trace(tracer_trace):
+            rest_out = iter(evaluate(rest, [*residuals, *(t for t, u in zip(tracers, unknown, strict=True) if u)]))
+        known_out = iter(found[:cut])
+        return [next(rest_out if u else known_out) for u in out_unknown]
+
+    pe.custom_partial_eval_rules[primitive] = partial_eval
+    pe.partial_eval_jaxpr_custom_rules[primitive] = partial(
+        pe.closed_call_partial_eval_custom_rule, "jaxpr", lambda *args: (args[-2], args[-1])
+    )
+    pe.dce_rules[primitive] = _call_dce
+
+
+def _call_dce(used: list[bool], *live_and_eqn: Any) -> tuple[list[bool], Any]:
+    eqn = live_and_eqn[-1]
+    if not any(used) and not pe.has_effects(eqn):
+        return [False] * len(eqn.invars), None
+    jaxpr, used_inputs = pe.dce_jaxpr(eqn.params["jaxpr"], list(used))
+    if all(used) and all(used_inputs):
+        return list(used_inputs), eqn
+    invars = [v for v, keep in zip(eqn.invars, used_inputs, strict=True) if keep]
+    outvars = [v for v, keep in zip(eqn.outvars, used, strict=True) if keep]
+    new = core.new_jaxpr_eqn(
+        invars, outvars, eqn.primitive, {**eqn.params, "jaxpr": jaxpr},
+        core.eqn_effects(jaxpr, invars), eqn.source_info, eqn.ctx,
+    )  # fmt: skip
+    return list(used_inputs), new
+
+
+_CALLS = {
+    "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr",
+}  # fmt: skip
+
+
+def inline_calls(closed: Any) -> Any:
+    """`closed` with every call that only groups equations opened; derivative rules are dropped."""
+    jaxpr, values = open_jaxpr(closed)
+    constvars, consts, eqns = list(jaxpr.constvars), list(values), []
+
+    def walk(inner: Any, env: dict[Any, Any], stack: Any) -> None:
+        def read(atom: Any) -> Any:
+            return atom if isinstance(atom, core.Literal) else env.get(atom, atom)
+
+        for eqn in inner.eqns:
+            names = eqn.source_info.name_stack if stack is None else stack + eqn.source_info.name_stack
+            body = _opened(eqn)
+            if body is None:
+                for v in eqn.outvars if stack is not None else ():
+                    if not isinstance(v, core.DropVar):
+                        env[v] = core.Var(v.aval)
+                eqns.append(
+                    eqn.replace(
+                        invars=[read(v) for v in eqn.invars],
+                        outvars=[v if isinstance(v, core.DropVar) else env.get(v, v) for v in eqn.outvars],
+                        source_info=eqn.source_info.replace(name_stack=names),
+                    )
+                )
+                continue
+            inner_jaxpr, inner_consts = open_jaxpr(body)
+            inner_env = dict(zip(inner_jaxpr.invars, map(read, eqn.invars), strict=True))
+            for v, value in zip(inner_jaxpr.constvars, inner_consts, strict=True):
+                inner_env[v] = core.Var(v.aval)
+                constvars.append(inner_env[v])
+                consts.append(value)
+            walk(inner_jaxpr, inner_env, names)
+            for v, inner_v in zip(eqn.outvars, inner_jaxpr.outvars, strict=True):
+                env[v] = inner_v if isinstance(inner_v, core.Literal) else inner_env[inner_v]
+
+    env: dict[Any, Any] = {}
+    walk(jaxpr, env, None)
+    outvars = [v if isinstance(v, core.Literal) else env.get(v, v) for v in jaxpr.outvars]
+    return close_jaxpr(rebuild(jaxpr, eqns=eqns, outvars=outvars, constvars=constvars), consts)
+
+
+def _opened(eqn: Any) -> Any:
+    """The closed jaxpr of a call that may be opened, else None."""
+    param = _CALLS.get(eqn.primitive.name)
+    body = None if param is None else eqn.params.get(param)
+    if body is None or getattr(body, "is_high", False):
+        return None
+    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    layouts = (*eqn.params.get("in_layouts", ()), *eqn.params.get("out_layouts", ()))
+    pinned = any(not isinstance(s, UnspecifiedValue) for s in shardings) or any(x is not None for x in layouts)
+    return None if pinned or len(body.in_avals) != len(eqn.invars) else body
+
+
+def register_lowering(primitive: Any, rule: Callable[..., Any]) -> None:
+    """Register `rule(ctx, *operands, **params) -> results`, called anew for every equation."""
+    mlir.register_lowering(primitive, rule, cacheable=False)
+
+
+def lower_inline(ctx: Any, closed: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """Lower `closed` in place, into the function that `ctx` is in."""
+    if closed.consts or getattr(closed, "is_high", False) or any(
+        isinstance(e, core.InternalMutableArrayEffect) for e in closed.effects
+    ):
+        return mlir.lower_fun(core.jaxpr_as_fun(closed))(ctx, *operands)
+    results, tokens = mlir.jaxpr_subcomp(
+        ctx.module_context, closed.jaxpr, ctx.name_stack, ctx.tokens_in, (), *operands,
+        dim_var_values=ctx.dim_var_values, const_lowering=ctx.const_lowering, outer_traceback=ctx.traceback,
+    )  # fmt: skip
+    ctx.set_tokens_out(tokens)
+    return results
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleFacts:
+    """What the module that is being lowered says about the whole program.
+
+    Attributes:
+        argument_nbytes, output_nbytes: bytes of each argument and result of the program.
+        aliased: for every argument the result that may take its place, None where there is none.
+        num_devices: over how many devices the program is partitioned.
+        platforms: such as ("cuda",); more than one only when exporting.
+        device: a device that the program is compiled for; None if not known.
+    """
+
+    argument_nbytes: tuple[int, ...]
+    output_nbytes: tuple[int, ...]
+    aliased: tuple[int | None, ...]
+    num_devices: int
+    platforms: tuple[str, ...]
+    device: Any
+
+
+def module_facts(ctx: Any) -> ModuleFacts:
+    """Read the module that the lowering rule with `ctx` writes into."""
+    module = ctx.module_context
+    main = next(
+        op for op in module.module.body.operations
+        if op.operation.name == "func.func" and ir.StringAttr(op.attributes["sym_name"]).value == "main"
+    )  # fmt: skip
+    kind = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
+    aliased = []
+    for attribute in main.arg_attrs:
+        attrs = ir.DictAttr(attribute)
+        alias = attrs["tf.aliasing_output"] if "tf.aliasing_output" in attrs else None
+        aliased.append(None if alias is None else ir.IntegerAttr(alias).value)
+    axis = module.axis_context
+    devices = getattr(axis, "device_assignment", None)
+    if devices is None:
+        backend = module.get_backend(optional=True)
+        devices = () if backend is None else backend.devices()
+    return ModuleFacts(
+        argument_nbytes=tuple(_type_nbytes(t) for t in kind.inputs),
+        output_nbytes=tuple(_type_nbytes(t) for t in kind.results),
+        aliased=tuple(aliased),
+        num_devices=int(getattr(axis, "num_devices", 0) or getattr(getattr(axis, "mesh", None), "size", 1)),
+        platforms=tuple(module.platforms),
+        device=devices[0] if len(devices) else None,
+    )
+
+
+def _type_nbytes(kind: Any) -> int:
+    """Bytes of a ranked tensor type; zero for tokens and unranked or dynamic types."""
+    text = str(kind)
+    match = re.fullmatch(r"tensor<((?:\d+x)*)(complex<)?[a-z]+(\d+)[^x]*>", text)
+    if match is None:
+        return 0
+    size = math.prod(int(d) for d in match[1].split("x") if d)
+    return size * max(1, int(match[3]) // 8) * (2 if match[2] else 1)
+
+
+def module_attributes(ctx: Any) -> dict[str, str]:
+    """The frontend attributes of the module that is being lowered."""
+    attributes = ctx.module_context.module.operation.attributes
+    if "mhlo.frontend_attributes" not in attributes:
+        return {}
+    found = ir.DictAttr(attributes["mhlo.frontend_attributes"])
+    return {item.name: ir.StringAttr(item.attr).value for item in found}
+
+
+def set_module_attributes(ctx: Any, entries: Mapping[str, str]) -> None:
+    """Add frontend attributes to the module that is being lowered; they reach XLA's callback."""
+    merged = {**module_attributes(ctx), **entries}
+    ctx.module_context.module.operation.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
+        {name: ir.StringAttr.get(text) for name, text in sorted(merged.items())}
+    )
+
+
+def module_name(ctx: Any) -> str:
+    """The name of the module that is being lowered, such as "jit_step"."""
+    return str(ir.StringAttr(ctx.module_context.module.operation.attributes["sym_name"]).value)
+
+
+def register_error_conversion(convert: Callable[[Exception], Exception | None]) -> None:
+    """`convert` may turn XLA's error of a failed compile into another error."""
+    compiler.register_xla_runtime_error_handler(convert)
+
+
+def on_compiled(listener: Callable[[], None]) -> None:
+    """Call `listener` after every compile, in the thread that asked for it; what it raises fails the compile."""
+
+    def receive(event: str, *_: Any, **__: Any) -> None:
+        if event == dispatch.BACKEND_COMPILE_EVENT:
+            listener()
+
+    monitoring.register_event_duration_secs_listener(receive)
+
+
+def live_executables() -> list[Any]:
+    """Loaded programs of every backend that is in use, newest first within a backend."""
+    return [e for backend in xla_bridge.backends().values() for e in backend.live_executables()]

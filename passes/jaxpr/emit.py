@@ -1,0 +1,241 @@
+"""Emit a jaxpr that runs a plan: explicit recompute behind optimization barriers.
+
+XLA merges equal expressions and schedules freely, so recompute written in a jaxpr holds only if its
+inputs pass through an `optimization_barrier`. Every slot with re-runs gets ONE barrier over the stored
+values that its re-runs read and a trigger: the value that arrived last before the slot. All later readers
+of these values read the barrier's results; without that XLA prunes the dependence on the trigger and runs
+every re-run early.
+
+Virtual values are made again on each new version of their leaves, exactly once per version, as views are:
+so a program without re-runs comes out as it went in, and one that reads a re-run copy or a value behind a
+barrier computes its elementwise chains from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from passes.ir import BufferId, OpId
+from passes.jaxpr import compat
+from passes.jaxpr.lift import LiftedJaxpr
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """A joint program in two halves.
+
+    Attributes:
+        forward: arguments -> (results of the forward half, saved values).
+        backward: (saved values, cotangents) -> results of the backward half.
+        n_saved: how many values pass from one to the other.
+    """
+
+    forward: Any
+    backward: Any
+    n_saved: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmitConfig:
+    """How re-runs are written.
+
+    Attributes:
+        shared: equations whose values XLA would store and share between distant kernels, though the plan
+            computes them inside each.
+        reach: how many ops apart two kernels may be and still share such a value.
+    """
+
+    shared: frozenset[int] = frozenset()
+    reach: int = 8
+
+
+def emit(lifted: LiftedJaxpr, steps: Sequence[OpId], config: EmitConfig) -> Any:
+    """The open jaxpr that runs `steps`, with the constvars, invars and results of `lifted.jaxpr`."""
+    emitter = _Emitter(lifted, steps, config)
+    emitter.run()
+    return compat.rebuild(lifted.jaxpr, eqns=emitter.eqns, outvars=emitter.results())
+
+
+def emit_split(
+    lifted: LiftedJaxpr,
+    steps: Sequence[OpId],
+    config: EmitConfig,
+    *,
+    n_arguments: int,
+    n_forward_results: int,
+) -> Split:
+    """Run `steps` in two halves: all forward results are ready at the end of the first.
+
+    Args:
+        lifted: a program without constvars whose first `n_arguments` invars are the forward half's (the
+            others are cotangents) and whose first `n_forward_results` results are the forward half's.
+        steps: a plan of `lifted.program`.
+    """
+    emitter = _Emitter(lifted, steps, config)
+    emitter.run()
+    jaxpr, outvars = lifted.jaxpr, emitter.results()
+    cut = emitter.cut_after(jaxpr.outvars[:n_forward_results])
+    forward_eqns, backward_eqns = emitter.eqns[:cut], emitter.eqns[cut:]
+    ready = dict.fromkeys(jaxpr.invars[:n_arguments])
+    for eqn in forward_eqns:
+        ready.update(dict.fromkeys(eqn.outvars))
+    used = dict.fromkeys(v for eqn in backward_eqns for v in eqn.invars if not isinstance(v, compat.Literal))
+    used.update(dict.fromkeys(v for v in outvars[n_forward_results:] if not isinstance(v, compat.Literal)))
+    saved = [v for v in used if v in ready]
+    return Split(
+        forward=compat.rebuild(
+            jaxpr,
+            invars=jaxpr.invars[:n_arguments],
+            eqns=forward_eqns,
+            outvars=[*outvars[:n_forward_results], *saved],
+        ),
+        backward=compat.rebuild(
+            jaxpr,
+            invars=[*saved, *jaxpr.invars[n_arguments:]],
+            eqns=backward_eqns,
+            outvars=outvars[n_forward_results:],
+        ),
+        n_saved=len(saved),
+    )
+
+
+class _Emitter:
+    """Walks a plan and keeps, for every buffer, the variable of its current copy."""
+
+    def __init__(self, lifted: LiftedJaxpr, steps: Sequence[OpId], config: EmitConfig) -> None:
+        self.lifted = lifted
+        self.steps = steps
+        self.config = config
+        self.eqns: list[Any] = []
+        self.current: list[Any] = list(lifted.var_of)
+        self.version: list[int] = [0] * len(lifted.var_of)
+        self.made: dict[tuple[int, tuple[int, ...]], list[Any]] = {}
+        self.used_original: set[int] = set()
+        self.run_at: list[int] = [-1] * len(lifted.var_of)
+        self.arguments = frozenset(lifted.program.arguments)
+        self.last_reader = _last_readers(lifted)
+        self.made_at: dict[tuple[int, tuple[int, ...]], int] = {}
+        self.step = 0
+        self.final: dict[BufferId, Any] = {}
+
+    def run(self) -> None:
+        first_runs = 0
+        segment: list[OpId] = []
+        for self.step, op in enumerate(self.steps):
+            if op < first_runs:
+                segment.append(op)
+                continue
+            if segment:
+                self._open_segment(segment, op)
+                for again in segment:
+                    self._run_op(again)
+                segment = []
+            self._part_from_distant_kernels(op)
+            self._run_op(op)
+            first_runs += 1
+
+    def results(self) -> list[Any]:
+        return [
+            v if isinstance(v, compat.Literal) else self.final.get(self.lifted.buffer_of[v], v)
+            for v in self.lifted.jaxpr.outvars
+        ]
+
+    def cut_after(self, outvars: Sequence[Any]) -> int:
+        """How many equations make `outvars`, counted from the start."""
+        made = [self.final.get(self.lifted.buffer_of[v], v) for v in outvars if not isinstance(v, compat.Literal)]
+        place = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
+        return max((place[v] + 1 for v in made if v in place), default=0)
+
+    def _open_segment(self, segment: Sequence[OpId], before: OpId) -> None:
+        """One barrier over what the re-runs read and what triggers them."""
+        made: set[BufferId] = set()
+        operands: dict[BufferId, None] = {}
+        for op_id in segment:
+            op = self.lifted.program.ops[op_id]
+            outside = [b for b in op.inputs if b not in made]
+            stored = [b for b in outside if b not in self.arguments]
+            # An op that reads nothing but arguments would be merged with its first run.
+            chosen = stored if stored or any(b in made for b in op.inputs) else outside
+            operands.update(dict.fromkeys(chosen))
+            made.update(op.outputs)
+        trigger = self._trigger(before, made)
+        if trigger is not None:
+            operands[trigger] = None
+        if operands:
+            self._barrier(list(operands))
+
+    def _part_from_distant_kernels(self, op_id: OpId) -> None:
+        """A barrier before an op that would share an expensive value with a kernel far away."""
+        operands: dict[BufferId, None] = {}
+        for i in self.lifted.bodies[op_id][:-1]:
+            if i not in self.config.shared:
+                continue
+            made_at = self.made_at.get(self._key(i))
+            if made_at is not None and self.step - made_at > self.config.reach:
+                operands.update(dict.fromkeys(b for b in self.lifted.leaves[i] if b not in self.arguments))
+        if operands:
+            trigger = self._trigger(op_id, set())
+            self._barrier(list(operands | ({} if trigger is None else {trigger: None})))
+
+    def _key(self, i: int) -> tuple[int, tuple[int, ...]]:
+        return i, tuple(self.version[b] for b in self.lifted.leaves[i])
+
+    def _trigger(self, before: OpId, made: set[BufferId]) -> BufferId | None:
+        """The stored value that was run last and is still read from `before` on."""
+        candidates = [
+            (self.run_at[b], b)
+            for b in range(len(self.current))
+            if self.run_at[b] >= 0 and self.last_reader[b] >= before and b not in made
+        ]
+        return BufferId(max(candidates)[1]) if candidates else None
+
+    def _barrier(self, buffers: Sequence[BufferId]) -> None:
+        operands = [self.current[b] for b in buffers]
+        results = [compat.fresh_var(v) for v in operands]
+        self.eqns.append(compat.barrier_eqn(operands, results))
+        for b, v in zip(buffers, results, strict=True):
+            self.current[b] = v
+            self.version[b] += 1
+
+    def _run_op(self, op_id: OpId) -> None:
+        body = self.lifted.bodies[op_id]
+        local: dict[Any, Any] = {}
+        for i in body[:-1]:
+            key = self._key(i)
+            if key not in self.made:
+                self.made[key] = self._append(i, local)
+                self.made_at[key] = self.step
+            local.update(zip(self.lifted.jaxpr.eqns[i].outvars, self.made[key], strict=True))
+        root = body[-1]
+        outvars = self._append(root, local)
+        for v, new in zip(self.lifted.jaxpr.eqns[root].outvars, outvars, strict=True):
+            if not isinstance(v, compat.DropVar):
+                b = self.lifted.buffer_of[v]
+                self.current[b] = self.final[b] = new
+                self.version[b] += 1
+                self.run_at[b] = len(self.eqns)
+
+    def _append(self, i: int, local: dict[Any, Any]) -> list[Any]:
+        """Emit equation `i` on the current copies; its first emission keeps its own variables."""
+        eqn = self.lifted.jaxpr.eqns[i]
+        invars = [v if isinstance(v, compat.Literal) else self._read(v, local) for v in eqn.invars]
+        outvars = list(eqn.outvars)
+        if i in self.used_original:
+            outvars = [v if isinstance(v, compat.DropVar) else compat.fresh_var(v) for v in outvars]
+        self.used_original.add(i)
+        self.eqns.append(eqn.replace(invars=invars, outvars=outvars))
+        return outvars
+
+    def _read(self, v: Any, local: dict[Any, Any]) -> Any:
+        b = self.lifted.buffer_of.get(v)
+        return local[v] if b is None else self.current[b]
+
+
+def _last_readers(lifted: LiftedJaxpr) -> list[int]:
+    last = [-1] * len(lifted.var_of)
+    for op in lifted.program.ops:
+        for b in op.inputs:
+            last[b] = op.id
+    return last

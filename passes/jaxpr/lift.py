@@ -1,0 +1,376 @@
+"""Lift a jaxpr to a `Program`, knowing what XLA fuses.
+
+A jaxpr names every intermediate value, XLA stores few of them: elementwise chains are computed inside
+the kernels that read them. Here a value is **stored** (it becomes a buffer) if a kernel needs it in
+memory, if it is a result, or if computing it inside each of its readers would move more bytes than
+storing it once. Every other value is **virtual**: an op's body holds all equations that are computed
+inside its kernel, and its inputs are the stored values that they read (their leaves).
+
+Invariant: every equation with a use or an effect is in some op's body; the bodies of two ops may share
+virtual equations; an op's last equation is the only one whose results are stored.
+
+What it does not do: control flow is one opaque kernel whose inner peak counts as workspace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from passes.cost import DeviceModel, kernel_ns
+from passes.ir import Buffer, BufferId, Op, OpId, Program
+from passes.jaxpr import compat
+from passes.jaxpr.flops import matrix_work
+from passes.jaxpr.primitives import CONTROL_FLOW, SLICING, Kind, is_expensive, kind_of
+
+# A value with several readers is stored if reading its leaves costs more than this many times its own
+# bytes; one with a single reader (which fuses it) only where a chain would keep many leaves alive.
+SEVERAL_READERS_RATIO = 1.5
+ONE_READER_RATIO = 2.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiftedJaxpr:
+    """A jaxpr and the program that it is, with the way back.
+
+    Attributes:
+        program: ops in the order in which they should run; arguments and results have zero bytes.
+        jaxpr: the open jaxpr.
+        bodies: for every op the indices of its equations, producers first, its root last.
+        leaves: for every equation the buffers that it reads, through virtual values, sorted.
+        buffer_of: the buffer of every stored variable.
+        var_of: the variable of every buffer.
+    """
+
+    program: Program
+    jaxpr: Any
+    bodies: tuple[tuple[int, ...], ...]
+    leaves: tuple[tuple[BufferId, ...], ...]
+    buffer_of: dict[Any, BufferId]
+    var_of: tuple[Any, ...]
+
+
+def lift(jaxpr: Any, device: DeviceModel, *, store_expensive: bool) -> LiftedJaxpr:
+    """Lift an open jaxpr (calls inlined, dead code removed) for one kind of device.
+
+    Args:
+        store_expensive: True for what XLA does by itself: an expensive elementwise value (exp, tanh) that
+            several kernels read is stored. False for what it can be made to do: compute it in each of them.
+
+    Complexity: linear in equations times the size of a kernel.
+    """
+    return _Lift(jaxpr, device, store_expensive).run()
+
+
+class _Lift:
+    """The state of one lift: storage decided on a forward walk, then ops built from the roots."""
+
+    def __init__(self, jaxpr: Any, device: DeviceModel, store_expensive: bool) -> None:
+        self.jaxpr = jaxpr
+        self.device = device
+        self.store_expensive = store_expensive
+        self.producer: dict[Any, int] = {}
+        self.readers: dict[Any, list[int]] = {}
+        self.results: set[Any] = {v for v in jaxpr.outvars if not isinstance(v, compat.Literal)}
+        self.stored: set[Any] = {*jaxpr.constvars, *jaxpr.invars}
+        self.kinds: list[Kind] = [eqn_kind(eqn) for eqn in jaxpr.eqns]
+        # Results of barriers are views of the variables that they are results for.
+        self.original: dict[Any, Any] = {}
+        # For every variable: stored variables that it is computed from, with the bytes read of each.
+        self.reads: dict[Any, dict[Any, int]] = {}
+        self.order: dict[Any, int] = {}
+
+    def run(self) -> LiftedJaxpr:
+        self._index()
+        needed = self._needed_in_memory()
+        self.kernels = self._reading_kernels(needed)
+        for i, eqn in enumerate(self.jaxpr.eqns):
+            self._decide(i, eqn, needed)
+        return self._build()
+
+    def _index(self) -> None:
+        for v in (*self.jaxpr.constvars, *self.jaxpr.invars):
+            self.order[v] = len(self.order)
+            self.reads[v] = {v: compat.aval_nbytes(v.aval)}
+        for i, eqn in enumerate(self.jaxpr.eqns):
+            for v in _variables(eqn.invars):
+                self.readers.setdefault(v, []).append(i)
+            for v in eqn.outvars:
+                self.producer[v] = i
+                self.order[v] = len(self.order)
+
+    def _needed_in_memory(self) -> set[Any]:
+        """Variables that some kernel reads from memory, looking through views."""
+        needed = set(self.results)
+        for i in reversed(range(len(self.jaxpr.eqns))):
+            eqn, kind = self.jaxpr.eqns[i], self.kinds[i]
+            if kind in (Kind.KERNEL, Kind.OPAQUE, Kind.BARRIER):
+                needed.update(_variables(eqn.invars))
+            elif kind is Kind.VIEW and any(v in needed for v in eqn.outvars):
+                needed.update(_variables(eqn.invars))
+        return needed
+
+    def _reading_kernels(self, needed: set[Any]) -> dict[Any, frozenset[int]]:
+        """For every variable up to two of the kernels that would read it if only `needed` were stored."""
+        kernels: dict[Any, frozenset[int]] = {}
+        for i in reversed(range(len(self.jaxpr.eqns))):
+            eqn = self.jaxpr.eqns[i]
+            own = self.kinds[i] not in (Kind.VIEW, Kind.FUSIBLE) or any(v in needed for v in eqn.outvars)
+            reading = [i] if own else sorted({k for v in eqn.outvars for k in kernels.get(v, ())})
+            for v in _variables(eqn.invars):
+                kernels[v] = frozenset(sorted({*kernels.get(v, ()), *reading})[:2])
+        return kernels
+
+    def _decide(self, i: int, eqn: Any, needed: set[Any]) -> None:
+        kind = self.kinds[i]
+        if kind is Kind.BARRIER:
+            for v, result in zip(eqn.invars, eqn.outvars, strict=True):
+                self.original[result] = self.original.get(v, v)
+                self.reads[result] = self.reads[v]
+                self.stored.add(result)
+            return
+        reads: dict[Any, int] = {}
+        for position, v in enumerate(eqn.invars):
+            if isinstance(v, compat.Literal):
+                continue
+            limit = None
+            if position == 0 and eqn.primitive.name in SLICING:
+                limit = sum(compat.aval_nbytes(o.aval) for o in eqn.outvars)
+            for leaf, nbytes in self.reads[v].items():
+                read = nbytes if limit is None else min(nbytes, limit)
+                reads[leaf] = max(reads.get(leaf, 0), read)
+        for v in eqn.outvars:
+            if self._is_stored(i, eqn, kind, v, reads, needed):
+                self.stored.add(v)
+                self.reads[v] = {v: compat.aval_nbytes(v.aval)}
+            else:
+                self.reads[v] = reads
+
+    def _is_stored(
+        self, i: int, eqn: Any, kind: Kind, v: Any, reads: dict[Any, int], needed: set[Any]
+    ) -> bool:
+        readers = self.readers.get(v, [])
+        if v in self.results:
+            return True
+        if kind in (Kind.KERNEL, Kind.OPAQUE, Kind.REDUCTION):
+            return not self._is_epilogue(i, v, readers)
+        if v in needed and kind is not Kind.VIEW:
+            return True
+        if any(self._is_unstored_kernel(u) for u in _variables(eqn.invars)):
+            return True
+        if kind is Kind.VIEW:
+            return False
+        nbytes, traffic = compat.aval_nbytes(v.aval), sum(reads.values())
+        if len(self.kernels.get(v, ())) > 1:
+            if self.store_expensive and is_expensive(eqn.primitive.name):
+                return True
+            return traffic > SEVERAL_READERS_RATIO * max(nbytes, 1)
+        return traffic > ONE_READER_RATIO * max(nbytes, 1) and len(reads) > 2
+
+    def _is_unstored_kernel(self, v: Any) -> bool:
+        """True for a kernel's result that is stored only in the form that its one reader gives it."""
+        i = self.producer.get(v)
+        return i is not None and v not in self.stored and self.kinds[i] in (Kind.KERNEL, Kind.REDUCTION)
+
+    def _is_epilogue(self, i: int, v: Any, readers: Sequence[int]) -> bool:
+        """True for a kernel's wide result that its one reader converts to something narrower."""
+        if len(readers) != 1 or len(self.jaxpr.eqns[i].outvars) != 1 or self.kinds[i] is Kind.OPAQUE:
+            return False
+        reader = self.jaxpr.eqns[readers[0]]
+        if reader.primitive.name != "convert_element_type":
+            return False
+        return compat.aval_nbytes(reader.outvars[0].aval) < compat.aval_nbytes(v.aval)
+
+    def _build(self) -> LiftedJaxpr:
+        roots = [i for i in range(len(self.jaxpr.eqns)) if self._is_root(i)]
+        bodies = {root: self._body(root) for root in roots}
+        if not self.original:
+            roots = self._as_late_as_free(roots, bodies)
+        buffer_of: dict[Any, BufferId] = {}
+        var_of: list[Any] = []
+        for v in (*self.jaxpr.constvars, *self.jaxpr.invars):
+            buffer_of[v] = BufferId(len(var_of))
+            var_of.append(v)
+        for root in roots:
+            for v in self.jaxpr.eqns[root].outvars:
+                if not isinstance(v, compat.DropVar):
+                    buffer_of[v] = BufferId(len(var_of))
+                    var_of.append(v)
+        for result, original in self.original.items():
+            if not isinstance(result, compat.DropVar):
+                buffer_of[result] = buffer_of[original]
+        fixed = {*self.jaxpr.constvars, *self.jaxpr.invars, *(self.original.get(v, v) for v in self.results)}
+        buffers = tuple(
+            Buffer(id=BufferId(b), nbytes=0 if v in fixed else compat.aval_nbytes(v.aval), name=str(v))
+            for b, v in enumerate(var_of)
+        )
+        leaves = tuple(
+            tuple(sorted(buffer_of[leaf] for leaf in self._eqn_reads(eqn))) for eqn in self.jaxpr.eqns
+        )
+        ops = tuple(
+            self._op(OpId(k), root, bodies[root], buffer_of, leaves[root]) for k, root in enumerate(roots)
+        )
+        program = Program.build(
+            name="jaxpr",
+            ops=ops,
+            buffers=buffers,
+            outputs=tuple(sorted({buffer_of[v] for v in self.results})),
+        )
+        return LiftedJaxpr(
+            program=program,
+            jaxpr=self.jaxpr,
+            bodies=tuple(bodies[root] for root in roots),
+            leaves=leaves,
+            buffer_of=buffer_of,
+            var_of=tuple(var_of),
+        )
+
+    def _is_root(self, i: int) -> bool:
+        eqn = self.jaxpr.eqns[i]
+        if self.kinds[i] is Kind.OPAQUE or eqn.effects:
+            return True
+        if self.kinds[i] is Kind.BARRIER:
+            return False
+        return any(v in self.stored for v in eqn.outvars)
+
+    def _eqn_reads(self, eqn: Any) -> dict[Any, int]:
+        reads: dict[Any, int] = {}
+        for v in _variables(eqn.invars):
+            reads.update(self.reads[v])
+        return reads
+
+    def _body(self, root: int) -> tuple[int, ...]:
+        """The equations of one kernel: the root and the virtual ones that it reads, in order."""
+        body, stack = {root}, [root]
+        while stack:
+            for v in _variables(self.jaxpr.eqns[stack.pop()].invars):
+                i = self.producer.get(v)
+                if i is not None and v not in self.stored and i not in body:
+                    body.add(i)
+                    stack.append(i)
+        return tuple(sorted(body))
+
+    def _as_late_as_free(self, roots: list[int], bodies: dict[int, tuple[int, ...]]) -> list[int]:
+        """Move a fusible op to just before its first reader where its leaves are alive until then."""
+        last_read: dict[Any, int] = {}
+        first_read: dict[Any, int] = {}
+        reads = {root: self._eqn_reads(self.jaxpr.eqns[root]) for root in roots}
+        for root in roots:
+            for leaf in reads[root]:
+                last_read[leaf] = root
+                first_read.setdefault(leaf, root)
+        arguments = {*self.jaxpr.constvars, *self.jaxpr.invars}
+        place: dict[int, tuple[float, int]] = {}
+        for root in reversed(roots):
+            place[root] = (float(root), root)
+            eqn = self.jaxpr.eqns[root]
+            if self.kinds[root] not in (Kind.FUSIBLE, Kind.VIEW) or eqn.effects:
+                continue
+            if any(v in self.results or v not in first_read for v in eqn.outvars):
+                continue
+            first = min(first_read[v] for v in eqn.outvars)
+            if all(leaf in arguments or last_read[leaf] >= first for leaf in reads[root]):
+                place[root] = (place[first][0] - 1e-4, root)
+        return sorted(roots, key=place.__getitem__)
+
+    def _op(
+        self,
+        op_id: OpId,
+        root: int,
+        body: tuple[int, ...],
+        buffer_of: dict[Any, BufferId],
+        leaves: tuple[BufferId, ...],
+    ) -> Op:
+        eqn = self.jaxpr.eqns[root]
+        outvars = [v for v in eqn.outvars if not isinstance(v, compat.DropVar)]
+        out_bytes = sum(compat.aval_nbytes(v.aval) for v in outvars)
+        traffic = sum(self._kernel_reads(eqn).values()) + out_bytes
+        flops, bits = matrix_work([self.jaxpr.eqns[i] for i in body])
+        opaque = any(self.kinds[i] is Kind.OPAQUE or self.jaxpr.eqns[i].effects for i in body)
+        return Op(
+            id=op_id,
+            inputs=leaves,
+            outputs=tuple(buffer_of[v] for v in outvars),
+            cost_ns=kernel_ns(
+                self.device,
+                nbytes=traffic,
+                matrix_flops=flops,
+                bits=bits,
+                vector_flops=self._vector_flops(body),
+            ),
+            recomputable=not opaque,
+            may_share=self._may_share(root, outvars, buffer_of, leaves),
+            workspace_bytes=sum(self._workspace(self.jaxpr.eqns[i]) for i in body),
+            name=eqn.primitive.name,
+            source=compat.source_line(eqn),
+        )
+
+    def _kernel_reads(self, eqn: Any) -> dict[Any, int]:
+        reads: dict[Any, int] = {}
+        limit = None
+        if eqn.primitive.name in SLICING:
+            limit = sum(compat.aval_nbytes(v.aval) for v in eqn.outvars)
+        for v in _variables(eqn.invars):
+            for leaf, nbytes in self.reads[v].items():
+                reads[leaf] = max(reads.get(leaf, 0), nbytes if limit is None else min(nbytes, limit))
+        return reads
+
+    def _vector_flops(self, body: tuple[int, ...]) -> int:
+        flops = 0
+        for i in body:
+            eqn = self.jaxpr.eqns[i]
+            if self.kinds[i] in (Kind.FUSIBLE, Kind.REDUCTION):
+                per_element = 16 if is_expensive(eqn.primitive.name) else 1
+                sizes = [v.aval.size for v in (*_variables(eqn.invars), *eqn.outvars) if hasattr(v.aval, "size")]
+                flops += per_element * int(max(sizes, default=0))
+        return flops
+
+    def _may_share(
+        self, root: int, outvars: list[Any], buffer_of: dict[Any, BufferId], leaves: tuple[BufferId, ...]
+    ) -> tuple[tuple[BufferId, BufferId], ...]:
+        """An elementwise kernel may write over an operand of the same shape and type that dies with it."""
+        eqn = self.jaxpr.eqns[root]
+        in_place = eqn.primitive.name in ("dynamic_update_slice", "scatter", "scatter-add", "scatter_add")
+        if self.kinds[root] is not Kind.FUSIBLE and not in_place:
+            return ()
+        arguments = {*self.jaxpr.constvars, *self.jaxpr.invars}
+        pairs = []
+        for v in outvars:
+            for leaf in self._eqn_reads(eqn):
+                same = getattr(leaf.aval, "shape", None) == v.aval.shape and leaf.aval.dtype == v.aval.dtype
+                if same and leaf not in arguments and leaf not in self.results and buffer_of[leaf] in leaves:
+                    pairs.append((buffer_of[v], buffer_of[leaf]))
+                    break
+        return tuple(pairs)
+
+    def _workspace(self, eqn: Any) -> int:
+        """The inner peak of control flow: of its largest body."""
+        if eqn.primitive.name not in CONTROL_FLOW:
+            return 0
+        return max((inner_peak_bytes(inner, self.device) for inner in compat.inner_jaxprs(eqn)), default=0)
+
+
+def inner_peak_bytes(jaxpr: Any, device: DeviceModel) -> int:
+    """Peak of the temporaries of a body of control flow, its results counted too."""
+    from passes.simulate import simulate
+
+    program = lift(jaxpr, device, store_expensive=True).program
+    results = sum(compat.aval_nbytes(v.aval) for v in jaxpr.outvars)
+    return int(simulate(program, tuple(op.id for op in program.ops)).peak_bytes) + results
+
+
+def eqn_kind(eqn: Any) -> Kind:
+    """The kind of one equation: effects and unknown inner primitives make it opaque."""
+    kind = kind_of(eqn.primitive.name)
+    if eqn.effects:
+        return Kind.OPAQUE
+    if eqn.primitive.name in CONTROL_FLOW:
+        inner = [e for j in compat.inner_jaxprs(eqn) for e in j.eqns]
+        if any(eqn_kind(e) is Kind.OPAQUE for e in inner):
+            return Kind.OPAQUE
+    return kind
+
+
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+    return [v for v in atoms if not isinstance(v, compat.Literal)]

@@ -1,0 +1,89 @@
+"""What each JAX primitive is to the fusion model: one line per fact, a conservative default.
+
+A primitive that is not named here is `OPAQUE`: it keeps its operands in memory, is never run again and
+never moved. Naming a primitive states that running it twice gives the same value twice and does
+nothing else.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class Kind(enum.Enum):
+    """How XLA treats a primitive when it forms kernels.
+
+    VIEW: no work and no bytes of its own (layout is chosen by the consumer).
+    FUSIBLE: computed inside the kernels that read it.
+    REDUCTION: computes its operands inside its own kernel; its result is stored.
+    KERNEL: a kernel of its own whose operands and results are stored.
+    BARRIER: `optimization_barrier`: its results are views of its stored operands.
+    OPAQUE: unknown; stored operands and results, runs exactly once.
+    """
+
+    VIEW = enum.auto()
+    FUSIBLE = enum.auto()
+    REDUCTION = enum.auto()
+    KERNEL = enum.auto()
+    BARRIER = enum.auto()
+    OPAQUE = enum.auto()
+
+
+_VIEW = "copy copy_p expand_dims mutable_array_view name reshape sharding_constraint squeeze stop_gradient transpose"
+
+_FUSIBLE = """
+    abs add add_any and bitcast_convert_type broadcast_in_dim ceil clamp clz complex concatenate conj
+    convert_element_type dynamic_slice empty empty2 eq eq_to floor ge ge_to gt gt_to imag integer_pow iota
+    is_finite le le_to lt lt_to max min mul ne neg nextafter not one_minus_square or pad population_count real
+    reduce_precision rem rev round select_n select_and shift_left shift_right_arithmetic shift_right_logical
+    sign slice square sub xor div sqrt rsqrt
+    random_wrap random_unwrap
+"""
+
+# Elementwise, but many instructions per element: XLA:CPU stores them when several kernels read them.
+_EXPENSIVE = """
+    acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos cosh digamma erf erf_inv erfc exp
+    exp2 expm1 igamma igammac lgamma log log1p log2 logistic pow polygamma regularized_incomplete_beta sin sinh
+    tan tanh zeta
+"""
+
+_REDUCTION = """
+    argmax argmin gather reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor
+    reduce_window reduce_window_max reduce_window_min reduce_window_sum
+"""
+
+_KERNEL = """
+    approx_top_k cholesky conv_general_dilated cumlogsumexp cummax cummin cumprod cumsum dot_general
+    dynamic_update_slice eig eigh fft hessenberg householder_product lu qr ragged_dot ragged_dot_general
+    random_bits random_fold_in random_gamma random_seed random_split rng_bit_generator scan cond while scatter
+    scatter_add scatter-add scatter_max scatter-max scatter_min scatter-min scatter_mul scatter-mul schur
+    select_and_gather_add select_and_scatter select_and_scatter_add sort svd threefry2x32 top_k triangular_solve
+    tridiagonal tridiagonal_solve linear_solve custom_linear_solve
+"""
+
+_KIND: dict[str, Kind] = {
+    **dict.fromkeys(_VIEW.split(), Kind.VIEW),
+    **dict.fromkeys(_FUSIBLE.split(), Kind.FUSIBLE),
+    **dict.fromkeys(_EXPENSIVE.split(), Kind.FUSIBLE),
+    **dict.fromkeys(_REDUCTION.split(), Kind.REDUCTION),
+    **dict.fromkeys(_KERNEL.split(), Kind.KERNEL),
+    "optimization_barrier": Kind.BARRIER,
+}
+
+_EXPENSIVE_NAMES = frozenset(_EXPENSIVE.split())
+
+SLICING = frozenset({"slice", "dynamic_slice", "gather"})
+"""Primitives that read only as many bytes of their first operand as they return."""
+
+CONTROL_FLOW = frozenset({"scan", "cond", "while"})
+"""Primitives that carry jaxprs and are planned as one kernel each."""
+
+
+def kind_of(primitive_name: str) -> Kind:
+    """The kind of a primitive; `Kind.OPAQUE` for one that is not known."""
+    return _KIND.get(primitive_name, Kind.OPAQUE)
+
+
+def is_expensive(primitive_name: str) -> bool:
+    """True for elementwise primitives that cost many instructions per element."""
+    return primitive_name in _EXPENSIVE_NAMES
