@@ -136,7 +136,7 @@ def _no_plugin_text(name: str) -> str:
         )
     found = os.environ.get("JAX_PLATFORMS", "")
     return (
-        f"jaxlib's CUDA plugin is installed, but did not start: nothing can be compiled for an absent {name}. "
+        f"jaxlib's CUDA plugin is installed, but did not start: it cannot compile for an absent {name}. "
         "On a machine without a GPU set JAX_PLATFORMS=cpu in the environment before jax is imported "
         f"(it is {found!r})."
     )

@@ -1,4 +1,4 @@
-"""What every example model looks like from outside: parameters, a batch, a loss; and training steps on them."""
+"""What every example model looks like from outside, and training steps on it."""
 
 from __future__ import annotations
 
