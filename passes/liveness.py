@@ -1,0 +1,141 @@
+"""Which copy serves which use, and when every copy is alive.
+
+Everything that reasons about memory over a sequence of steps starts here: the simulator, the placement
+and the planners. The validator does not, on purpose. Invariant: intervals are half-open in steps.
+Arguments never die, so they have no copies here; their bytes are `Graph.argument_bytes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from passes.ir import BufferId, Op, Program
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Graph:
+    """A program as plain lists for inner loops; build it once with `Graph.of`.
+
+    Attributes:
+        program: where it comes from.
+        nbytes: size of every buffer.
+        producer: op that writes every buffer, -1 for arguments.
+        inputs: distinct inputs of every op without arguments.
+        outputs: distinct outputs of every op.
+        shares: `may_share` of every op without arguments.
+        cost_ns: cost of every op.
+        workspace_bytes: scratch memory of every op.
+        is_output: whether a buffer must survive the last op.
+        argument_bytes: bytes of all arguments, alive throughout.
+    """
+
+    program: Program
+    nbytes: list[int]
+    producer: list[int]
+    inputs: list[tuple[int, ...]]
+    outputs: list[tuple[int, ...]]
+    shares: list[tuple[tuple[int, int], ...]]
+    cost_ns: list[int]
+    workspace_bytes: list[int]
+    is_output: list[bool]
+    argument_bytes: int
+
+    @classmethod
+    def of(cls, program: Program) -> Graph:
+        """Read a program into lists; O(size of the program)."""
+        producer = [-1 if p is None else int(p) for p in program.producer]
+        is_output = [False] * len(producer)
+        for b in program.outputs:
+            is_output[b] = True
+        return cls(
+            program=program,
+            nbytes=[b.nbytes for b in program.buffers],
+            producer=producer,
+            inputs=[_distinct(op.inputs, producer) for op in program.ops],
+            outputs=[tuple(dict.fromkeys(op.outputs)) for op in program.ops],
+            shares=[_shares(op, producer) for op in program.ops],
+            cost_ns=[op.cost_ns for op in program.ops],
+            workspace_bytes=[op.workspace_bytes for op in program.ops],
+            is_output=is_output,
+            argument_bytes=sum(program.buffers[b].nbytes for b in program.arguments),
+        )
+
+
+def _distinct(inputs: tuple[BufferId, ...], producer: list[int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(b for b in inputs if producer[b] >= 0))
+
+
+def _shares(op: Op, producer: list[int]) -> tuple[tuple[int, int], ...]:
+    return tuple((o, i) for o, i in op.may_share if producer[i] >= 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Copies:
+    """The copies that a sequence of steps makes, in the order in which they are made.
+
+    Attributes:
+        buffer: what each is a copy of.
+        start: step that makes it.
+        stop: first step at which it is no longer alive (half-open).
+        place: index of the dying copy whose place it takes, -1 if it takes none.
+    """
+
+    buffer: list[int]
+    start: list[int]
+    stop: list[int]
+    place: list[int]
+
+
+def copies_of(graph: Graph, steps: Sequence[int]) -> Copies:
+    """Lifetimes of all copies, and which of them take the place of a dying input.
+
+    Raises:
+        ValueError: a step reads a buffer that no earlier step has made.
+    """
+    latest = [-1] * len(graph.nbytes)
+    buffer: list[int] = []
+    start: list[int] = []
+    stop: list[int] = []
+    reads: list[list[int]] = []
+    for position, op in enumerate(steps):
+        read = [latest[b] for b in graph.inputs[op]]
+        for copy in read:
+            if copy < 0:
+                raise ValueError(f"step {position} runs op {op} before all its inputs have been made")
+            stop[copy] = position + 1
+        reads.append(read)
+        for b in graph.outputs[op]:
+            latest[b] = len(buffer)
+            buffer.append(b)
+            start.append(position)
+            stop.append(position + 1)
+    for b in graph.program.outputs:
+        if latest[b] >= 0:
+            stop[latest[b]] = len(steps)
+        elif graph.producer[b] >= 0:
+            raise ValueError(f"no step makes the program's output {b}")
+    copies = Copies(buffer=buffer, start=start, stop=stop, place=[-1] * len(buffer))
+    _take_places(graph, steps, reads, copies)
+    return copies
+
+
+def _take_places(graph: Graph, steps: Sequence[int], reads: list[list[int]], copies: Copies) -> None:
+    """Pair outputs with inputs that die at the same step, in the order of `may_share`."""
+    made = 0
+    for position, op in enumerate(steps):
+        if graph.shares[op]:
+            serving = dict(zip(graph.inputs[op], reads[position], strict=True))
+            index = {b: made + k for k, b in enumerate(graph.outputs[op])}
+            taken: list[int] = []
+            for out, inp in graph.shares[op]:
+                old, new = serving[inp], index[out]
+                if copies.stop[old] == position + 1 and old not in taken and copies.place[new] < 0:
+                    copies.place[new] = old
+                    taken.append(old)
+        made += len(graph.outputs[op])

@@ -1,0 +1,111 @@
+"""What no plan can beat: the working-set bound on the peak and the cut bound on the overhead.
+
+Cut bound: when op `t` runs first, everything that later ops read is held, or made again afterwards. So
+the re-runs after that moment cost at least the cheapest choice of the cut at `t` on the original
+schedule whose kept bytes fit beside what `t` itself needs. Both bounds relax in the plans' favour: what
+`t` reads and writes is free to keep, in-place ops save all they could, and a re-run needs no workspace.
+"""
+
+from __future__ import annotations
+
+from passes.ir import Program
+from passes.liveness import Graph
+from passes.planners.flow import Moment, cheapest_within, moment_at
+from passes.planners.schedule import Schedule
+
+
+def working_set_bytes(program: Program) -> int:
+    """A peak that no plan can go below: for every op what it and its moment cannot do without."""
+    graph = Graph.of(program)
+    forced = forced_bytes(graph, last_needs(graph))
+    return max(forced, default=graph.argument_bytes)
+
+
+def cut_bound(program: Program, budget_bytes: int, moments: int = 8) -> float:
+    """A lower bound on the overhead ratio of every plan within `budget_bytes`; infinite if none exists.
+
+    Args:
+        moments: at how many ops of the schedule to cut; the bound is the best of them.
+    """
+    if working_set_bytes(program) > budget_bytes:
+        return float("inf")
+    return Bound(Graph.of(program), moments).ratio(budget_bytes)
+
+
+class Bound:
+    """The cut bound of one program, for any number of budgets."""
+
+    def __init__(self, graph: Graph, moments: int) -> None:
+        self._graph = graph
+        self._schedule = Schedule(graph, range(len(graph.cost_ns)))
+        self._forced = forced_bytes(graph, last_needs(graph))
+        self._positions = _spread(self._schedule, moments)
+        self._moments: dict[int, Moment] = {}
+
+    def ratio(self, budget_bytes: int) -> float:
+        """A lower bound on the overhead ratio of every plan within `budget_bytes`."""
+        base_ns = sum(self._graph.cost_ns)
+        best_ns = 0.0
+        for position in self._positions:
+            if self._schedule.live[position] <= budget_bytes:
+                continue
+            if position not in self._moments:
+                self._moments[position] = moment_at(self._schedule, position, slot=position + 1)
+            hull = cheapest_within(self._moments[position], budget_bytes - self._forced[position])
+            best_ns = max(best_ns, hull.bound_ns or 0.0)
+        return best_ns / base_ns if base_ns else 0.0
+
+
+def forced_bytes(graph: Graph, last_need: list[int]) -> list[int]:
+    """For every op the bytes that are alive at its first run in every plan; O(ops * buffers) at worst."""
+    ops = graph.program.ops
+    pinned: list[int] = []
+    forced = []
+    for t, op in enumerate(ops):
+        pinned = [b for b in pinned if last_need[b] > t]
+        here = {*graph.inputs[t], *graph.outputs[t]}
+        held = [b for b in pinned if b not in here and not ops[graph.producer[b]].can_rerun(t + 1)]
+        total = sum(graph.nbytes[b] for b in sorted(here)) + sum(graph.nbytes[b] for b in held)
+        total += graph.argument_bytes + op.workspace_bytes
+        forced.append(total - _most_shared_bytes(graph, t, last_need))
+        for b in graph.outputs[t]:
+            if not op.recomputable or op.deadline is not None:
+                pinned.append(b)
+    return forced
+
+
+def _most_shared_bytes(graph: Graph, t: int, last_need: list[int]) -> int:
+    """At most this many bytes can op `t` save by taking dying inputs' places."""
+    by_output: dict[int, int] = {}
+    by_input: dict[int, int] = {}
+    for out, inp in graph.shares[t]:
+        if last_need[inp] > t and not graph.program.ops[graph.producer[inp]].can_rerun(t + 1):
+            continue
+        nbytes = min(graph.nbytes[out], graph.nbytes[inp])
+        by_output[out] = max(nbytes, by_output.get(out, 0))
+        by_input[inp] = max(nbytes, by_input.get(inp, 0))
+    return min(sum(by_output.values()), sum(by_input.values()))
+
+
+def last_needs(graph: Graph) -> list[int]:
+    """For every buffer the last op that reads it, the number of ops for outputs, else its producer."""
+    last = list(graph.producer)
+    for op, inputs in enumerate(graph.inputs):
+        for b in inputs:
+            last[b] = op
+    for b in graph.program.outputs:
+        last[b] = len(graph.cost_ns)
+    return last
+
+
+def _spread(schedule: Schedule, moments: int) -> list[int]:
+    """The positions of most live bytes that are not next to each other, highest first."""
+    n = len(schedule.steps)
+    gap = max(1, n // (4 * moments))
+    chosen: list[int] = []
+    for position in sorted(range(n), key=lambda p: (-int(schedule.live[p]), p)):
+        if all(abs(position - other) >= gap for other in chosen):
+            chosen.append(position)
+        if len(chosen) == moments:
+            break
+    return chosen

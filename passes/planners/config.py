@@ -1,0 +1,40 @@
+"""How hard the planners try. Limits are counts of work, never wall clock: plans must not depend on load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PLANNERS = ("auto", "window", "cut")
+UNITS_PER_OP = 600
+LEAST_UNITS = 300_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerConfig:
+    """What to plan with.
+
+    Attributes:
+        planner: "auto" (the cheaper of both), "window" or "cut".
+        work_limit: how much work a search may do, in units of about a microsecond; None scales with the
+            program (about 0.3 s, and 600 us an op from 500 ops on). A planner finishes its first
+            attempt even where that takes longer.
+        bound: whether to prove a lower bound on the overhead beside the plan.
+        bound_moments: at how many moments of the program to look for the bound.
+    """
+
+    planner: str = "auto"
+    work_limit: int | None = None
+    bound: bool = True
+    bound_moments: int = 8
+
+    def __post_init__(self) -> None:
+        if self.planner not in PLANNERS:
+            raise ValueError(f"unknown planner {self.planner!r}; choose one of {', '.join(PLANNERS)}")
+        if self.work_limit is not None and self.work_limit < 0:
+            raise ValueError(f"`work_limit` is {self.work_limit}; it must not be negative")
+        if self.bound_moments < 1:
+            raise ValueError(f"`bound_moments` is {self.bound_moments}; it must be at least 1")
+
+    def units(self, n_ops: int) -> int:
+        """The work limit for a program of `n_ops` ops."""
+        return max(LEAST_UNITS, UNITS_PER_OP * n_ops) if self.work_limit is None else self.work_limit

@@ -1,0 +1,132 @@
+"""The minimum-cut planner: cut at the peak, insert the missing closures, take out what is not needed.
+
+Staged: the peak goes down to the budget through a few geometric levels, with a reverse delete at each.
+Invariant: every state on the way is a valid sequence of steps, so the lowest one is always at hand.
+It does not search: a plan that two peaks keep spoiling for each other is given up by the cycle guard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from passes.liveness import Graph
+from passes.planners.flow import cheapest_within, missing_runs, moment_at
+from passes.planners.schedule import Schedule, prune, reverse_delete
+
+
+@dataclass(slots=True)
+class Work:
+    """A deterministic clock: work done so far against a limit, in units of about a microsecond."""
+
+    limit: int
+    done: int = 0
+
+    @property
+    def left(self) -> bool:
+        """True while the limit has not been reached."""
+        return self.done < self.limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Descent:
+    """Where a descent ended.
+
+    Attributes:
+        steps: the sequence of lowest peak, or the one that reached the level.
+        peak_bytes: its peak.
+        cost_ns: cost of all its steps.
+    """
+
+    steps: tuple[int, ...]
+    peak_bytes: int
+    cost_ns: int
+
+
+def of_schedule(schedule: Schedule) -> Descent:
+    """What a schedule is now."""
+    return Descent(steps=tuple(schedule.compact()), peak_bytes=schedule.peak_bytes, cost_ns=schedule.cost_ns)
+
+
+def insert(steps: Sequence[int], position_ops: dict[int, list[int]]) -> list[int]:
+    """The sequence with ops put in just before positions."""
+    result: list[int] = []
+    for position, op in enumerate(steps):
+        result.extend(position_ops.get(position, ()))
+        result.append(op)
+    result.extend(position_ops.get(len(steps), ()))
+    return result
+
+
+def cut_once(schedule: Schedule, level_bytes: int, reserve_bytes: int, work: Work) -> list[int] | None:
+    """Cut at the peak so that it fits `level_bytes`; the new sequence, None if nothing can be evicted."""
+    position = schedule.peak_position
+    moment = moment_at(schedule, position)
+    if not moment.demanded:
+        return None
+    capacity_bytes = level_bytes - reserve_bytes - moment.forced_bytes
+    hull = cheapest_within(moment, capacity_bytes)
+    if hull.bound_ns is None and reserve_bytes:
+        hull = cheapest_within(moment, level_bytes - moment.forced_bytes)
+    work.done += (hull.flows + 2) * (len(moment.tails) + 100)
+    inserts = missing_runs(schedule, position, moment, hull.fits.ops)
+    return insert(schedule.steps, dict(inserts)) if inserts else None
+
+
+def lower_to(
+    graph: Graph, steps: Sequence[int], level_bytes: int, reserve_bytes: int, work: Work, patience: int = 12
+) -> Descent:
+    """Cut at the peak until it fits `level_bytes`; ends when the peak has not gone down for `patience` cuts."""
+    schedule = Schedule(graph, steps)
+    best = of_schedule(schedule)
+    seen: set[tuple[int, ...]] = {best.steps}
+    stale = 0
+    while schedule.peak_bytes > level_bytes and stale < patience and work.left:
+        found = cut_once(schedule, level_bytes, reserve_bytes, work)
+        if found is None:
+            break
+        schedule = Schedule(graph, found)
+        work.done += 8 * len(found)
+        prune(schedule)
+        now = of_schedule(schedule)
+        if now.steps in seen:
+            break
+        seen.add(now.steps)
+        schedule = Schedule(graph, now.steps) if len(now.steps) < len(schedule.steps) else schedule
+        stale = 0 if now.peak_bytes < best.peak_bytes else stale + 1
+        if now.peak_bytes < best.peak_bytes:
+            best = now
+    if best.peak_bytes <= level_bytes:
+        final = Schedule(graph, best.steps)
+        reverse_delete(final, level_bytes)
+        work.done += 8 * len(best.steps)
+        best = of_schedule(final)
+    return best
+
+
+def descend(
+    graph: Graph,
+    start: Descent,
+    budget_bytes: int,
+    work: Work,
+    *,
+    stages: int = 1,
+    reserve_ratio: float = 0.0,
+) -> Descent:
+    """Lower the peak to the budget through `stages` geometric levels."""
+    best = start
+    for stage in range(1, stages + 1):
+        if start.peak_bytes <= 0 or budget_bytes <= 0:
+            level_bytes = budget_bytes
+        else:
+            level_bytes = int(start.peak_bytes * (budget_bytes / start.peak_bytes) ** (stage / stages))
+        if stage == stages:
+            level_bytes = budget_bytes
+        if best.peak_bytes <= level_bytes:
+            continue
+        found = lower_to(graph, best.steps, level_bytes, int(reserve_ratio * level_bytes), work)
+        if found.peak_bytes < best.peak_bytes:
+            best = found
+        elif stage == stages:
+            break
+    return best

@@ -1,0 +1,303 @@
+"""What to keep across one moment, and what to run again after it: a parametric minimum cut.
+
+At position `t` of a schedule every copy that is needed after `t` is either kept across it (its bytes) or
+its producer is run again (its cost), which needs the producer's inputs after `t` in turn. A cut that
+weighs bytes against cost chooses; walking along the lower hull of (kept bytes, cost) finds the cheapest
+choice whose kept bytes fit, and a lower bound on every choice that fits.
+
+Nodes: the source (demanded after `t`), the sink, one per op that may be run again, one per buffer that
+such an op reads. Arcs: source -> producer (bytes), op -> sink (cost), op -> input (infinite), input ->
+its producer (bytes), or input -> sink (bytes) where the producer must not run again.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from ortools.graph.python import max_flow
+
+from passes.liveness import IntArray
+from passes.planners.schedule import Schedule
+
+SCALE = 10**12
+INFINITE = 4 * SCALE
+SOURCE, SINK = 0, 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One side of a cut: what is run again.
+
+    Attributes:
+        kept_bytes: bytes kept across the moment, besides what it needs itself.
+        cost_ns: cost of running `ops` once each.
+        ops: ops to run again, ascending.
+    """
+
+    kept_bytes: int
+    cost_ns: int
+    ops: tuple[int, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class Moment:
+    """The cut problem at one position of a schedule.
+
+    Attributes:
+        forced_bytes: what is alive whatever is chosen.
+        demanded: buffers across the moment that may be run again, with the position of their next use.
+        ops: candidates for re-runs; node of `ops[k]` is `2 + k`.
+        free_ops: how many of them cost nothing; the cut counts 1 ns for each so that it avoids them.
+    """
+
+    forced_bytes: int
+    demanded: dict[int, int]
+    ops: list[int] = field(default_factory=list)
+    tails: list[int] = field(default_factory=list)
+    heads: list[int] = field(default_factory=list)
+    arc_bytes: list[int] = field(default_factory=list)
+    arc_cost_ns: list[int] = field(default_factory=list)
+    n_nodes: int = 2
+    free_ops: int = 0
+
+    def arc(self, tail: int, head: int, nbytes: int, cost_ns: int) -> None:
+        """Add an arc; both weights zero means infinite."""
+        self.tails.append(tail)
+        self.heads.append(head)
+        self.arc_bytes.append(nbytes)
+        self.arc_cost_ns.append(cost_ns)
+
+
+def moment_at(schedule: Schedule, position: int, slot: int | None = None) -> Moment:
+    """The cut problem at `position`; O(buffers + ops that might be run again).
+
+    Args:
+        slot: ask whether an op may be run again in this slot, instead of in that of its next use; the
+            bounds ask for the earliest one.
+    """
+    graph = schedule.graph
+    op_now = schedule.steps[position]
+    here = {*graph.inputs[op_now], *graph.outputs[op_now]}
+    moment = Moment(forced_bytes=int(schedule.live[position]), demanded={})
+    needs: dict[int, int] = {}
+    for b, starts in enumerate(schedule.starts):
+        copy = schedule.copy_at(b, position + 1) if starts else -1
+        if copy < 0 or b in here or not graph.nbytes[b]:
+            continue
+        need = schedule.next_need(b, copy, position)
+        if need is None:
+            continue
+        producer = graph.producer[b]
+        if _can_rerun(schedule, producer, need, slot):
+            moment.demanded[b] = need
+            moment.forced_bytes -= graph.nbytes[b]
+            needs[producer] = min(need, needs.get(producer, need))
+    _add_arcs(schedule, position, moment, needs, slot)
+    return moment
+
+
+def _free_here(schedule: Schedule, position: int, all_of_them: bool = False) -> set[int]:
+    """Buffers that the op at `position` holds anyway; unless asked, not those whose place it takes."""
+    graph, op = schedule.graph, schedule.steps[position]
+    free = {*graph.inputs[op], *graph.outputs[op]}
+    if graph.shares[op] and not all_of_them:
+        for _, b in graph.shares[op]:
+            if schedule.last_position(b, schedule.copy_at(b, position)) == position:
+                free.discard(b)
+    return free
+
+
+def _can_rerun(schedule: Schedule, op: int, position: int, slot: int | None = None) -> bool:
+    if slot is None:
+        at_end = position >= len(schedule.steps)
+        slot = len(schedule.graph.program.ops) if at_end else schedule.slots[position]
+    return op < slot and schedule.graph.program.ops[op].can_rerun(slot)
+
+
+def runs_between(schedule: Schedule, buffer: int, after: int, before: int) -> bool:
+    """True if some run strictly between two positions makes `buffer`."""
+    starts = schedule.starts[buffer]
+    k = schedule.copy_at(buffer, before)
+    return k >= 0 and starts[k] > after
+
+
+def _add_arcs(
+    schedule: Schedule, position: int, moment: Moment, needs: dict[int, int], slot: int | None
+) -> None:
+    """Grow the candidates downwards from the demanded buffers; `needs` is when each op is needed."""
+    graph = schedule.graph
+    free = _free_here(schedule, position, all_of_them=slot is not None)
+    node: dict[int, int] = {}
+    reads: list[tuple[int, int]] = []
+    queue = [-op for op in needs]
+    heapq.heapify(queue)
+    while queue:
+        op = -heapq.heappop(queue)
+        node[op] = 2 + len(moment.ops)
+        moment.ops.append(op)
+        for b in graph.inputs[op]:
+            if b in moment.demanded:
+                producer = graph.producer[b]
+            elif b in free or not graph.nbytes[b] or runs_between(schedule, b, position, needs[op]):
+                continue
+            else:
+                reads.append((op, b))
+                producer = graph.producer[b]
+            if producer >= 0 and _can_rerun(schedule, producer, needs[op], slot):
+                if producer not in needs:
+                    heapq.heappush(queue, -producer)
+                needs[producer] = min(needs[op], needs.get(producer, needs[op]))
+    moment.n_nodes = 2 + len(moment.ops)
+    for b in moment.demanded:
+        moment.arc(SOURCE, node[graph.producer[b]], graph.nbytes[b], 0)
+    for op in moment.ops:
+        moment.arc(node[op], SINK, 0, max(1, graph.cost_ns[op]))
+        moment.free_ops += not graph.cost_ns[op]
+    _add_reads(schedule, moment, node, reads)
+
+
+def _add_reads(
+    schedule: Schedule, moment: Moment, node: dict[int, int], reads: list[tuple[int, int]]
+) -> None:
+    """One node for every buffer that must be kept or made again for the sake of a re-run."""
+    graph = schedule.graph
+    of_buffer: dict[int, int] = {}
+    for op, b in reads:
+        if b not in of_buffer:
+            of_buffer[b] = moment.n_nodes
+            moment.n_nodes += 1
+            head = node.get(graph.producer[b], SINK)
+            moment.arc(of_buffer[b], head, graph.nbytes[b], 0)
+        moment.arc(node[op], of_buffer[b], 0, 0)
+
+
+class Cutter:
+    """Solves one `Moment` for any weighing of bytes against cost."""
+
+    def __init__(self, moment: Moment) -> None:
+        self.moment = moment
+        self._bytes: IntArray = np.asarray(moment.arc_bytes, dtype=np.int64)
+        self._cost: IntArray = np.asarray(moment.arc_cost_ns, dtype=np.int64)
+        self._infinite = (self._bytes == 0) & (self._cost == 0)
+        self._heads = np.asarray(moment.heads, dtype=np.int32)
+        self._tails = np.asarray(moment.tails, dtype=np.int32)
+        self._bytes_sum = max(1, int(self._bytes.sum()))
+        self._cost_sum = max(1, int(self._cost.sum()))
+        self._flow = max_flow.SimpleMaxFlow()
+        self._arcs = self._flow.add_arcs_with_capacity(
+            self._tails, self._heads, np.zeros(len(self._tails), dtype=np.int64)
+        )
+        self.solved = 0
+
+    def keep_all(self) -> Choice:
+        """Keep everything, run nothing again."""
+        kept = sum(self._bytes[k] for k, tail in enumerate(self.moment.tails) if tail == SOURCE)
+        return Choice(kept_bytes=int(kept), cost_ns=0, ops=())
+
+    def least_bytes(self) -> Choice:
+        """The cheapest choice among those that keep the fewest bytes, but for rounding."""
+        return self.solve(1.0, 1e-7 * self._bytes_sum / self._cost_sum)
+
+    def rounding(self, byte_weight: float, cost_weight: float) -> float:
+        """How far above the true minimum `solve`'s value can be, capacities being integers."""
+        total = byte_weight * self._bytes_sum + cost_weight * self._cost_sum
+        return 2 * len(self._tails) * total / SCALE
+
+    def solve(self, byte_weight: float, cost_weight: float) -> Choice:
+        """The choice that minimizes `byte_weight * kept_bytes + cost_weight * cost_ns`."""
+        total = byte_weight * self._bytes_sum + cost_weight * self._cost_sum
+        capacity = (self._bytes * (byte_weight * SCALE / total)).astype(np.int64)
+        capacity += np.ceil(self._cost * (cost_weight * SCALE / total)).astype(np.int64)
+        capacity[self._infinite] = INFINITE
+        self._flow.set_arcs_capacity(self._arcs, capacity)
+        status = self._flow.solve(SOURCE, SINK)
+        assert status == self._flow.OPTIMAL, f"maximum flow ended with {status}"
+        self.solved += 1
+        side = np.zeros(self.moment.n_nodes, dtype=bool)
+        side[np.asarray(self._flow.get_source_side_min_cut(), dtype=np.int64)] = True
+        crossing = side[self._tails] & ~side[self._heads]
+        return Choice(
+            kept_bytes=int(self._bytes[crossing].sum()),
+            cost_ns=int(self._cost[crossing].sum()),
+            ops=tuple(sorted(op for k, op in enumerate(self.moment.ops) if side[2 + k])),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hull:
+    """Where the lower hull of (kept bytes, cost) crosses a capacity.
+
+    Attributes:
+        fits: the cheapest vertex of the hull within the capacity, or the one of least bytes.
+        bound_ns: no choice within the capacity costs less; None if no choice fits.
+        flows: how many flows were solved.
+    """
+
+    fits: Choice
+    bound_ns: float | None
+    flows: int
+
+
+def cheapest_within(moment: Moment, capacity_bytes: int, max_flows: int = 24) -> Hull:
+    """Walk along the hull to the cheapest choice that keeps at most `capacity_bytes`."""
+    cutter = Cutter(moment)
+    above = cutter.keep_all()
+    if above.kept_bytes <= capacity_bytes or not moment.demanded:
+        bound = 0.0 if above.kept_bytes <= capacity_bytes else None
+        return Hull(fits=above, bound_ns=bound, flows=0)
+    below = cutter.least_bytes()
+    if below.kept_bytes > capacity_bytes:
+        return Hull(fits=below, bound_ns=None, flows=cutter.solved)
+    bound_ns = 0.0
+    while cutter.solved < max_flows:
+        byte_weight = below.cost_ns - above.cost_ns
+        cost_weight = above.kept_bytes - below.kept_bytes
+        if byte_weight <= 0:
+            break
+        middle = cutter.solve(float(byte_weight), float(cost_weight))
+        line = byte_weight * below.kept_bytes + cost_weight * below.cost_ns
+        value = byte_weight * middle.kept_bytes + cost_weight * middle.cost_ns
+        slack = cutter.rounding(byte_weight, cost_weight)
+        bound_ns = max(bound_ns, (value - slack - byte_weight * capacity_bytes) / cost_weight)
+        if value >= line * (1 - 1e-9):
+            break
+        if middle.kept_bytes <= capacity_bytes:
+            below = middle
+        else:
+            above = middle
+    return Hull(fits=below, bound_ns=max(0.0, bound_ns - moment.free_ops), flows=cutter.solved)
+
+
+def missing_runs(
+    schedule: Schedule, position: int, moment: Moment, again: tuple[int, ...]
+) -> Mapping[int, list[int]]:
+    """Where to insert re-runs so that everything of `again` that is demanded comes back in time.
+
+    Returns:
+        For positions the ops to run just before them, `len(steps)` for the end.
+    """
+    graph = schedule.graph
+    chosen = frozenset(again)
+    free = _free_here(schedule, position)
+    restored: set[int] = set()
+    inserts: dict[int, list[int]] = {}
+    evicted = [(need, b) for b, need in moment.demanded.items() if graph.producer[b] in chosen]
+    for need, buffer in sorted(evicted):
+        closure: set[int] = set()
+        stack = [buffer]
+        while stack:
+            b = stack.pop()
+            op = graph.producer[b]
+            if b in restored or op not in chosen or b in free or op in closure:
+                continue
+            if runs_between(schedule, b, position, need) or not _can_rerun(schedule, op, need):
+                continue
+            closure.add(op)
+            stack.extend(graph.inputs[op])
+        for op in sorted(closure):
+            inserts.setdefault(need, []).append(op)
+            restored.update(graph.outputs[op])
+    return inserts

@@ -1,0 +1,138 @@
+"""The driver of the planners: what `plan`, `least_peak` and `frontier` do.
+
+Invariant: whatever is returned is a valid sequence of steps; the status says what is known about it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+from passes.ir import OpId, Plan, Program, Status
+from passes.liveness import Graph
+from passes.planners.bounds import Bound, forced_bytes, last_needs
+from passes.planners.config import PlannerConfig
+from passes.planners.cut import Descent, Work, descend, of_schedule
+from passes.planners.schedule import Schedule
+
+PORTFOLIO = (
+    (1, 0.0), (4, 0.0), (1, 0.06), (2, 0.0), (1, 0.1), (3, 0.0), (6, 0.0), (4, 0.1), (8, 0.0), (1, 0.2),
+)  # fmt: skip
+
+
+class Search:
+    """One program's planning: the graph, the schedule without re-runs, and the bounds, made once."""
+
+    def __init__(self, program: Program, config: PlannerConfig) -> None:
+        self.config = config
+        self.graph = Graph.of(program)
+        self.start = of_schedule(Schedule(self.graph, range(len(program.ops))))
+        self.working_set_bytes = max(
+            forced_bytes(self.graph, last_needs(self.graph)), default=self.graph.argument_bytes
+        )
+        self._bound: Bound | None = None
+
+    def bound_ratio(self, budget_bytes: int) -> float:
+        """The cut bound, 0.0 where it is not wanted or nothing fits the budget."""
+        if not self.config.bound or budget_bytes >= self.start.peak_bytes:
+            return 0.0
+        if self._bound is None:
+            self._bound = Bound(self.graph, self.config.bound_moments)
+        return self._bound.ratio(budget_bytes)
+
+    def work(self) -> Work:
+        """A fresh clock."""
+        return Work(self.config.units(len(self.graph.cost_ns)))
+
+    def best(self, budget_bytes: int, work: Work, known: Sequence[Descent] = ()) -> Descent:
+        """The cheapest sequence within the budget, or the one of lowest peak."""
+        best = min((self.start, *known), key=lambda d: rank(d, budget_bytes))
+        if self.start.peak_bytes <= budget_bytes:
+            return self.start
+        for stages, reserve_ratio in PORTFOLIO:
+            found = descend(
+                self.graph, self.start, budget_bytes, work, stages=stages, reserve_ratio=reserve_ratio
+            )
+            best = min(best, found, key=lambda d: rank(d, budget_bytes))
+            if not work.left:
+                break
+        return best
+
+    def plan(self, found: Descent, budget_bytes: int, seconds: float, planner: str) -> Plan:
+        """A plan of what was found, with its bound and status."""
+        lower_bound_ratio = self.bound_ratio(budget_bytes) if budget_bytes >= self.working_set_bytes else 0.0
+        base_ns = self.start.cost_ns
+        overhead_ratio = (found.cost_ns - base_ns) / base_ns if base_ns else 0.0
+        if found.peak_bytes > budget_bytes:
+            proved = budget_bytes < self.working_set_bytes
+            status = Status.INFEASIBLE if proved else Status.UNKNOWN
+        elif overhead_ratio <= lower_bound_ratio:
+            status = Status.OPTIMAL
+        else:
+            status = Status.FEASIBLE
+        return Plan(
+            steps=tuple(OpId(op) for op in found.steps),
+            peak_bytes=found.peak_bytes,
+            budget_bytes=budget_bytes,
+            overhead_ratio=overhead_ratio,
+            lower_bound_ratio=lower_bound_ratio,
+            status=status,
+            planner=planner,
+            seconds=seconds,
+        )
+
+
+def rank(found: Descent, budget_bytes: int) -> tuple[bool, int, int]:
+    """Within the budget by cost, else by peak; smaller is better."""
+    over = found.peak_bytes > budget_bytes
+    return (over, found.peak_bytes, found.cost_ns) if over else (over, found.cost_ns, found.peak_bytes)
+
+
+def plan(program: Program, budget_bytes: int, config: PlannerConfig | None = None) -> Plan:
+    """Plan `program` for a peak of at most `budget_bytes`.
+
+    Returns:
+        A plan that keeps the budget, `status.found`; else the plan of lowest peak that was found, with
+        status INFEASIBLE if the budget is below the working-set bound and UNKNOWN if nothing is proved.
+    """
+    begin = time.perf_counter()
+    search = Search(program, config or PlannerConfig())
+    found = search.best(budget_bytes, search.work())
+    made = search.plan(found, budget_bytes, 0.0, search.config.planner)
+    return _timed(made, begin)
+
+
+def least_peak(program: Program, config: PlannerConfig | None = None) -> Plan:
+    """The plan of lowest peak that was found; OPTIMAL if its peak is the working-set bound.
+
+    The plan's budget is its own peak.
+    """
+    begin = time.perf_counter()
+    search = Search(program, config or PlannerConfig())
+    found = search.best(search.working_set_bytes, search.work())
+    made = search.plan(found, found.peak_bytes, 0.0, search.config.planner)
+    proved = found.peak_bytes == search.working_set_bytes
+    return _timed(made, begin, Status.OPTIMAL if proved else Status.FEASIBLE)
+
+
+def frontier(
+    program: Program, budgets_bytes: Sequence[int], config: PlannerConfig | None = None
+) -> tuple[Plan, ...]:
+    """One plan for each budget, in the order given; a larger budget's plan never costs more.
+
+    Each plan's `seconds` are those of the whole call.
+    """
+    begin = time.perf_counter()
+    search = Search(program, config or PlannerConfig())
+    found: dict[int, Descent] = {}
+    for budget_bytes in sorted(set(budgets_bytes)):
+        smaller = tuple(found.values())
+        found[budget_bytes] = search.best(budget_bytes, search.work(), smaller)
+    plans = (search.plan(found[b], b, 0.0, search.config.planner) for b in budgets_bytes)
+    return tuple(_timed(p, begin) for p in tuple(plans))
+
+
+def _timed(made: Plan, begin: float, status: Status | None = None) -> Plan:
+    seconds = time.perf_counter() - begin
+    return dataclasses.replace(made, seconds=seconds, status=status or made.status)
