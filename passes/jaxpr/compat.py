@@ -29,6 +29,7 @@ from jax._src.interpreters import partial_eval as pe
 from jax._src.lax.lax import optimization_barrier_p as optimization_barrier_p  # noqa: PLC0414
 from jax._src.lib.mlir import ir
 from jax._src.sharding_impls import UnspecifiedValue
+from jax._src.util import weakref_lru_cache
 from jax.extend.core import ClosedJaxpr
 
 Var = core.Var
@@ -449,3 +450,9 @@ def on_compiled(listener: Callable[[], None]) -> None:
 def live_executables() -> list[Any]:
     """Loaded programs of every backend that is in use, newest first within a backend."""
     return [e for backend in xla_bridge.backends().values() for e in backend.live_executables()]
+
+
+def cached_by_jaxpr[F: Callable[..., Any]](function: F) -> F:
+    """Remember results as long as the jaxpr that is the first argument lives."""
+    cached: F = weakref_lru_cache(function)
+    return cached

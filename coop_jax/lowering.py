@@ -1,0 +1,228 @@
+"""What happens when a decorated function is lowered: find out about the program, plan, mark, emit.
+
+Only now is the whole program known: its arguments and results, which of them are donated, and the
+device. A function that was decorated as a whole is planned here; forward and backward parts were
+planned together when they were differentiated (`coop_jax.autodiff`) and only take their mark here.
+
+A budget that is a fraction is a fraction of the program's total without rematerialization. That is
+found by compiling the plain function once, for the same device and with the same donation. Where the
+function is only a part of the program, the plain program's total is taken as the program's own
+arguments and results and the plain function's temporaries, and is reported as predicted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from coop_jax import aot, xla
+from coop_jax.budget import Budget
+from coop_jax.errors import InfeasibleBudgetError, UnsupportedError
+from passes.cost import DEVICES, DeviceModel
+from passes.ir import Status
+from passes.jaxpr import compat
+from passes.jaxpr.stage import JaxprRequest, JointResult, plan_joint, plan_program
+from passes.outcome import StageOutcome
+
+UNLIMITED_BYTES = 1 << 62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RematConfig:
+    """What the user asked of one decorated function.
+
+    Attributes:
+        budget: see `coop_jax.budget`.
+        planner: "auto", "window" or "cut".
+        device: name of a cost model; None takes that of the device that is compiled for.
+        name: the function's name, for people.
+    """
+
+    budget: Budget
+    planner: str = "auto"
+    device: str | None = None
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)
+class Planned:
+    """A forward and a backward part that were planned together. Compared by identity.
+
+    Attributes:
+        outcome: what the jaxpr stage did.
+        plain: the two parts without a plan as one program, (*args, *cotangents) -> (*outs, *gradients).
+    """
+
+    outcome: StageOutcome
+    plain: Any
+
+    def __repr__(self) -> str:
+        return f"Planned({self.outcome.status}, {self.outcome.planned_temp_bytes} bytes)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Baseline:
+    """The total of the program without rematerialization."""
+
+    total_bytes: int
+    compiled: bool
+
+
+def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Planned | None) -> Any:
+    """The lowering rule: write the planned function in place and mark the program."""
+    facts = compat.module_facts(ctx)
+    if len(facts.platforms) > 1 or facts.device is None:
+        return compat.lower_inline(ctx, jaxpr, operands)
+    plain = compat.inline_calls(jaxpr) if planned is None else planned.plain
+    device = _model(config, facts)
+    baseline: list[_Baseline] = []
+
+    def baseline_bytes() -> int:
+        baseline.append(_baseline(plain, facts, device, config))
+        return baseline[0].total_bytes
+
+    budget_bytes = config.budget.resolve(
+        device_bytes=aot.device_memory_bytes(facts.device), baseline_bytes=baseline_bytes
+    )
+    if planned is None:
+        jaxpr, outcome = _plan_whole(plain, config, _request(facts, device, config, budget_bytes))
+    else:
+        outcome = dataclasses.replace(planned.outcome, budget_bytes=budget_bytes)
+    record = xla.Record(
+        budget=str(config.budget),
+        budget_bytes=budget_bytes,
+        planner=config.planner,
+        device_name=device.name,
+        baseline_total_bytes=baseline[0].total_bytes if baseline else None,
+        baseline_compiled=baseline[0].compiled if baseline else False,
+        jaxpr=outcome,
+    )
+    xla.mark(ctx, record, _digest(jaxpr))
+    return compat.lower_inline(ctx, jaxpr, operands)
+
+
+def plan_pair(forward: Any, backward: Any, n_outs: int, plain: Any, config: RematConfig) -> tuple[JointResult, Planned]:
+    """Plan a forward and a backward part together, for a program that holds nothing else.
+
+    Args:
+        forward: args -> (*outs, *residuals).
+        backward: (*residuals, *cotangents) -> gradients.
+        n_outs: how many of forward's results are outs.
+        plain: (*args, *cotangents) -> (*outs, *gradients), the same as one program.
+        config: what the user asked for.
+    """
+    device = DEVICES[config.device] if config.device else _default_model()
+    request = JaxprRequest(
+        budget_bytes=UNLIMITED_BYTES,
+        argument_bytes=_nbytes(plain.in_avals),
+        output_bytes=_nbytes(plain.out_avals),
+        alias_bytes=0,
+        device=device,
+        planner=config.planner,
+    )
+
+    def predicted_bytes() -> int:
+        outcome = plan_joint(forward, backward, n_outs, request).outcome
+        return max(1, outcome.fixed_bytes + outcome.before_temp_bytes)
+
+    budget_bytes = config.budget.resolve(
+        device_bytes=aot.device_memory_bytes(jax.devices()[0]), baseline_bytes=predicted_bytes
+    )
+    joint = plan_joint(forward, backward, n_outs, dataclasses.replace(request, budget_bytes=budget_bytes))
+    return joint, Planned(outcome=joint.outcome, plain=plain)
+
+
+def _plan_whole(plain: Any, config: RematConfig, request: JaxprRequest | None) -> tuple[Any, StageOutcome | None]:
+    """Plan a whole function; a program over several devices is left to the enforcing stage."""
+    if request is None:
+        return plain, None
+    planned, outcome = plan_program(plain, request)
+    if outcome.fixed_bytes > request.budget_bytes:
+        least = max(outcome.fixed_bytes, outcome.least_total_bytes or 0)
+        raise InfeasibleBudgetError.from_outcome(
+            dataclasses.replace(
+                outcome, status=Status.INFEASIBLE, least_total_bytes=least,
+                least_proved=outcome.least_proved or least == outcome.fixed_bytes,
+            )
+        )  # fmt: skip
+    return planned, outcome
+
+
+def _request(
+    facts: compat.ModuleFacts, device: DeviceModel, config: RematConfig, budget_bytes: int
+) -> JaxprRequest | None:
+    if facts.num_devices > 1:
+        return None
+    return JaxprRequest(
+        budget_bytes=budget_bytes,
+        argument_bytes=sum(facts.argument_nbytes),
+        output_bytes=sum(facts.output_nbytes),
+        alias_bytes=sum(n for n, alias in zip(facts.argument_nbytes, facts.aliased, strict=True) if alias is not None),
+        device=device,
+        planner=config.planner,
+    )
+
+
+def _model(config: RematConfig, facts: compat.ModuleFacts) -> DeviceModel:
+    if config.device is not None:
+        return DEVICES[config.device]
+    return aot.model_for(facts.platforms[0], facts.device.device_kind)
+
+
+def _default_model() -> DeviceModel:
+    device = jax.devices()[0]
+    return aot.model_for(device.platform, device.device_kind)
+
+
+def _baseline(plain: Any, facts: compat.ModuleFacts, device: DeviceModel, config: RematConfig) -> _Baseline:
+    """The total of the program without rematerialization; see this file's head."""
+    if facts.num_devices > 1:
+        raise UnsupportedError(
+            f"budget {config.budget} of a program over {facts.num_devices} devices: the plain program cannot be "
+            'compiled from here to take a fraction of it. Give bytes per device, such as "8GiB".'
+        )
+    request = _request(facts, device, config, UNLIMITED_BYTES)
+    assert request is not None
+    fixed_bytes = request.argument_bytes + request.output_bytes - request.alias_bytes
+    whole = (
+        tuple(map(compat.aval_nbytes, plain.in_avals)) == facts.argument_nbytes
+        and tuple(map(compat.aval_nbytes, plain.out_avals)) == facts.output_nbytes
+    )
+    donated = tuple(i for i, alias in enumerate(facts.aliased) if alias is not None) if whole else ()
+    try:
+        memory = _compiled_memory(plain, facts.device, donated)
+    except jax.errors.JaxRuntimeError:
+        outcome = plan_program(plain, request)[1]
+        return _Baseline(total_bytes=max(1, fixed_bytes + outcome.before_temp_bytes), compiled=False)
+    if whole:
+        return _Baseline(total_bytes=memory.total_bytes, compiled=True)
+    return _Baseline(total_bytes=max(memory.total_bytes, fixed_bytes + memory.temp_bytes), compiled=False)
+
+
+@compat.cached_by_jaxpr
+def _compiled_memory(plain: Any, device: Any, donated: tuple[int, ...]) -> aot.Memory:
+    """What XLA says the plain program needs."""
+    specs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in plain.in_avals]
+    run: Callable[..., Sequence[Any]] = lambda *values: compat.evaluate(plain, values)  # noqa: E731
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        jitted = jax.jit(run, donate_argnums=donated, keep_unused=True)
+        return aot.memory(jitted.lower(*aot.sharded_specs(specs, device)).compile())
+
+
+def _nbytes(avals: Sequence[Any]) -> int:
+    return sum(map(compat.aval_nbytes, avals))
+
+
+def _digest(jaxpr: Any) -> str:
+    """Tells programs apart by their equations and shapes, the same in every process."""
+    parts = [str(aval) for aval in jaxpr.in_avals]
+    for eqn in jaxpr.eqns:
+        parts.append(eqn.primitive.name)
+        parts += [str(v.aval) for v in eqn.outvars]
+    return "|".join(parts)

@@ -1,0 +1,329 @@
+"""The mark on a program, the one registry of records, and the callback that XLA makes into this package.
+
+A program that contains a decorated function carries a mark: frontend attributes of its module, written
+when it is lowered. XLA hands every scheduled module to the callback; an unmarked one goes back
+untouched at once, a marked one goes through the enforcing stage. What the enforcing stage found is
+added to the module's attributes, so that a program that is loaded from the compilation cache in
+another process still tells what was done to it. After the compile, XLA's own count is checked.
+
+Invariant: everything in a mark is a function of the program and the request. It is part of the key of
+JAX's compilation cache, so a wall time or a counter in it would defeat that cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend import xla as jax_xla
+
+from coop_jax.errors import BudgetExceededError, InfeasibleBudgetError, error_from_text
+from passes.cost import DEVICES
+from passes.ir import Status
+from passes.jaxpr import compat
+from passes.outcome import LiveValue, Recomputed, StageOutcome
+
+try:
+    from passes.hlo.enforce import EnforceRequest, enforce
+except ImportError:  # the enforcing stage is still being written
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class EnforceRequest:  # type: ignore[no-redef]
+        budget_bytes: int
+        device: Any
+        platform: str
+        planner: str = "auto"
+
+    def enforce(data, request):  # type: ignore[no-redef]
+        return data, StageOutcome(
+            stage="hlo", changed=False, budget_bytes=request.budget_bytes, argument_bytes=0, output_bytes=0,
+            alias_bytes=0, before_temp_bytes=0, planned_temp_bytes=0, cost_ns=1, recompute_ns=0,
+            lower_bound_ratio=0.0, status=Status.FEASIBLE, planner=request.planner, seconds=0.0,
+        )
+
+MARK_FORMAT = "coop-mark/1"
+_RECORD = "coop.record"
+_FACTS = "coop.facts"
+_HLO = "coop.hlo"
+_MODULE_ATTRIBUTES_FIELD = 19
+_NEWEST = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What was asked of one program and what each stage did.
+
+    Attributes:
+        id: digest of the program and the request.
+        budget: the budget as the user gave it, such as "0.5 of the plain program's peak".
+        budget_bytes: the same in bytes; the whole program's total must not exceed it.
+        planner: the planner that was asked for.
+        device_name: the cost model that was used.
+        baseline_total_bytes: the total without rematerialization; None if it was not needed.
+        baseline_compiled: True if XLA counted it, False if it was predicted.
+        jaxpr: what the jaxpr stage did; None if it did not run (programs over several devices).
+        hlo: what the enforcing stage did; None before the program is compiled.
+    """
+
+    id: str = ""
+    budget: str
+    budget_bytes: int
+    planner: str
+    device_name: str
+    baseline_total_bytes: int | None = None
+    baseline_compiled: bool = False
+    jaxpr: StageOutcome | None = None
+    hlo: StageOutcome | None = None
+
+
+class _Registry:
+    """Records by id, and the programs that the callback has seen and the check has not. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._records: dict[str, Record] = {}
+        self._unchecked: dict[str, int] = {}
+        self._platforms: set[str] = set()
+        self._hooked = False
+
+    def get(self, record_id: str) -> Record | None:
+        with self._lock:
+            return self._records.get(record_id)
+
+    def put(self, record: Record) -> None:
+        with self._lock:
+            self._records[record.id] = record
+
+    def compiled(self, record_id: str, outcome: StageOutcome) -> None:
+        with self._lock:
+            record = self._records.get(record_id)
+            if record is not None:
+                self._records[record_id] = dataclasses.replace(record, hlo=outcome)
+            self._unchecked[record_id] = outcome.budget_bytes
+            while len(self._unchecked) > _NEWEST:
+                del self._unchecked[next(iter(self._unchecked))]
+
+    def unchecked(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._unchecked)
+
+    def checked(self, record_id: str) -> None:
+        with self._lock:
+            self._unchecked.pop(record_id, None)
+
+    def first_use(self, platform: str) -> tuple[bool, bool]:
+        """(this platform needs the callback, the process needs the hooks); says yes once each."""
+        with self._lock:
+            answer = (platform not in self._platforms, not self._hooked)
+            self._platforms.add(platform)
+            self._hooked = True
+            return answer
+
+
+REGISTRY = _Registry()
+
+
+def install(platform: str) -> None:
+    """Make sure that XLA calls back for `platform` ("cpu" or "cuda"); cheap after the first time."""
+    callback, hooks = REGISTRY.first_use(platform)
+    if callback:
+        jax_xla.register_hlo_module_transformation(
+            lambda data: _callback(data, platform),
+            name="coop_jax",
+            stage=jax_xla.PipelineStage.POST_SCHEDULER,
+            platforms=platform,
+        )
+    if hooks:
+        compat.register_error_conversion(lambda error: error_from_text(str(error)))
+        compat.on_compiled(_check)
+
+
+def mark(ctx: Any, record: Record, digest: str) -> Record:
+    """Mark the program that is being lowered; the smallest budget in a program wins.
+
+    Args:
+        ctx: the context of a lowering rule.
+        record: what is known so far.
+        digest: of the part of the program that `record` is about.
+
+    Returns:
+        The program's record, with its id.
+    """
+    for platform in compat.module_facts(ctx).platforms:
+        if platform in ("cpu", "cuda"):
+            install(platform)
+    present = compat.module_attributes(ctx)
+    if _FACTS in present and _record_from(present).budget_bytes <= record.budget_bytes:
+        return _record_from(present)
+    text = json.dumps(_facts(record), sort_keys=True)
+    name = compat.module_name(ctx)
+    record_id = hashlib.sha256(f"{MARK_FORMAT}|{name}|{digest}|{text}".encode()).hexdigest()[:16]
+    record = dataclasses.replace(record, id=record_id)
+    REGISTRY.put(record)
+    compat.set_module_attributes(ctx, {_RECORD: record_id, _FACTS: text})
+    return record
+
+
+def record_of(compiled: Any) -> Record | None:
+    """The record of a compiled program (`jax.stages.Compiled`); None if it holds no decorated function."""
+    modules = compiled.runtime_executable().hlo_modules()
+    return _record_of_module(modules[0].as_serialized_hlo_module_proto()) if modules else None
+
+
+def _record_of_module(data: bytes) -> Record | None:
+    if _RECORD.encode() not in data:
+        return None
+    attributes = read_attributes(data)
+    return _record_from(attributes) if _FACTS in attributes else None
+
+
+def _record_from(attributes: Mapping[str, str]) -> Record:
+    record_id = attributes[_RECORD]
+    known = REGISTRY.get(record_id)
+    record = _record_from_facts(record_id, json.loads(attributes[_FACTS])) if known is None else known
+    if record.hlo is None and _HLO in attributes:
+        record = dataclasses.replace(record, hlo=_outcome_from(json.loads(attributes[_HLO])))
+    return record
+
+
+def _callback(data: bytes, platform: str) -> bytes | None:
+    """Enforce the budget of a scheduled module; None leaves it as it is."""
+    if _RECORD.encode() not in data:
+        return None
+    attributes = read_attributes(data)
+    if _FACTS not in attributes:
+        return None
+    record = _record_from(attributes)
+    request = EnforceRequest(
+        budget_bytes=record.budget_bytes,
+        device=DEVICES[record.device_name],
+        platform="cpu" if platform == "cpu" else "cuda",
+        planner=record.planner,
+    )
+    changed, outcome = enforce(data, request)
+    if not outcome.status.found:
+        raise RuntimeError(InfeasibleBudgetError.from_outcome(outcome).to_text())
+    REGISTRY.compiled(record.id, outcome)
+    return changed + _attributes_field({_HLO: json.dumps(_outcome_dict(outcome), sort_keys=True)})
+
+
+def _check() -> None:
+    """Hold XLA's own count of freshly compiled programs against their budgets."""
+    waiting = REGISTRY.unchecked()
+    if not waiting:
+        return
+    for executable in compat.live_executables()[:_NEWEST]:
+        record = _record_of_module(executable.hlo_modules()[0].as_serialized_hlo_module_proto())
+        if record is None or record.id not in waiting:
+            continue
+        REGISTRY.checked(record.id)
+        budget_bytes = waiting.pop(record.id)
+        total = int(executable.get_compiled_memory_stats().total_allocation_bytes)
+        if total > budget_bytes:
+            raise BudgetExceededError(budget_bytes=budget_bytes, compiled_bytes=total)
+        if not waiting:
+            return
+
+
+def _facts(record: Record) -> dict[str, Any]:
+    """The part of a record that a mark may hold: no wall times, nothing that differs between runs."""
+    return {
+        "format": MARK_FORMAT,
+        "budget": record.budget,
+        "budget_bytes": record.budget_bytes,
+        "planner": record.planner,
+        "device": record.device_name,
+        "baseline_total_bytes": record.baseline_total_bytes,
+        "baseline_compiled": record.baseline_compiled,
+        "jaxpr": None if record.jaxpr is None else _outcome_dict(record.jaxpr),
+    }
+
+
+def _record_from_facts(record_id: str, facts: Mapping[str, Any]) -> Record:
+    return Record(
+        id=record_id,
+        budget=facts["budget"],
+        budget_bytes=facts["budget_bytes"],
+        planner=facts["planner"],
+        device_name=facts["device"],
+        baseline_total_bytes=facts["baseline_total_bytes"],
+        baseline_compiled=facts["baseline_compiled"],
+        jaxpr=None if facts["jaxpr"] is None else _outcome_from(facts["jaxpr"]),
+    )
+
+
+def _outcome_dict(outcome: StageOutcome) -> dict[str, Any]:
+    return {**dataclasses.asdict(outcome), "seconds": 0.0}
+
+
+def _outcome_from(data: Mapping[str, Any]) -> StageOutcome:
+    fields = dict(data)
+    fields["status"] = Status(fields["status"])
+    fields["recomputed"] = tuple(Recomputed(**r) for r in fields["recomputed"])
+    fields["tightest"] = tuple(LiveValue(**v) for v in fields["tightest"])
+    return StageOutcome(**fields)
+
+
+def read_attributes(module: bytes) -> dict[str, str]:
+    """Frontend attributes of a serialized HloModuleProto, without parsing the rest of it."""
+    found: dict[str, str] = {}
+    for number, value in _fields(module):
+        if number == _MODULE_ATTRIBUTES_FIELD:
+            for _, entry in _fields(value):
+                parts = dict(_fields(entry))
+                found[parts.get(1, b"").decode()] = parts.get(2, b"").decode()
+    return found
+
+
+def _attributes_field(entries: Mapping[str, str]) -> bytes:
+    """An encoded frontend_attributes field: appended to a module, protobuf merges it with what is there."""
+    body = b"".join(
+        _delimited(1, _delimited(1, name.encode()) + _delimited(2, text.encode()))
+        for name, text in sorted(entries.items())
+    )
+    return _delimited(_MODULE_ATTRIBUTES_FIELD, body)
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """(number, bytes) of the length-delimited fields of a protobuf message; others are skipped."""
+    at = 0
+    while at < len(data):
+        tag, at = _varint(data, at)
+        kind = tag & 7
+        if kind == 0:
+            _, at = _varint(data, at)
+        elif kind == 2:
+            size, at = _varint(data, at)
+            yield tag >> 3, data[at : at + size]
+            at += size
+        else:
+            at += 8 if kind == 1 else 4
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        value |= (byte & 127) << shift
+        at += 1
+        if byte < 128:
+            return value, at
+        shift += 7
+
+
+def _delimited(number: int, body: bytes) -> bytes:
+    return _encode_varint(number << 3 | 2) + _encode_varint(len(body)) + body
+
+
+def _encode_varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
