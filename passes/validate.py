@@ -23,7 +23,7 @@ def validate(program: Program, plan: Plan) -> None:
         )
     if plan.status.found and peak_bytes > plan.budget_bytes:
         raise ValueError(
-            f"the plan says it is {plan.status.value} for {plan.budget_bytes} bytes, but needs {peak_bytes} bytes"
+            f"the plan is {plan.status.value} for {plan.budget_bytes} bytes, it says, but needs {peak_bytes}"
         )
     _check_overhead(program, plan)
 

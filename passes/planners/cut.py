@@ -76,7 +76,7 @@ def cut_once(schedule: Schedule, level_bytes: int, reserve_bytes: int, work: Wor
 def lower_to(
     graph: Graph, steps: Sequence[int], level_bytes: int, reserve_bytes: int, work: Work, patience: int = 12
 ) -> Descent:
-    """Cut at the peak until it fits `level_bytes`; ends when the peak has not gone down for `patience` cuts."""
+    """Cut at the peak until it fits, or until the peak has not gone down for `patience` cuts."""
     schedule = Schedule(graph, steps)
     best = of_schedule(schedule)
     seen: set[tuple[int, ...]] = {best.steps}

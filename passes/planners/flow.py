@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-from ortools.graph.python import max_flow
+from ortools.graph.python import max_flow  # type: ignore[import-untyped]
 
 from passes.liveness import IntArray
 from passes.planners.schedule import Schedule

@@ -10,8 +10,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
-import numpy as np
-
 from passes.liveness import Graph, IntArray, copies_of
 from passes.simulate import profile
 

@@ -1,0 +1,113 @@
+"""Hypothesis strategies for small programs with every feature of the IR."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from passes.ir import Buffer, BufferId, Op, OpId, Program
+
+
+@st.composite
+def programs(draw: st.DrawFn, max_ops: int = 7, plain: bool = False, max_bytes: int = 6) -> Program:
+    """A program of 1 to `max_ops` ops.
+
+    Args:
+        plain: no in-place outputs, effects, deadlines or workspace.
+        max_bytes: largest buffer; sizes start at 0.
+    """
+    sizes: list[int] = [draw(st.integers(0, max_bytes)) for _ in range(draw(st.integers(0, 2)))]
+    ops: list[Op] = []
+    n_ops = draw(st.integers(1, max_ops))
+    for i in range(n_ops):
+        count = draw(st.integers(0, min(3, len(sizes))))
+        recent = st.integers(max(0, len(sizes) - 4), len(sizes) - 1)
+        inputs = [draw(recent if draw(st.booleans()) else st.integers(0, len(sizes) - 1)) for _ in range(count)]
+        outputs = list(range(len(sizes), len(sizes) + draw(st.sampled_from([1, 1, 1, 2, 0]))))
+        sizes += [draw(st.integers(0, max_bytes)) for _ in outputs]
+        ops.append(_op(draw, i, n_ops, inputs, outputs, plain))
+    chosen = draw(st.lists(st.integers(0, len(sizes) - 1), max_size=2)) if sizes else []
+    return Program.build(
+        name="drawn",
+        ops=tuple(ops),
+        buffers=tuple(Buffer(id=BufferId(i), nbytes=n) for i, n in enumerate(sizes)),
+        outputs=tuple(BufferId(b) for b in chosen),
+    )
+
+
+def _op(draw: st.DrawFn, i: int, n_ops: int, inputs: list[int], outputs: list[int], plain: bool) -> Op:
+    """One op; every output is offered at most one input's place, which keeps sharing monotone."""
+    pairs = []
+    if not plain and inputs:
+        pairs = [(o, draw(st.sampled_from(inputs))) for o in outputs if draw(st.integers(0, 2)) == 0]
+    rare = not plain and draw(st.integers(0, 4)) == 0
+    return Op(
+        id=OpId(i),
+        inputs=tuple(BufferId(b) for b in inputs),
+        outputs=tuple(BufferId(b) for b in outputs),
+        cost_ns=draw(st.integers(0, 9)),
+        recomputable=not (rare and draw(st.booleans())),
+        deadline=draw(st.integers(i, n_ops)) if rare else None,
+        may_share=tuple((BufferId(o), BufferId(b)) for o, b in pairs),
+        workspace_bytes=0 if plain else draw(st.sampled_from([0, 0, 0, 1, 3])),
+    )
+
+
+@st.composite
+def sequences(draw: st.DrawFn, program: Program, max_reruns: int = 6) -> tuple[OpId, ...]:
+    """Any valid sequence of steps: every op in order, with re-runs wherever they are allowed."""
+    steps: list[OpId] = []
+    left = draw(st.integers(0, max_reruns))
+    for slot in range(len(program.ops) + 1):
+        can = [op.id for op in program.ops[:slot] if op.can_rerun(slot)]
+        while can and left and draw(st.booleans()):
+            steps.append(draw(st.sampled_from(can)))
+            left -= 1
+        if slot < len(program.ops):
+            steps.append(OpId(slot))
+    return tuple(steps)
+
+
+def example() -> Program:
+    """The program drawn in `passes.ir`."""
+    wires = [((), (0,)), ((0,), (1,)), ((1,), (2,)), ((2,), (3,)), ((1, 3), (4,)), ((0, 4), (5,))]
+    return Program.build(
+        name="example",
+        ops=tuple(
+            Op(
+                id=OpId(i),
+                inputs=tuple(BufferId(b) for b in inputs),
+                outputs=tuple(BufferId(b) for b in outputs),
+                cost_ns=10,
+            )
+            for i, (inputs, outputs) in enumerate(wires)
+        ),
+        buffers=tuple(Buffer(id=BufferId(i), nbytes=n) for i, n in enumerate((4, 4, 4, 1, 1, 1))),
+        outputs=(BufferId(5),),
+    )
+
+
+def chain(layers: int, nbytes: int = 8, cost_ns: int = 10) -> Program:
+    """`layers` layers and their transposes, each of which reads its layer's input; the loss in between."""
+    ops: list[Op] = []
+    sizes: list[int] = []
+
+    def add(inputs: tuple[int, ...]) -> int:
+        sizes.append(nbytes)
+        wires = tuple(BufferId(b) for b in inputs)
+        ops.append(
+            Op(id=OpId(len(ops)), inputs=wires, outputs=(BufferId(len(sizes) - 1),), cost_ns=cost_ns)
+        )
+        return len(sizes) - 1
+
+    values = [add(())]
+    for _ in range(layers):
+        values.append(add((values[-1],)))
+    gradient = add((values[-1],))
+    for value in reversed(values[:-1]):
+        gradient = add((value, gradient))
+    return Program.build(
+        name=f"chain{layers}",
+        ops=tuple(ops),
+        buffers=tuple(Buffer(id=BufferId(i), nbytes=n) for i, n in enumerate(sizes)),
+        outputs=(BufferId(gradient),),
+    )
