@@ -26,7 +26,7 @@ from jax._src import linear_util as lu
 from jax._src.dtypes import float0
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import partial_eval as pe
-from jax._src.lax.lax import optimization_barrier_p as optimization_barrier_p  # noqa: PLC0414
+from jax._src.lax.lax import optimization_barrier_p as optimization_barrier_p
 from jax._src.lib.mlir import ir
 from jax._src.sharding_impls import UnspecifiedValue
 from jax._src.util import weakref_lru_cache
@@ -83,6 +83,16 @@ def fresh_var(like: Any) -> Any:
     return core.Var(like.aval)
 
 
+def renamed(atom: Any, rename: dict[Any, Any]) -> Any:
+    """What `rename` gives for a variable, or the atom itself."""
+    return atom if isinstance(atom, core.Literal) else rename.get(atom, atom)
+
+
+def rename_inputs(eqn: Any, rename: dict[Any, Any]) -> Any:
+    """`eqn` reading other variables."""
+    return eqn.replace(invars=[renamed(v, rename) for v in eqn.invars])
+
+
 def rebuild(
     jaxpr: Any,
     *,
@@ -109,11 +119,11 @@ def _plain_debug_info(info: Any, n_args: int, n_results: int) -> Any:
     return info._replace(arg_names=("",) * n_args, result_paths=("",) * n_results)
 
 
-def trace(function: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """A jaxpr of `function`, and the values that it closes over, which are the jaxpr's first inputs."""
+def trace(function: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Any:
+    """A closed jaxpr of `function`; the values that it closes over are its constants."""
     info = api_util.debug_info("coop_trace", function, tuple(avals), {})
     jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(lu.wrap_init(function, debug_info=info), list(avals))
-    return pe.convert_constvars_jaxpr(close_jaxpr(jaxpr, consts)), list(consts)
+    return close_jaxpr(jaxpr, consts)
 
 
 def hoist_consts(closed: Any) -> tuple[Any, list[Any]]:
@@ -248,7 +258,9 @@ def register_call_rules(primitive: Any) -> None:
         cut = len(found) - n_residuals
         residuals = [tracer_trace.new_instantiated_const(r) for r in found[cut:]]
         with core.set_current_trace(tracer_trace):
-            rest_out = iter(evaluate(rest, [*residuals, *(t for t, u in zip(tracers, unknown, strict=True) if u)]))
+            rest_out = iter(
+                evaluate(rest, [*residuals, *(t for t, u in zip(tracers, unknown, strict=True) if u)])
+            )
         known_out = iter(found[:cut])
         return [next(rest_out if u else known_out) for u in out_unknown]
 
@@ -329,7 +341,9 @@ def _opened(eqn: Any) -> Any:
         return None
     shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     layouts = (*eqn.params.get("in_layouts", ()), *eqn.params.get("out_layouts", ()))
-    pinned = any(not isinstance(s, UnspecifiedValue) for s in shardings) or any(x is not None for x in layouts)
+    pinned = any(not isinstance(s, UnspecifiedValue) for s in shardings) or any(
+        x is not None for x in layouts
+    )
     return None if pinned or len(body.in_avals) != len(eqn.invars) else body
 
 
@@ -340,8 +354,10 @@ def register_lowering(primitive: Any, rule: Callable[..., Any]) -> None:
 
 def lower_inline(ctx: Any, closed: Any, operands: Sequence[Any]) -> Sequence[Any]:
     """Lower `closed` in place, into the function that `ctx` is in."""
-    if closed.consts or getattr(closed, "is_high", False) or any(
-        isinstance(e, core.InternalMutableArrayEffect) for e in closed.effects
+    if (
+        closed.consts
+        or getattr(closed, "is_high", False)
+        or any(isinstance(e, core.InternalMutableArrayEffect) for e in closed.effects)
     ):
         return mlir.lower_fun(core.jaxpr_as_fun(closed))(ctx, *operands)
     results, tokens = mlir.jaxpr_subcomp(

@@ -123,7 +123,8 @@ class _Emitter:
     def run(self) -> None:
         first_runs = 0
         segment: list[OpId] = []
-        for self.step, op in enumerate(self.steps):
+        for step, op in enumerate(self.steps):
+            self.step = step
             if op < first_runs:
                 segment.append(op)
                 continue
@@ -144,7 +145,9 @@ class _Emitter:
 
     def cut_after(self, outvars: Sequence[Any]) -> int:
         """How many equations make `outvars`, counted from the start."""
-        made = [self.final.get(self.lifted.buffer_of[v], v) for v in outvars if not isinstance(v, compat.Literal)]
+        made = [
+            self.final.get(self.lifted.buffer_of[v], v) for v in outvars if not isinstance(v, compat.Literal)
+        ]
         place = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         return max((place[v] + 1 for v in made if v in place), default=0)
 

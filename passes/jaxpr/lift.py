@@ -105,9 +105,9 @@ class _Lift:
         needed = set(self.results)
         for i in reversed(range(len(self.jaxpr.eqns))):
             eqn, kind = self.jaxpr.eqns[i], self.kinds[i]
-            if kind in (Kind.KERNEL, Kind.OPAQUE, Kind.BARRIER):
-                needed.update(_variables(eqn.invars))
-            elif kind is Kind.VIEW and any(v in needed for v in eqn.outvars):
+            if kind in (Kind.KERNEL, Kind.OPAQUE, Kind.BARRIER) or (
+                kind is Kind.VIEW and any(v in needed for v in eqn.outvars)
+            ):
                 needed.update(_variables(eqn.invars))
         return needed
 
@@ -322,7 +322,9 @@ class _Lift:
             eqn = self.jaxpr.eqns[i]
             if self.kinds[i] in (Kind.FUSIBLE, Kind.REDUCTION):
                 per_element = 16 if is_expensive(eqn.primitive.name) else 1
-                sizes = [v.aval.size for v in (*_variables(eqn.invars), *eqn.outvars) if hasattr(v.aval, "size")]
+                sizes = [
+                    v.aval.size for v in (*_variables(eqn.invars), *eqn.outvars) if hasattr(v.aval, "size")
+                ]
                 flops += per_element * int(max(sizes, default=0))
         return flops
 

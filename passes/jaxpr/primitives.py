@@ -29,7 +29,7 @@ class Kind(enum.Enum):
     OPAQUE = enum.auto()
 
 
-_VIEW = "copy copy_p expand_dims mutable_array_view name reshape sharding_constraint squeeze stop_gradient transpose"
+_VIEW = "copy copy_p expand_dims name reshape sharding_constraint squeeze stop_gradient transpose"
 
 _FUSIBLE = """
     abs add add_any and bitcast_convert_type broadcast_in_dim ceil clamp clz complex concatenate conj
@@ -43,8 +43,8 @@ _FUSIBLE = """
 # Elementwise, but many instructions per element: XLA:CPU stores them when several kernels read them.
 _EXPENSIVE = """
     acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos cosh digamma erf erf_inv erfc exp
-    exp2 expm1 igamma igammac lgamma log log1p log2 logistic pow polygamma regularized_incomplete_beta sin sinh
-    tan tanh zeta
+    exp2 expm1 igamma igammac lgamma log log1p log2 logistic pow polygamma regularized_incomplete_beta sin
+    sinh tan tanh zeta
 """
 
 _REDUCTION = """
@@ -57,8 +57,8 @@ _KERNEL = """
     dynamic_update_slice eig eigh fft hessenberg householder_product lu qr ragged_dot ragged_dot_general
     random_bits random_fold_in random_gamma random_seed random_split rng_bit_generator scan cond while scatter
     scatter_add scatter-add scatter_max scatter-max scatter_min scatter-min scatter_mul scatter-mul schur
-    select_and_gather_add select_and_scatter select_and_scatter_add sort svd threefry2x32 top_k triangular_solve
-    tridiagonal tridiagonal_solve linear_solve custom_linear_solve
+    select_and_gather_add select_and_scatter select_and_scatter_add sort svd threefry2x32 top_k
+    triangular_solve tridiagonal tridiagonal_solve linear_solve custom_linear_solve
 """
 
 _KIND: dict[str, Kind] = {
