@@ -358,9 +358,9 @@ def layout(assigner: Assigner) -> tuple[HeapLayout, int]:
     return pack(intervals, ALIGNMENT[assigner.platform]), events.peak
 
 
-def predict_graph(module: graph.Module, platform: str) -> HeapPrediction:
-    """What XLA will allocate for a module; see `predict`."""
-    assigner = Assigner(module, platform)
+def predict_assigned(assigner: Assigner) -> HeapPrediction:
+    """What XLA will allocate, from a replayed buffer assignment."""
+    module, platform = assigner.module, assigner.platform
     heap, live = layout(assigner)
     order = [(a.nbytes, a.is_temp) for a in assigner.allocations]
     if heap.offsets:
@@ -392,4 +392,4 @@ def predict(module: Any, platform: str) -> HeapPrediction:
         module: a parsed HloModuleProto with a schedule.
         platform: "cpu" or "cuda".
     """
-    return predict_graph(graph.read(module), platform)
+    return predict_assigned(Assigner(graph.read(module), platform))

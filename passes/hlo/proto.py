@@ -51,7 +51,7 @@ _MESSAGES: dict[str, str] = {
     " custom_call_target 28 string, dot_dimension_numbers 30 DotDimensions, id 35 int64,"
     " operand_ids 36 int64*, control_predecessor_ids 37 int64*, called_computation_ids 38 int64*,"
     " backend_config 43 bytes, is_host_transfer 47 bool, feature_group_count 50 int64,"
-    " comparison_direction 63 string, custom_call_has_side_effect 65 bool,"
+    " frontend_attributes 68 FrontendAttributes, comparison_direction 63 string, custom_call_has_side_effect 65 bool,"
     " output_operand_aliasing 74 OutputOperandAliasing*, backend_config_payload 99 Payload",
     "ProgramShape": "parameters 1 Shape*, result 2 Shape, parameter_names 3 string*",
     "Computation": "name 1 string, instructions 2 Instruction*, program_shape 4 ProgramShape, id 5 int64,"

@@ -1,0 +1,190 @@
+"""Roofline cost of the kernels of a scheduled module.
+
+A kernel moves the bytes it really reads and writes: a fusion that only slices an operand reads the slice, an update in
+place writes the update. Dots and convolutions, alone, in fusions or as library calls, add 2 * M * N * K flops
+at the width of their operands. Everything else is bandwidth. Loops count their body times the trip count where
+the module says it.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from passes.cost import DeviceModel, kernel_ns
+from passes.hlo import graph
+from passes.hlo.graph import Computation, Instruction, Module
+
+_FREE = frozenset(
+    {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "optimization-barrier", "opt-barrier",
+     "domain", "add-dependency", "async-done", "async-update", "copy-done", "partition-id", "replica-id",
+     "after-all"}
+)  # fmt: skip
+
+
+def instruction_ns(
+    module: Module, computation: Computation, instruction: Instruction, device: DeviceModel
+) -> int:
+    """Estimated time of one run of an instruction, called computations included."""
+    opcode = instruction.opcode
+    if opcode in _FREE:
+        return 0
+    if opcode in ("call", "async-start"):
+        return sum(computation_ns(module, module.computations[c], device) for c in instruction.called)
+    if opcode == "conditional":
+        return max(computation_ns(module, module.computations[c], device) for c in instruction.called)
+    if opcode == "while":
+        inner = sum(computation_ns(module, module.computations[c], device) for c in instruction.called)
+        return trip_count(module, instruction) * inner
+    nbytes = _written(module, computation, instruction)
+    nbytes += sum(_read(module, computation, instruction))
+    flops, bits = _flops(module, computation, instruction)
+    return kernel_ns(device, nbytes=nbytes, matrix_flops=flops, bits=bits)
+
+
+def computation_ns(module: Module, computation: Computation, device: DeviceModel) -> int:
+    """Estimated time of one run of a computation."""
+    return sum(
+        instruction_ns(module, computation, computation.by_id[i], device) for i in computation.order
+    )
+
+
+def program_cost_ns(module: Any, device: DeviceModel) -> int:
+    """Estimated time of a whole module.
+
+    Args:
+        module: a parsed HloModuleProto with a schedule, such as a compiled program's final module.
+        device: cost model.
+    """
+    view = graph.read(module)
+    return computation_ns(view, view.entry, device)
+
+
+def trip_count(module: Module, loop: Instruction) -> int:
+    """How often a while runs: from its backend config or its condition `i < constant`; 1 if unknown."""
+    config = loop.proto.backend_config
+    marker = b'"known_trip_count":{"n":"'
+    at = config.find(marker)
+    if at >= 0:
+        digits = config[at + len(marker) :].split(b'"')[0]
+        if digits.isdigit():
+            return int(digits)
+    for c in loop.called:
+        condition = module.computations[c]
+        if condition.by_id[condition.root].shape.is_tuple:
+            continue
+        limits = [_integer(i) for i in condition.by_id.values() if i.opcode == "constant"]
+        found = [n for n in limits if n is not None and n > 0]
+        if len(found) == 1:
+            return found[0]
+    return 1
+
+
+def _integer(constant: Instruction) -> int | None:
+    literal = constant.proto.literal
+    for values in (literal.s32s, literal.s64s, literal.u32s, literal.u64s):
+        if len(values) == 1:
+            return int(values[0])
+    return None
+
+
+def _written(module: Module, computation: Computation, instruction: Instruction) -> int:
+    if instruction.opcode == "dynamic-update-slice":
+        return computation.by_id[instruction.operands[1]].shape.nbytes
+    if instruction.opcode != "fusion":
+        return instruction.shape.total_nbytes
+    fused = module.computations[instruction.called[0]]
+    root = fused.by_id[fused.root]
+    roots = fused.operands(root) if root.opcode == "tuple" else [root]
+    total = 0
+    for at in roots:
+        while at.opcode in ("bitcast", "reshape"):
+            at = fused.by_id[at.operands[0]]
+        if at.opcode == "dynamic-update-slice":
+            total += fused.by_id[at.operands[1]].shape.nbytes
+        elif at.opcode != "parameter":
+            total += at.shape.total_nbytes
+    return total
+
+
+def _read(module: Module, computation: Computation, instruction: Instruction) -> list[int]:
+    """Bytes read of every distinct operand."""
+    distinct = dict.fromkeys(instruction.operands)
+    if instruction.opcode in ("dynamic-slice", "gather", "slice"):
+        rest = [computation.by_id[o].shape.nbytes for o in instruction.operands[1:]]
+        return [instruction.shape.nbytes, *rest]
+    if instruction.opcode == "dynamic-update-slice":
+        return [computation.by_id[o].shape.nbytes for o in instruction.operands[1:]]
+    if instruction.opcode != "fusion":
+        return [computation.by_id[o].shape.total_nbytes for o in distinct]
+    fused = module.computations[instruction.called[0]]
+    parameters = fused.parameters()
+    users = fused.users()
+    total: dict[int, int] = {}
+    for operand, parameter in zip(instruction.operands, parameters, strict=True):
+        total[operand] = max(total.get(operand, 0), _touched(fused, users, parameter))
+    return list(total.values())
+
+
+def _touched(fused: Computation, users: dict[int, list[Instruction]], at: Instruction) -> int:
+    """Bytes of a fusion's parameter that its users look at."""
+    seen = 0
+    for user in users[at.id]:
+        if user.opcode in ("bitcast", "reshape") and user.id != fused.root:
+            seen += _touched(fused, users, user)
+        elif user.opcode in ("slice", "dynamic-slice", "gather") and user.operands[0] == at.id:
+            seen += user.shape.nbytes
+        elif user.opcode == "dynamic-update-slice" and user.operands[0] == at.id:
+            continue
+        elif user.opcode == "tuple" or (user.opcode == "scatter" and user.operands[0] == at.id):
+            continue
+        else:
+            return at.shape.total_nbytes
+    return min(seen, at.shape.total_nbytes)
+
+
+def _flops(module: Module, computation: Computation, instruction: Instruction) -> tuple[int, int]:
+    """Matrix flops of a kernel and the width of their operands in bits."""
+    if instruction.opcode == "fusion":
+        fused = module.computations[instruction.called[0]]
+        found = [_flops(module, fused, i) for i in fused.by_id.values()]
+        bits = [b for f, b in found if f]
+        return sum(f for f, _ in found), max(bits, default=32)
+    if instruction.opcode == "custom-call":
+        return _library_flops(computation, instruction)
+    if instruction.opcode in ("dot", "scaled-dot"):
+        left = computation.by_id[instruction.operands[0]].shape
+        contracted = instruction.proto.dot_dimension_numbers.lhs_contracting_dimensions
+        depth = prod(left.dims[d] for d in contracted)
+        return 2 * instruction.shape.count * depth, left.element_bits
+    if instruction.opcode == "convolution":
+        return _convolution(instruction, instruction.shape, computation.by_id[instruction.operands[1]].shape)
+    return 0, 32
+
+
+def _convolution(instruction: Instruction, output: graph.Shape, kernel: graph.Shape) -> tuple[int, int]:
+    """2 * output elements * kernel window * input features of a group."""
+    numbers = instruction.proto.convolution_dimension_numbers
+    window = prod(kernel.dims[d] for d in numbers.kernel_spatial_dimensions)
+    features = kernel.dims[numbers.kernel_input_feature_dimension] if kernel.dims else 1
+    return 2 * output.count * window * features, kernel.element_bits
+
+
+def _library_flops(computation: Computation, instruction: Instruction) -> tuple[int, int]:
+    target = instruction.proto.custom_call_target
+    shapes = [computation.by_id[o].shape for o in instruction.operands]
+    leaves = [shape for _, shape in instruction.shape.leaves() if not shape.is_tuple]
+    if not shapes or not leaves:
+        return 0, 32
+    if "conv" in target and "__cudnn" in target and len(shapes) > 1:
+        if "BackwardFilter" in target:
+            return _convolution(instruction, shapes[1], leaves[0])
+        if "BackwardInput" in target:
+            return _convolution(instruction, shapes[0], shapes[1])
+        return _convolution(instruction, leaves[0], shapes[1])
+    if "gemm" in target or "matmul" in target or "dot" in target.lower():
+        left, right, out = shapes[0], shapes[min(1, len(shapes) - 1)], leaves[0]
+        # M * K, K * N and M * N (times the batch B) give (B * M * N * K)^2 = left * right * out * B.
+        batch = prod(out.dims[:-2])
+        return 2 * round((left.count * right.count * out.count / max(batch, 1)) ** 0.5), left.element_bits
+    return 0, 32

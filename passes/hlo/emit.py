@@ -1,0 +1,199 @@
+"""Write a plan into a scheduled module: re-run instructions are cloned and the entry gets the plan's schedule.
+
+A use reads the latest earlier run of what it needs. Views (get-tuple-element, bitcast, tuple) have no run of their
+own: they are re-made before their first use for every version of their operands. Optimization barriers are
+looked through, and outputs of fusions that nobody reads are dropped, because XLA would do both after us and
+the prediction must describe what XLA allocates. A clone brings clones of all computations it calls. The
+arithmetic of every kernel is untouched, so results are bitwise equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from passes.hlo import proto
+from passes.hlo.graph import Computation
+from passes.hlo.lift import LiftedModule, is_view
+from passes.hlo.prune import prune_outputs
+from passes.ir import OpId
+
+_BARRIERS = frozenset({"optimization-barrier", "opt-barrier"})
+_ID_BITS = 32
+
+
+class Cloner:
+    """Hands out ids and names that the module does not have, and clones computations."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.computations: list[Any] = []
+        self._by_id = {c.id: c for c in module.computations}
+        self._names = {c.name for c in module.computations}
+        self._names |= {i.name for c in module.computations for i in c.instructions}
+        self._next_computation = max(self._by_id) + 1
+        self._next_local: dict[int, int] = {}
+
+    def name(self, old: str) -> str:
+        """A new name like `old`."""
+        stem = old.split(".remat")[0]
+        n = 1
+        while f"{stem}.remat{n}" in self._names:
+            n += 1
+        self._names.add(f"{stem}.remat{n}")
+        return f"{stem}.remat{n}"
+
+    def instruction_id(self, computation: Any) -> int:
+        """A new instruction id of a computation."""
+        if computation.id not in self._next_local:
+            mask = (1 << _ID_BITS) - 1
+            self._next_local[computation.id] = max(i.id & mask for i in computation.instructions) + 1
+        local = self._next_local[computation.id]
+        self._next_local[computation.id] = local + 1
+        return int(computation.id) << _ID_BITS | local
+
+    def callees(self, instruction: Any) -> None:
+        """Give a cloned instruction computations of its own."""
+        mine = [self.computation(c) for c in instruction.called_computation_ids]
+        del instruction.called_computation_ids[:]
+        instruction.called_computation_ids.extend(mine)
+
+    def computation(self, old_id: int) -> int:
+        """Clone a computation and what it calls; returns the new id."""
+        old = self._by_id[old_id]
+        new = type(old)()
+        new.CopyFrom(old)
+        new.id = self._next_computation
+        self._next_computation += 1
+        new.name = self.name(old.name)
+        # XLA orders a computation by id: a clone in another order could be compiled to other roundings.
+        ids = {i: new.id << _ID_BITS | n for n, i in enumerate(sorted(i.id for i in new.instructions), 1)}
+        for instruction in new.instructions:
+            instruction.id = ids[instruction.id]
+            instruction.name = self.name(instruction.name)
+            for field in (instruction.operand_ids, instruction.control_predecessor_ids):
+                field[:] = [ids[i] for i in field]
+            self.callees(instruction)
+        new.root_id = ids[old.root_id]
+        self._copy_schedule(old_id, new.id, ids)
+        self._by_id[new.id] = new
+        self.computations.append(new)
+        return int(new.id)
+
+    def _copy_schedule(self, old_id: int, new_id: int, ids: dict[int, int]) -> None:
+        for entry in self.module.schedule.sequences:
+            if entry.key == old_id:
+                made = self.module.schedule.sequences.add(key=new_id)
+                made.value.instruction_ids.extend(ids[i] for i in entry.value.instruction_ids)
+                return
+
+
+class _Writer:
+    """Emits the entry's instructions in plan order."""
+
+    def __init__(self, lifted: LiftedModule) -> None:
+        self.lifted = lifted
+        self.old: Computation = lifted.module.entry
+        self.module = proto.copy(lifted.module.proto)
+        self.entry = next(c for c in self.module.computations if c.id == self.old.id)
+        self.cloner = Cloner(self.module)
+        self.protos = {i.id: i for i in self.entry.instructions}
+        self.latest: dict[int, int] = {}
+        self.views: dict[tuple[int, tuple[int, ...]], int] = {}
+        self.written: dict[int, Any] = {}
+        self.order: list[int] = []
+
+    def leaf(self, i: int) -> None:
+        """A parameter or a constant: as it is."""
+        self.latest[i] = i
+        self._put(self.protos[i])
+
+    def run(self, i: int) -> None:
+        """Run an op (again)."""
+        operands = [self.resolve(o) for o in self.old.by_id[i].operands]
+        new = self._instance(i, again=i in self.latest)
+        new.operand_ids[:] = operands
+        self.latest[i] = new.id
+        self._put(new)
+
+    def _instance(self, i: int, again: bool) -> Any:
+        if not again:
+            return self.protos[i]
+        new = type(self.protos[i])()
+        new.CopyFrom(self.protos[i])
+        new.id = self.cloner.instruction_id(self.entry)
+        new.name = self.cloner.name(new.name)
+        del new.control_predecessor_ids[:]
+        self.cloner.callees(new)
+        return new
+
+    def _put(self, instruction: Any) -> None:
+        control = [c for c in instruction.control_predecessor_ids if c in self.written]
+        instruction.control_predecessor_ids[:] = control
+        self.written[instruction.id] = instruction
+        self.order.append(instruction.id)
+
+    def resolve(self, i: int) -> int:
+        """The instruction that now holds what instruction `i` of the original held."""
+        if i in self.latest:
+            return self.latest[i]
+        instruction = self.old.by_id[i]
+        assert is_view(instruction.opcode), f"{instruction.name} is read before it is run"
+        if instruction.opcode in _BARRIERS:
+            return self.resolve(instruction.operands[0])
+        if instruction.opcode == "get-tuple-element":
+            found = self._element(instruction.operands[0], instruction.number)
+            if found is not None:
+                return found
+        key = (i, tuple(self.resolve(o) for o in instruction.operands))
+        if key not in self.views:
+            new = self._instance(i, again=i in self.written)
+            new.operand_ids[:] = key[1]
+            self.views[key] = new.id
+            self._put(new)
+        return self.views[key]
+
+    def _element(self, source: int, number: int) -> int | None:
+        """Element `number` of a tuple made by a view, without going through the tuple."""
+        instruction = self.old.by_id[source]
+        while instruction.opcode in _BARRIERS:
+            instruction = self.old.by_id[instruction.operands[0]]
+        if instruction.opcode != "tuple":
+            return None
+        return self.resolve(instruction.operands[number])
+
+    def finish(self) -> Any:
+        root = self.resolve(self.old.root)
+        self.entry.root_id = root
+        made = [self.written[i] for i in self.order]
+        kept = [type(i).FromString(i.SerializeToString()) for i in made]
+        del self.entry.instructions[:]
+        self.entry.instructions.extend(kept)
+        for sequence in self.module.schedule.sequences:
+            if sequence.key == self.entry.id:
+                sequence.value.instruction_ids[:] = self.order
+        entry = type(self.entry).FromString(self.entry.SerializeToString())
+        place = next(n for n, c in enumerate(self.module.computations) if c.id == entry.id)
+        del self.module.computations[place]
+        self.module.computations.extend([*self.cloner.computations, entry])
+        prune_outputs(self.module)
+        return self.module
+
+
+def emit(lifted: LiftedModule, steps: Sequence[OpId]) -> Any:
+    """The module that runs `steps`.
+
+    Args:
+        lifted: from `passes.hlo.lift.lift`.
+        steps: a plan's steps: every op of the program first in order, re-runs anywhere between.
+
+    Returns:
+        A new parsed HloModuleProto; the lifted one is unchanged.
+    """
+    writer = _Writer(lifted)
+    for i in lifted.module.entry.order:
+        if lifted.module.entry.by_id[i].opcode in ("parameter", "constant"):
+            writer.leaf(i)
+    for step in steps:
+        writer.run(lifted.instructions[step])
+    return writer.finish()

@@ -1,0 +1,284 @@
+"""Lift a scheduled HLO module to the IR: its entry's kernels in schedule order, its arrays as buffers.
+
+Views are not buffers. Storage that exists for the whole run (arguments, results, constants, and temporaries
+that XLA keeps inside results) has zero bytes. Called computations are one op each with their inner peak as
+workspace. An op that overwrites storage runs once; an op that reads storage which is overwritten later gets
+that op as its deadline, so that no re-run reads what is no longer there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from passes.cost import DeviceModel
+from passes.hlo import graph
+from passes.hlo.cost import instruction_ns
+from passes.hlo.graph import Instruction
+from passes.hlo.heap import Assigner, HeapPrediction, predict_assigned
+from passes.hlo.purity import Purity
+from passes.ir import Buffer, BufferId, Op, OpId, Program
+
+_NOT_OPS = frozenset(
+    {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "optimization-barrier", "opt-barrier",
+     "domain", "add-dependency"}
+)  # fmt: skip
+
+
+def is_view(opcode: str) -> bool:
+    """True for instructions that have no kernel: views, parameters and constants."""
+    return opcode in _NOT_OPS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LiftedModule:
+    """A module and the program it was lifted to.
+
+    Attributes:
+        module: the view of the message.
+        platform: "cpu" or "cuda".
+        program: ops of the entry in schedule order.
+        prediction: what XLA allocates for the module as it is.
+        instructions: op id -> instruction id in the entry.
+        values: buffer id -> value id.
+        assigner: the replayed buffer assignment of the module.
+    """
+
+    module: graph.Module
+    platform: str
+    program: Program
+    prediction: HeapPrediction
+    instructions: tuple[int, ...]
+    values: tuple[int, ...]
+    assigner: Assigner
+
+    @property
+    def argument_bytes(self) -> int:
+        """Bytes of the entry's arguments."""
+        return self.prediction.argument_bytes
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of the entry's results."""
+        return self.prediction.output_bytes
+
+    @property
+    def alias_bytes(self) -> int:
+        """Bytes counted both as argument and as result."""
+        return self.prediction.alias_bytes
+
+
+def source_of(module: Any, instruction: Instruction) -> str:
+    """Where an instruction comes from, such as "model.py:41 (jit(f)/dot_general)"; "" if unknown."""
+    metadata = instruction.proto.metadata
+    place = f"{metadata.source_file}:{metadata.source_line}" if metadata.source_file else ""
+    index = module.stack_frame_index
+    if not place and 0 < metadata.stack_frame_id <= len(index.stack_frames):
+        frame = index.stack_frames[metadata.stack_frame_id - 1]
+        if 0 < frame.file_location_id <= len(index.file_locations):
+            at = index.file_locations[frame.file_location_id - 1]
+            if 0 < at.file_name_id <= len(index.file_names):
+                place = f"{index.file_names[at.file_name_id - 1]}:{at.line}"
+    if metadata.op_name:
+        return f"{place} ({metadata.op_name})" if place else metadata.op_name
+    return place
+
+
+class _Lift:
+    def __init__(
+        self, module: graph.Module, device: DeviceModel, platform: str, in_heap: frozenset[int]
+    ) -> None:
+        self.module = module
+        self.device = device
+        self.assigner = Assigner(module, platform)
+        self.flow = self.assigner.flow
+        self.entry = module.entry
+        self.purity = Purity(module)
+        self.in_heap = in_heap
+        self.heap = set(self.assigner.heap)
+        self.buffer: dict[int, BufferId] = {}
+        self.buffers: list[Buffer] = []
+        self.values: list[int] = []
+        self.ops = [i for i in self.entry.order if not is_view(self.entry.by_id[i].opcode)]
+        self.op_of = {i: OpId(n) for n, i in enumerate(self.ops)}
+        self.producer = self._producers()
+        self.nested = self._nested()
+        self.writers = self._writers()
+
+    def _producers(self) -> dict[int, int]:
+        """Value -> op that first makes it visible in the entry; -1 for arguments and constants."""
+        producer: dict[int, int] = {}
+        for i in self.entry.order:
+            for v in self.flow.trees[self.entry.id, i].values():
+                producer.setdefault(v, self.op_of.get(i, OpId(-1)))
+        return producer
+
+    def _nested(self) -> dict[int, list[int]]:
+        """Op -> values that computations it calls define."""
+        nested: dict[int, list[int]] = {}
+        for value in self.flow.values:
+            at = value.home.computation
+            if at == self.entry.id:
+                continue
+            caller = -1
+            while at != self.entry.id:
+                at, caller = self.flow.callers[at]
+            nested.setdefault(self.op_of[caller], []).append(value.id)
+        return nested
+
+    def _writers(self) -> dict[int, list[int]]:
+        """Alias class -> ops that write its storage, in order."""
+        writers: dict[int, set[int]] = {}
+        for v, op in self.producer.items():
+            if op >= 0:
+                writers.setdefault(self.flow.class_of[v], set()).add(op)
+        for op, values in self.nested.items():
+            for v in values:
+                writers.setdefault(self.flow.class_of[v], set()).add(op)
+        return {group: sorted(ops) for group, ops in writers.items()}
+
+    def nbytes(self, v: int) -> int:
+        """Bytes of a value that the heap must find; zero for storage that is there anyway."""
+        if v in self.in_heap or self.flow.class_of[v] in self.heap:
+            return self.flow.values[v].nbytes
+        return 0
+
+    def buffer_of(self, v: int) -> BufferId:
+        found = self.buffer.get(v)
+        if found is None:
+            found = self.buffer[v] = BufferId(len(self.buffers))
+            name = self.flow.instruction(self.flow.values[v].home).name
+            self.buffers.append(Buffer(id=found, nbytes=self.nbytes(v), name=name))
+            self.values.append(v)
+        return found
+
+    def arrays(self, instruction: int) -> list[int]:
+        """Values of arrays at an instruction, each once, in index order."""
+        tree = self.flow.trees[self.entry.id, instruction]
+        found = dict.fromkeys(tree[i] for i in sorted(tree))
+        return [v for v in found if not self.flow.values[v].is_tuple]
+
+    def op(self, n: int) -> Op:
+        instruction = self.entry.by_id[self.ops[n]]
+        made = [v for v in self.arrays(instruction.id) if self.producer[v] == n]
+        read = list(dict.fromkeys(v for o in instruction.operands for v in self.arrays(o)))
+        read = [v for v in read if v not in made]
+        if instruction.opcode in ("async-update", "async-done", "copy-done"):
+            read += [v for v in self._held(instruction) if v not in read and v not in made]
+        return Op(
+            id=OpId(n),
+            inputs=tuple(self.buffer_of(v) for v in read),
+            outputs=tuple(self.buffer_of(v) for v in made),
+            cost_ns=instruction_ns(self.module, self.entry, instruction, self.device),
+            recomputable=self._recomputable(n, instruction, made, read),
+            deadline=self._deadline(n, read),
+            may_share=self._may_share(instruction, made, read),
+            workspace_bytes=self._workspace(n),
+            name=instruction.name,
+            source=source_of(self.module.proto, instruction),
+        )
+
+    def _held(self, done: Instruction) -> list[int]:
+        """What an asynchronous operation reads until it is done."""
+        start = self.entry.by_id[done.operands[0]]
+        while start.opcode == "async-update":
+            start = self.entry.by_id[start.operands[0]]
+        return [v for o in start.operands for v in self.arrays(o)]
+
+    def _recomputable(self, n: int, instruction: Instruction, made: list[int], read: list[int]) -> bool:
+        if not made or not self.purity.instruction(instruction):
+            return False
+        if len(made) > 1 and not can_drop_outputs(instruction) and any(self._is_fixed(v) for v in made):
+            return False
+        mine = set(made) | set(self.nested.get(n, ()))
+        touched = {v for v in read}
+        for v in sorted(mine):
+            group = self.flow.class_of[v]
+            if any(w in touched for w in self.flow.classes[group]):
+                return False
+            if any(op < n for op in self.writers.get(group, ())):
+                return False
+        return True
+
+    def _is_fixed(self, v: int) -> bool:
+        return self.flow.values[v].nbytes > 0 and self.nbytes(v) == 0
+
+    def _deadline(self, n: int, read: list[int]) -> int | None:
+        """The first op that overwrites something this op reads."""
+        first: int | None = None
+        for v in read:
+            born = self.producer[v]
+            for op in self.writers.get(self.flow.class_of[v], ()):
+                if op > born and (first is None or op < first):
+                    first = op
+        return first
+
+    def _may_share(
+        self, instruction: Instruction, made: list[int], read: list[int]
+    ) -> tuple[tuple[BufferId, BufferId], ...]:
+        pairs: list[tuple[BufferId, BufferId]] = []
+        for v in made:
+            group = self.flow.class_of[v]
+            for w in read:
+                same_class = self.flow.class_of[w] == group
+                if same_class or (self.nbytes(v) and self.nbytes(w) and self._takes_over(instruction, v, w)):
+                    pairs.append((self.buffer_of(v), self.buffer_of(w)))
+        return tuple(pairs)
+
+    def _takes_over(self, instruction: Instruction, v: int, w: int) -> bool:
+        if any(len(self.flow.classes[self.flow.class_of[u]]) > 1 for u in (v, w)):
+            return False
+        target, source = self.flow.values[v].home, self.flow.values[w].home
+        if instruction.opcode == "copy" or target.computation != self.entry.id:
+            return False
+        if source.computation != self.entry.id or source.index or source.instruction not in instruction.operands:
+            return False
+        operand = self.entry.by_id[source.instruction]
+        return self.assigner.sharing.may_share(self.entry, operand, source.index, instruction, target.index)
+
+    def _workspace(self, n: int) -> int:
+        """The largest sum of what called computations keep alive beside this op's inputs and outputs."""
+        outside = {self.flow.class_of[v] for v in self.producer}
+        events: list[tuple[int, int, int]] = []
+        for v in self.nested.get(n, ()):
+            group = self.flow.class_of[v]
+            if group in outside or group not in self.heap:
+                continue
+            found = self.assigner.ranges[v]
+            nbytes = self.flow.values[v].nbytes
+            events += [(found.start, 0, nbytes), (found.end, 1, -nbytes)]
+        live = peak = 0
+        for _, _, change in sorted(events):
+            live += change
+            peak = max(peak, live)
+        return peak
+
+
+def can_drop_outputs(instruction: Instruction) -> bool:
+    """True if outputs of a clone that nobody uses can be removed."""
+    return instruction.opcode == "fusion" and instruction.proto.fusion_kind in ("kLoop", "kInput")
+
+
+def lift(
+    module: graph.Module, device: DeviceModel, platform: str, in_heap: frozenset[int] = frozenset()
+) -> LiftedModule:
+    """Lift the entry of a scheduled module.
+
+    Args:
+        module: see `passes.hlo.graph.read`.
+        device: cost model.
+        platform: "cpu" or "cuda".
+        in_heap: values that must be counted although XLA finds room for them inside results.
+    """
+    work = _Lift(module, device, platform, in_heap)
+    for i in work.entry.order:
+        if work.entry.by_id[i].opcode in ("parameter", "constant"):
+            for v in work.arrays(i):
+                work.buffer_of(v)
+    ops = tuple(work.op(n) for n in range(len(work.ops)))
+    outputs = tuple(work.buffer_of(v) for v in work.arrays(work.entry.root))
+    program = Program.build(name=module.name, ops=ops, buffers=tuple(work.buffers), outputs=outputs)
+    return LiftedModule(
+        module=module, platform=platform, program=program, prediction=predict_assigned(work.assigner),
+        instructions=tuple(work.ops), values=tuple(work.values), assigner=work.assigner,
+    )  # fmt: skip

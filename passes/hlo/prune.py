@@ -1,0 +1,113 @@
+"""Drop outputs of multi-output fusions that nobody reads, as XLA's dead code elimination does.
+
+A fusion left with one output stops being a tuple: its only get-tuple-element disappears.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_OPERAND_NUMBERS = "xla.no_invariant_operands"
+
+
+def prune_outputs(module: Any) -> None:
+    """Remove unread outputs of the entry's loop and input fusions, in place, and views nobody reads."""
+    entry = next(c for c in module.computations if c.id == module.entry_computation_id)
+    by_id = {i.id: i for i in entry.instructions}
+    users: dict[int, list[Any]] = {i: [] for i in by_id}
+    for instruction in entry.instructions:
+        for operand in instruction.operand_ids:
+            users[operand].append(instruction)
+    computations = {c.id: c for c in module.computations}
+    replaced: dict[int, int] = {}
+    for instruction in entry.instructions:
+        if instruction.opcode == "fusion" and instruction.fusion_kind in ("kLoop", "kInput"):
+            if instruction.id != entry.root_id:
+                _prune(instruction, users[instruction.id], computations, replaced)
+    if replaced:
+        _rewire(module, entry, replaced)
+
+
+def _prune(fusion: Any, users: list[Any], computations: dict[int, Any], replaced: dict[int, int]) -> None:
+    parts = len(fusion.shape.tuple_shapes)
+    if not parts or any(u.opcode != "get-tuple-element" for u in users):
+        return
+    used = sorted({u.tuple_index for u in users})
+    if not used or len(used) == parts:
+        return
+    fused = computations[fusion.called_computation_ids[0]]
+    roots = next(i for i in fused.instructions if i.id == fused.root_id)
+    if roots.opcode != "tuple":
+        return
+    keep = [roots.operand_ids[n] for n in used]
+    shapes = [type(fusion.shape).FromString(fusion.shape.tuple_shapes[n].SerializeToString()) for n in used]
+    if len(used) == 1:
+        fused.root_id = keep[0]
+        fusion.shape.CopyFrom(shapes[0])
+        replaced.update({u.id: fusion.id for u in users})
+    else:
+        roots.operand_ids[:] = keep
+        for shape in (fusion.shape, roots.shape):
+            del shape.tuple_shapes[:]
+            shape.tuple_shapes.extend(shapes)
+        for user in users:
+            user.tuple_index = used.index(user.tuple_index)
+    fused.program_shape.result.CopyFrom(fusion.shape)
+    _sweep(fused)
+    if not any(entry.key == _OPERAND_NUMBERS for entry in fusion.frontend_attributes.map):
+        _drop_parameters(fusion, fused)
+
+
+def _sweep(fused: Any) -> None:
+    """Remove instructions of a fused computation that its root does not need; parameters stay."""
+    by_id = {i.id: i for i in fused.instructions}
+    needed: set[int] = set()
+    work = [fused.root_id]
+    while work:
+        i = work.pop()
+        if i not in needed:
+            needed.add(i)
+            work.extend(by_id[i].operand_ids)
+    kept = [i for i in fused.instructions if i.id in needed or i.opcode == "parameter"]
+    copies = [type(i).FromString(i.SerializeToString()) for i in kept]
+    for copy in copies:
+        copy.control_predecessor_ids[:] = [c for c in copy.control_predecessor_ids if c in needed]
+    del fused.instructions[:]
+    fused.instructions.extend(copies)
+
+
+def _drop_parameters(fusion: Any, fused: Any) -> None:
+    """Remove parameters that nothing reads any more, and the fusion's operands with them."""
+    read = {o for i in fused.instructions for o in i.operand_ids} | {fused.root_id}
+    parameters = sorted((i for i in fused.instructions if i.opcode == "parameter"), key=lambda i: i.parameter_number)
+    keep = [n for n, i in enumerate(parameters) if i.id in read]
+    if len(keep) == len(parameters):
+        return
+    for new, old in enumerate(keep):
+        parameters[old].parameter_number = new
+    kept = [i for i in fused.instructions if i.opcode != "parameter" or i.id in read]
+    copies = [type(i).FromString(i.SerializeToString()) for i in kept]
+    del fused.instructions[:]
+    fused.instructions.extend(copies)
+    fusion.operand_ids[:] = [fusion.operand_ids[n] for n in keep]
+    shape = fused.program_shape
+    shapes = [type(shape.result).FromString(shape.parameters[n].SerializeToString()) for n in keep]
+    names = [shape.parameter_names[n] for n in keep] if shape.parameter_names else []
+    del shape.parameters[:]
+    shape.parameters.extend(shapes)
+    shape.parameter_names[:] = names
+
+
+def _rewire(module: Any, entry: Any, replaced: dict[int, int]) -> None:
+    """Let users of the removed views read the fusions themselves."""
+    kept = [i for i in entry.instructions if i.id not in replaced]
+    copies = [type(i).FromString(i.SerializeToString()) for i in kept]
+    for copy in copies:
+        copy.operand_ids[:] = [replaced.get(o, o) for o in copy.operand_ids]
+        copy.control_predecessor_ids[:] = [c for c in copy.control_predecessor_ids if c not in replaced]
+    del entry.instructions[:]
+    entry.instructions.extend(copies)
+    entry.root_id = replaced.get(entry.root_id, entry.root_id)
+    for sequence in module.schedule.sequences:
+        if sequence.key == entry.id:
+            sequence.value.instruction_ids[:] = [i for i in sequence.value.instruction_ids if i not in replaced]
