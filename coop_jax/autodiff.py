@@ -132,9 +132,7 @@ def _linear_parts(jaxpr: Any, differentiated: tuple[bool, ...]) -> tuple[Any, An
         found = compat.evaluate(known, args)
         return [*found[:n_outs], *found[n_outs + n_known_tangents :]]
 
-    closed, consts = compat.trace(forward, known.in_avals)
-    assert not consts, "the known part is closed"
-    return closed, rest, really, n_residuals
+    return compat.trace(forward, known.in_avals), rest, really, n_residuals
 
 
 def _pair(jaxpr: Any, differentiated: tuple[bool, ...], config: RematConfig) -> Pair:
@@ -186,13 +184,10 @@ def _reverse_parts(jaxpr: Any, differentiated: Sequence[bool], cotangents: Seque
         cut = len(values) - sum(cotangents)
         return list(jax.tree.unflatten(trees[0], values[:cut])(list(values[cut:])))
 
-    forward_jaxpr, consts = compat.trace(forward, jaxpr.in_avals)
-    assert not consts, "the function's jaxpr is closed"
+    forward_jaxpr = compat.trace(forward, jaxpr.in_avals)
     out_avals = _where(jaxpr.out_avals, cotangents)
     avals = [*forward_jaxpr.out_avals[n_outs:], *map(compat.cotangent_aval, out_avals)]
-    backward_jaxpr, consts = compat.trace(backward, avals)
-    assert not consts, "everything that backward needs is a residual"
-    return compat.inline_calls(forward_jaxpr), compat.inline_calls(backward_jaxpr)
+    return compat.inline_calls(forward_jaxpr), compat.inline_calls(compat.trace(backward, avals))
 
 
 def _vjp(
@@ -219,8 +214,7 @@ def _as_one(forward: Any, backward: Any, n_outs: int) -> Any:
         results = compat.evaluate(forward, values[:n_args])
         return [*results[:n_outs], *compat.evaluate(backward, [*results[n_outs:], *values[n_args:]])]
 
-    closed, consts = compat.trace(both, [*forward.in_avals, *backward.in_avals[n_residuals:]])
-    return compat.close_jaxpr(closed, []) if not consts else closed
+    return compat.trace(both, [*forward.in_avals, *backward.in_avals[n_residuals:]])
 
 
 def _forwarded(forward: Any, n_outs: int) -> tuple[Any, tuple[int, ...]]:
@@ -258,9 +252,7 @@ def _push(values: Sequence[Any], jaxpr: Any, pair: Pair) -> list[Any]:
 @compat.cached_by_jaxpr
 def _push_jaxpr(jaxpr: Any, pair: Pair) -> Any:
     avals = [*jaxpr.in_avals, *map(compat.tangent_aval, _where(jaxpr.in_avals, pair.differentiated))]
-    closed, consts = compat.trace(lambda *values: _push(values, jaxpr, pair), avals)
-    assert not consts, "the function's jaxpr is closed"
-    return closed
+    return compat.trace(lambda *values: _push(values, jaxpr, pair), avals)
 
 
 def _push_inline(values: Sequence[Any], jaxpr: Any, pair: Pair) -> list[Any]:
@@ -318,9 +310,7 @@ def _pull_jaxpr(jaxpr: Any, differentiated: tuple[bool, ...], cotangents: tuple[
         return list(_vjp(jaxpr, differentiated, cotangents, values[:n_args])[1](list(values[n_args:])))
 
     avals = map(compat.cotangent_aval, _where(jaxpr.out_avals, cotangents))
-    closed, consts = compat.trace(pull, [*jaxpr.in_avals, *avals])
-    assert not consts, "the function's jaxpr is closed"
-    return closed
+    return compat.trace(pull, [*jaxpr.in_avals, *avals])
 
 
 def _transpose(

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from coop_jax import aot, xla
 from coop_jax.budget import Budget
@@ -56,10 +57,13 @@ class Planned:
     Attributes:
         outcome: what the jaxpr stage did.
         plain: the two parts without a plan as one program, (*args, *cotangents) -> (*outs, *gradients).
+        n_args, n_outs: how many of its inputs are arguments, how many of its results outs.
     """
 
     outcome: StageOutcome
     plain: Any
+    n_args: int
+    n_outs: int
 
     def __repr__(self) -> str:
         return f"Planned({self.outcome.status}, {self.outcome.planned_temp_bytes} bytes)"
@@ -78,19 +82,19 @@ def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Pl
     facts = compat.module_facts(ctx)
     if len(facts.platforms) > 1 or facts.device is None:
         return compat.lower_inline(ctx, jaxpr, operands)
-    plain = compat.inline_calls(jaxpr) if planned is None else planned.plain
     device = _model(config, facts)
     baseline: list[_Baseline] = []
 
     def baseline_bytes() -> int:
-        baseline.append(_baseline(plain, facts, device, config))
+        plains = [_inlined(jaxpr)] if planned is None else _plain_programs(planned)
+        baseline.append(_baseline(plains, facts, device, config))
         return baseline[0].total_bytes
 
     budget_bytes = config.budget.resolve(
         device_bytes=aot.device_memory_bytes(facts.device), baseline_bytes=baseline_bytes
     )
     if planned is None:
-        jaxpr, outcome = _plan_whole(plain, config, _request(facts, device, config, budget_bytes))
+        jaxpr, outcome = _plan_whole(_inlined(jaxpr), _request(facts, device, config, budget_bytes))
     else:
         outcome = dataclasses.replace(planned.outcome, budget_bytes=budget_bytes)
     record = xla.Record(
@@ -134,10 +138,11 @@ def plan_pair(forward: Any, backward: Any, n_outs: int, plain: Any, config: Rema
         device_bytes=aot.device_memory_bytes(jax.devices()[0]), baseline_bytes=predicted_bytes
     )
     joint = plan_joint(forward, backward, n_outs, dataclasses.replace(request, budget_bytes=budget_bytes))
-    return joint, Planned(outcome=joint.outcome, plain=plain)
+    planned = Planned(outcome=joint.outcome, plain=plain, n_args=len(forward.in_avals), n_outs=n_outs)
+    return joint, planned
 
 
-def _plan_whole(plain: Any, config: RematConfig, request: JaxprRequest | None) -> tuple[Any, StageOutcome | None]:
+def _plan_whole(plain: Any, request: JaxprRequest | None) -> tuple[Any, StageOutcome | None]:
     """Plan a whole function; a program over several devices is left to the enforcing stage."""
     if request is None:
         return plain, None
@@ -179,29 +184,67 @@ def _default_model() -> DeviceModel:
     return aot.model_for(device.platform, device.device_kind)
 
 
-def _baseline(plain: Any, facts: compat.ModuleFacts, device: DeviceModel, config: RematConfig) -> _Baseline:
-    """The total of the program without rematerialization; see this file's head."""
+@compat.cached_by_jaxpr
+def _inlined(jaxpr: Any) -> Any:
+    """`jaxpr` as straight-line code; the same object every time."""
+    return compat.inline_calls(jaxpr)
+
+
+def _plain_programs(planned: Planned) -> list[Any]:
+    """Programs that the enclosing one may be: value and gradient, gradient alone, or some other."""
+    scalar = [aval.shape == () for aval in planned.plain.in_avals[planned.n_args :]] == [True]
+    return [*_gradient_programs(planned.plain, planned.n_args, planned.n_outs), planned.plain] if scalar else [
+        planned.plain
+    ]
+
+
+@compat.cached_by_jaxpr
+def _gradient_programs(plain: Any, n_args: int, n_outs: int) -> tuple[Any, Any]:
+    """args -> (*outs, *gradients) and args -> gradients, for a cotangent of one."""
+    one = np.ones((), plain.in_avals[n_args].dtype)
+
+    def both(*args: Any) -> list[Any]:
+        return compat.evaluate(plain, [*args, one])
+
+    avals = plain.in_avals[:n_args]
+    return compat.trace(both, avals), compat.trace(lambda *args: both(*args)[n_outs:], avals)
+
+
+def _baseline(
+    plains: Sequence[Any], facts: compat.ModuleFacts, device: DeviceModel, config: RematConfig
+) -> _Baseline:
+    """The total of the program without rematerialization; see this file's head.
+
+    Args:
+        plains: what the enclosing program may be; the last one stands in if it is none of them.
+    """
     if facts.num_devices > 1:
         raise UnsupportedError(
             f"budget {config.budget} of a program over {facts.num_devices} devices: the plain program cannot be "
             'compiled from here to take a fraction of it. Give bytes per device, such as "8GiB".'
         )
+    exact = next((plain for plain in plains if _is_whole(plain, facts)), None)
     request = _request(facts, device, config, UNLIMITED_BYTES)
     assert request is not None
     fixed_bytes = request.argument_bytes + request.output_bytes - request.alias_bytes
-    whole = (
-        tuple(map(compat.aval_nbytes, plain.in_avals)) == facts.argument_nbytes
-        and tuple(map(compat.aval_nbytes, plain.out_avals)) == facts.output_nbytes
-    )
-    donated = tuple(i for i, alias in enumerate(facts.aliased) if alias is not None) if whole else ()
+    plain = plains[-1] if exact is None else exact
+    donated = () if exact is None else tuple(i for i, alias in enumerate(facts.aliased) if alias is not None)
     try:
         memory = _compiled_memory(plain, facts.device, donated)
     except jax.errors.JaxRuntimeError:
         outcome = plan_program(plain, request)[1]
         return _Baseline(total_bytes=max(1, fixed_bytes + outcome.before_temp_bytes), compiled=False)
-    if whole:
+    if exact is not None:
         return _Baseline(total_bytes=memory.total_bytes, compiled=True)
     return _Baseline(total_bytes=max(memory.total_bytes, fixed_bytes + memory.temp_bytes), compiled=False)
+
+
+def _is_whole(plain: Any, facts: compat.ModuleFacts) -> bool:
+    """True if the enclosing program has just this program's arguments and results."""
+    return (
+        tuple(map(compat.aval_nbytes, plain.in_avals)) == facts.argument_nbytes
+        and tuple(map(compat.aval_nbytes, plain.out_avals)) == facts.output_nbytes
+    )
 
 
 @compat.cached_by_jaxpr

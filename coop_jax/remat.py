@@ -121,8 +121,8 @@ def _stage(function: Callable[..., Any], config: RematConfig, args: Any, kwargs:
         return outs
 
     operands = [leaves[i] for i in dynamic]
-    jaxpr, closed_over = compat.trace(flat, [compat.typeof(x) for x in operands])
-    results = autodiff.bind(jaxpr, config, [*closed_over, *operands])
+    jaxpr = compat.trace(flat, [compat.typeof(x) for x in operands])
+    results = autodiff.bind(jaxpr, config, operands)
     return jax.tree.unflatten(out_trees[0], results)
 
 

@@ -70,7 +70,7 @@ def aval_nbytes(aval: Any) -> int:
     if shape is None or dtype is None:
         return 0
     itemsize = getattr(dtype, "itemsize", 0)
-    return int(np.prod(shape, dtype=np.int64)) * int(itemsize)
+    return math.prod(shape) * int(itemsize)
 
 
 def barrier_eqn(operands: Sequence[Any], results: Sequence[Any]) -> Any:
