@@ -1,0 +1,29 @@
+"""A byte budget for a whole JAX program: this file is the list of what users import.
+
+import coop_jax as coop
+
+@jax.jit
+@coop.remat(budget="8GiB")
+def train_step(state, batch): ...
+"""
+
+from coop_jax.budget import Budget, parse_bytes
+from coop_jax.errors import (
+    BudgetError,
+    BudgetExceededError,
+    CoopError,
+    InfeasibleBudgetError,
+    UnsupportedError,
+)
+from coop_jax.remat import remat
+
+__all__ = [
+    "Budget",
+    "BudgetError",
+    "BudgetExceededError",
+    "CoopError",
+    "InfeasibleBudgetError",
+    "UnsupportedError",
+    "parse_bytes",
+    "remat",
+]
