@@ -1,9 +1,9 @@
 """Write a plan into a scheduled module: re-run instructions are cloned and the entry gets the plan's schedule.
 
 A use reads the latest earlier run of what it needs. Views (get-tuple-element, bitcast, tuple) have no run of their
-own: they are re-made before their first use for every version of their operands. Optimization barriers are
-looked through, and outputs of fusions that nobody reads are dropped, because XLA would do both after us and
-the prediction must describe what XLA allocates. A clone brings clones of all computations it calls. The
+own: they are re-made before their first use for every version of their operands. Optimization barriers were
+looked through when the module was read, and outputs of fusions that nobody reads are dropped, because XLA
+would do both after us and the prediction must describe what XLA allocates. A clone brings clones of all computations it calls. The
 arithmetic of every kernel is untouched, so results are bitwise equal.
 """
 
@@ -18,7 +18,6 @@ from passes.hlo.lift import LiftedModule, is_view
 from passes.hlo.prune import prune_outputs
 from passes.ir import OpId
 
-_BARRIERS = frozenset({"optimization-barrier", "opt-barrier"})
 _ID_BITS = 32
 
 
@@ -139,12 +138,6 @@ class _Writer:
             return self.latest[i]
         instruction = self.old.by_id[i]
         assert is_view(instruction.opcode), f"{instruction.name} is read before it is run"
-        if instruction.opcode in _BARRIERS:
-            return self.resolve(instruction.operands[0])
-        if instruction.opcode == "get-tuple-element":
-            found = self._element(instruction.operands[0], instruction.number)
-            if found is not None:
-                return found
         key = (i, tuple(self.resolve(o) for o in instruction.operands))
         if key not in self.views:
             new = self._instance(i, again=i in self.written)
@@ -152,15 +145,6 @@ class _Writer:
             self.views[key] = new.id
             self._put(new)
         return self.views[key]
-
-    def _element(self, source: int, number: int) -> int | None:
-        """Element `number` of a tuple made by a view, without going through the tuple."""
-        instruction = self.old.by_id[source]
-        while instruction.opcode in _BARRIERS:
-            instruction = self.old.by_id[instruction.operands[0]]
-        if instruction.opcode != "tuple":
-            return None
-        return self.resolve(instruction.operands[number])
 
     def finish(self) -> Any:
         root = self.resolve(self.old.root)

@@ -85,16 +85,13 @@ def source_of(module: Any, instruction: Instruction) -> str:
 
 
 class _Lift:
-    def __init__(
-        self, module: graph.Module, device: DeviceModel, platform: str, in_heap: frozenset[int]
-    ) -> None:
+    def __init__(self, module: graph.Module, device: DeviceModel, assigner: Assigner) -> None:
         self.module = module
         self.device = device
-        self.assigner = Assigner(module, platform)
+        self.assigner = assigner
         self.flow = self.assigner.flow
         self.entry = module.entry
         self.purity = Purity(module)
-        self.in_heap = in_heap
         self.heap = set(self.assigner.heap)
         self.buffer: dict[int, BufferId] = {}
         self.buffers: list[Buffer] = []
@@ -139,7 +136,7 @@ class _Lift:
 
     def nbytes(self, v: int) -> int:
         """Bytes of a value that the heap must find; zero for storage that is there anyway."""
-        if v in self.in_heap or self.flow.class_of[v] in self.heap:
+        if self.flow.class_of[v] in self.heap:
             return self.flow.values[v].nbytes
         return 0
 
@@ -260,17 +257,19 @@ def can_drop_outputs(instruction: Instruction) -> bool:
 
 
 def lift(
-    module: graph.Module, device: DeviceModel, platform: str, in_heap: frozenset[int] = frozenset()
-) -> LiftedModule:
+    module: graph.Module, device: DeviceModel, platform: str, *, assigner: Assigner | None = None,
+    prediction: HeapPrediction | None = None,
+) -> LiftedModule:  # fmt: skip
     """Lift the entry of a scheduled module.
 
     Args:
         module: see `passes.hlo.graph.read`.
         device: cost model.
         platform: "cpu" or "cuda".
-        in_heap: values that must be counted although XLA finds room for them inside results.
+        assigner, prediction: of this module, where they are known already.
     """
-    work = _Lift(module, device, platform, in_heap)
+    assigner = assigner or Assigner(module, platform)
+    work = _Lift(module, device, assigner)
     for i in work.entry.order:
         if work.entry.by_id[i].opcode in ("parameter", "constant"):
             for v in work.arrays(i):
@@ -279,6 +278,6 @@ def lift(
     outputs = tuple(work.buffer_of(v) for v in work.arrays(work.entry.root))
     program = Program.build(name=module.name, ops=ops, buffers=tuple(work.buffers), outputs=outputs)
     return LiftedModule(
-        module=module, platform=platform, program=program, prediction=predict_assigned(work.assigner),
-        instructions=tuple(work.ops), values=tuple(work.values), assigner=work.assigner,
+        module=module, platform=platform, program=program, prediction=prediction or predict_assigned(assigner),
+        instructions=tuple(work.ops), values=tuple(work.values), assigner=assigner,
     )  # fmt: skip

@@ -1,0 +1,238 @@
+"""The enforcing stage: hold a scheduled module to a byte budget, or say why that cannot be done.
+
+The heap that XLA will build is predicted. If the module fits, its bytes go back as they came. Else its
+kernels are planned for what the budget leaves for temporaries, the plan is written into the module, and the
+heap of THAT module is predicted; where placement breaks the budget although live bytes do not, the plan is
+made tighter by the excess, a few times. Nothing is returned as changed unless its prediction keeps the budget.
+
+Constants that XLA stores count with the temporaries in the outcome: no plan removes them, and the total
+must be XLA's total.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from passes.cost import DeviceModel
+from passes.hlo import graph, proto
+from passes.hlo.cost import computation_ns
+from passes.hlo.emit import emit
+from passes.hlo.heap import Assigner, HeapPrediction, predict_assigned
+from passes.hlo.lift import LiftedModule, lift
+from passes.ir import OpId, Plan, Program, Status
+from passes.liveness import Graph, copies_of
+from passes.outcome import LiveValue, Recomputed, StageOutcome
+from passes.planners import PlannerConfig, least_peak, plan, working_set_bytes
+from passes.simulate import simulate
+
+MAX_ROUNDS = 5
+MAX_TIGHTEST = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnforceRequest:
+    """What is asked of a module.
+
+    Attributes:
+        budget_bytes: arguments + outputs - aliased + temporaries must not exceed it.
+        device: cost model.
+        platform: "cpu" or "cuda"; decides XLA's alignment and sharing rules.
+        planner: "auto", "window" or "cut".
+    """
+
+    budget_bytes: int
+    device: DeviceModel
+    platform: str
+    planner: str = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Written:
+    """A plan, the module that runs it, and what XLA will allocate for that."""
+
+    plan: Plan
+    module: Any
+    prediction: HeapPrediction
+    spilled: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Task:
+    """One module's enforcing, with what every step of it needs."""
+
+    request: EnforceRequest
+    lifted: LiftedModule
+    config: PlannerConfig
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What no plan removes: everything that is not a temporary."""
+        return self.lifted.prediction.total_bytes - self.lifted.prediction.temp_bytes
+
+    def write(self, made: Plan) -> _Written:
+        """Emit a plan and predict its heap."""
+        module = emit(self.lifted, made.steps)
+        assigner = Assigner(graph.read(module), self.request.platform)
+        return _Written(
+            plan=made, module=module, prediction=predict_assigned(assigner),
+            spilled=_spilled(self.lifted, assigner),
+        )  # fmt: skip
+
+
+def _spilled(lifted: LiftedModule, after: Assigner) -> frozenset[int]:
+    """Values that XLA kept inside results before, and that now need room in the heap."""
+    heap = {after.flow.values[v].home for group in after.heap for v in after.flow.classes[group]}
+    before = lifted.assigner
+    inside = set(before.heap)
+    return frozenset(
+        v
+        for v in lifted.values
+        if before.flow.class_of[v] not in inside and before.flow.values[v].home in heap
+    )
+
+
+def _with_spilled(program: Program, lifted: LiftedModule, spilled: frozenset[int]) -> Program:
+    """The program in which spilled values have their bytes."""
+    buffers = tuple(
+        replace(b, nbytes=lifted.assigner.flow.values[v].nbytes) if v in spilled else b
+        for b, v in zip(program.buffers, lifted.values, strict=True)
+    )
+    return replace(program, buffers=buffers)
+
+
+def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageOutcome]:
+    """Hold a scheduled module to `request.budget_bytes`.
+
+    Args:
+        module_bytes: a serialized HloModuleProto with a schedule, from XLA's POST_SCHEDULER stage.
+        request: see `EnforceRequest`.
+
+    Returns:
+        The bytes to hand back to XLA (the same object unless the outcome says `changed`), and what was found.
+        `outcome.status.found` is False if the budget cannot be kept; then the bytes are the original ones.
+    """
+    begin = time.perf_counter()
+    view = graph.read(proto.parse(module_bytes))
+    before = Assigner(view, request.platform)
+    prediction = predict_assigned(before)
+    if prediction.total_bytes <= request.budget_bytes:
+        cost_ns = computation_ns(view, view.entry, request.device)
+        return module_bytes, _outcome(request, prediction, prediction, cost_ns, begin)
+    lifted = lift(view, request.device, request.platform, assigner=before, prediction=prediction)
+    task = _Task(request=request, lifted=lifted, config=PlannerConfig(planner=request.planner))
+    written = _fit(task)
+    if written.prediction.total_bytes > request.budget_bytes:
+        return module_bytes, _refusal(task, written, begin)
+    outcome = _outcome(request, prediction, written.prediction, lifted.program.cost_ns, begin)
+    return proto.serialize(written.module), replace(
+        outcome,
+        changed=True,
+        recompute_ns=sum(r.cost_ns for r in recomputed(lifted.program, written.plan)),
+        lower_bound_ratio=written.plan.lower_bound_ratio,
+        status=Status.FEASIBLE,
+        planner=written.plan.planner,
+        seconds=time.perf_counter() - begin,
+        recomputed=recomputed(lifted.program, written.plan),
+    )
+
+
+def _fit(task: _Task) -> _Written:
+    """The first plan whose predicted total keeps the budget, else the one of lowest total."""
+    budget = task.request.budget_bytes
+    target = budget - task.fixed_bytes
+    program = task.lifted.program
+    best: _Written | None = None
+    spilled: frozenset[int] = frozenset()
+    for _ in range(MAX_ROUNDS):
+        if target < working_set_bytes(program):
+            break
+        made = plan(program, target, task.config)
+        if best is not None and not made.status.found:
+            break
+        written = task.write(made)
+        if best is None or written.prediction.total_bytes < best.prediction.total_bytes:
+            best = written
+        if best.prediction.total_bytes <= budget:
+            return best
+        if not made.status.found:
+            break
+        if not written.spilled <= spilled:
+            spilled |= written.spilled
+            program = _with_spilled(task.lifted.program, task.lifted, spilled)
+            excess = max(0, made.peak_bytes - simulate(program, made.steps).peak_bytes)
+        else:
+            excess = written.prediction.total_bytes - budget
+        target -= excess
+    least = task.write(least_peak(program, task.config))
+    if best is None or least.prediction.total_bytes < best.prediction.total_bytes:
+        best = least
+    return best
+
+
+def _outcome(
+    request: EnforceRequest, before: HeapPrediction, after: HeapPrediction, cost_ns: int, begin: float
+) -> StageOutcome:
+    return StageOutcome(
+        stage="hlo", changed=False, budget_bytes=request.budget_bytes, argument_bytes=before.argument_bytes,
+        output_bytes=before.output_bytes, alias_bytes=before.alias_bytes,
+        before_temp_bytes=before.temp_bytes + before.constant_bytes,
+        planned_temp_bytes=after.temp_bytes + after.constant_bytes,
+        cost_ns=cost_ns, recompute_ns=0, lower_bound_ratio=0.0, status=Status.OPTIMAL,
+        planner=request.planner, seconds=time.perf_counter() - begin,
+    )  # fmt: skip
+
+
+def _refusal(task: _Task, least: _Written, begin: float) -> StageOutcome:
+    """The outcome for a budget that was not met."""
+    program = task.lifted.program
+    bound = task.fixed_bytes + working_set_bytes(program)
+    proved = bound > task.request.budget_bytes
+    before = task.lifted.prediction
+    outcome = _outcome(task.request, before, before, program.cost_ns, begin)
+    return replace(
+        outcome,
+        status=Status.INFEASIBLE if proved else Status.UNKNOWN,
+        planner=least.plan.planner,
+        seconds=time.perf_counter() - begin,
+        tightest=tightest(program, least.plan.steps),
+        least_total_bytes=least.prediction.total_bytes,
+        least_proved=least.prediction.total_bytes <= bound,
+    )
+
+
+def recomputed(program: Program, made: Plan) -> tuple[Recomputed, ...]:
+    """The re-runs of a plan, in program order."""
+    found = []
+    for step in made.reruns():
+        op = program.ops[made.steps[step]]
+        nbytes = sum(program.buffers[b].nbytes for b in op.outputs)
+        found.append(
+            Recomputed(op=op.name, source=op.source, nbytes=nbytes, cost_ns=op.cost_ns, stage="hlo")
+        )
+    return tuple(found)
+
+
+def tightest(program: Program, steps: Sequence[OpId]) -> tuple[LiveValue, ...]:
+    """The largest values alive at the peak of a sequence of steps, largest first."""
+    peak = simulate(program, steps).peak_step
+    copies = copies_of(Graph.of(program), steps)
+    alive = [
+        b
+        for b, start, stop in zip(copies.buffer, copies.start, copies.stop, strict=True)
+        if start <= peak < stop and program.buffers[b].nbytes
+    ]
+    alive.sort(key=lambda b: (-program.buffers[b].nbytes, b))
+    values = []
+    for b in alive[:MAX_TIGHTEST]:
+        producer = program.producer[b]
+        op = program.ops[producer] if producer is not None else None
+        values.append(
+            LiveValue(
+                op=op.name if op else program.buffers[b].name, source=op.source if op else "",
+                nbytes=program.buffers[b].nbytes,
+            )
+        )  # fmt: skip
+    return tuple(values)
