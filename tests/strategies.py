@@ -21,7 +21,9 @@ def programs(draw: st.DrawFn, max_ops: int = 7, plain: bool = False, max_bytes: 
     for i in range(n_ops):
         count = draw(st.integers(0, min(3, len(sizes))))
         recent = st.integers(max(0, len(sizes) - 4), len(sizes) - 1)
-        inputs = [draw(recent if draw(st.booleans()) else st.integers(0, len(sizes) - 1)) for _ in range(count)]
+        inputs = [
+            draw(recent if draw(st.booleans()) else st.integers(0, len(sizes) - 1)) for _ in range(count)
+        ]
         outputs = list(range(len(sizes), len(sizes) + draw(st.sampled_from([1, 1, 1, 2, 0]))))
         sizes += [draw(st.integers(0, max_bytes)) for _ in outputs]
         ops.append(_op(draw, i, n_ops, inputs, outputs, plain))
@@ -94,9 +96,7 @@ def chain(layers: int, nbytes: int = 8, cost_ns: int = 10) -> Program:
     def add(inputs: tuple[int, ...]) -> int:
         sizes.append(nbytes)
         wires = tuple(BufferId(b) for b in inputs)
-        ops.append(
-            Op(id=OpId(len(ops)), inputs=wires, outputs=(BufferId(len(sizes) - 1),), cost_ns=cost_ns)
-        )
+        ops.append(Op(id=OpId(len(ops)), inputs=wires, outputs=(BufferId(len(sizes) - 1),), cost_ns=cost_ns))
         return len(sizes) - 1
 
     values = [add(())]

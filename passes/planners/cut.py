@@ -36,11 +36,13 @@ class Descent:
         steps: the sequence of lowest peak, or the one that reached the level.
         peak_bytes: its peak.
         cost_ns: cost of all its steps.
+        offsets: where every step's outputs lie, if a planner placed them.
     """
 
     steps: tuple[int, ...]
     peak_bytes: int
     cost_ns: int
+    offsets: tuple[tuple[int, ...], ...] = ()
 
 
 def of_schedule(schedule: Schedule) -> Descent:

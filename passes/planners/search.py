@@ -11,14 +11,21 @@ from collections.abc import Sequence
 
 from passes.ir import OpId, Plan, Program, Status
 from passes.liveness import Graph
+from passes.offsets.best_fit import place_graph
 from passes.planners.bounds import Bound, forced_bytes, last_needs
 from passes.planners.config import PlannerConfig
 from passes.planners.cut import Descent, Work, descend, of_schedule
-from passes.planners.schedule import Schedule
+from passes.planners.neighbourhood import improve
+from passes.planners.schedule import Schedule, reverse_delete
+from passes.planners.window import Walked, walk
 
 PORTFOLIO = (
     (1, 0.0), (4, 0.0), (1, 0.06), (2, 0.0), (1, 0.1), (3, 0.0), (6, 0.0), (4, 0.1), (8, 0.0), (1, 0.2),
 )  # fmt: skip
+
+WINDOW_EXPONENTS = (0.0, 1.0, 0.5)
+WINDOW_EXCESS = (1.0, 1.06, 1.2, 1.5)
+WINDOW_UNITS_PER_OP = 1000
 
 
 class Search:
@@ -45,11 +52,50 @@ class Search:
         """A fresh clock."""
         return Work(self.config.units(len(self.graph.cost_ns)))
 
-    def best(self, budget_bytes: int, work: Work, known: Sequence[Descent] = ()) -> Descent:
+    def best(self, budget_bytes: int, known: Sequence[Descent] = ()) -> Descent:
         """The cheapest sequence within the budget, or the one of lowest peak."""
-        best = min((self.start, *known), key=lambda d: rank(d, budget_bytes))
         if self.start.peak_bytes <= budget_bytes:
             return self.start
+        best = min((self.start, *known), key=lambda d: rank(d, budget_bytes))
+        if self.config.planner != "cut":
+            best = self._windows(budget_bytes, best)
+        if self.config.planner != "window":
+            best = self._cuts(budget_bytes, best)
+        return best
+
+    def _windows(self, budget_bytes: int, best: Descent) -> Descent:
+        """The best of a few walks over the pool; larger pools only if the budget's own is too small."""
+        n_ops = len(self.graph.cost_ns)
+        work = self.work()
+        if self.config.planner == "auto" and WINDOW_UNITS_PER_OP * n_ops > work.limit:
+            return best
+        for excess in WINDOW_EXCESS:
+            for exponent in WINDOW_EXPONENTS:
+                walked = walk(self.graph, int(budget_bytes * excess), exponent, work)
+                if walked is not None:
+                    best = min(best, self._placed(walked, budget_bytes), key=lambda d: rank(d, budget_bytes))
+                if self.config.planner == "auto" or not work.left:
+                    return best
+            if best.peak_bytes <= budget_bytes:
+                break
+        return best
+
+    def _placed(self, walked: Walked, budget_bytes: int) -> Descent:
+        """A walk after reverse delete if best fit still places it, else the walk at its own offsets."""
+        schedule = Schedule(self.graph, walked.steps)
+        raw = dataclasses.replace(of_schedule(schedule), offsets=walked.offsets)
+        reverse_delete(schedule, max(budget_bytes, schedule.peak_bytes))
+        shorter = of_schedule(schedule)
+        if self.config.planner == "auto":
+            return shorter
+        placement = place_graph(self.graph, shorter.steps)
+        if placement.heap_bytes <= max(budget_bytes, shorter.peak_bytes):
+            return dataclasses.replace(shorter, offsets=placement.offsets)
+        return raw
+
+    def _cuts(self, budget_bytes: int, best: Descent) -> Descent:
+        """A portfolio of descents, then a search around the best one, until the work limit."""
+        work = self.work()
         for stages, reserve_ratio in PORTFOLIO:
             found = descend(
                 self.graph, self.start, budget_bytes, work, stages=stages, reserve_ratio=reserve_ratio
@@ -57,7 +103,10 @@ class Search:
             best = min(best, found, key=lambda d: rank(d, budget_bytes))
             if not work.left:
                 break
-        return best
+        if best.peak_bytes > budget_bytes:
+            return best
+        floor_ns = self.start.cost_ns * (1 + self.bound_ratio(budget_bytes))
+        return improve(self.graph, best, budget_bytes, int(floor_ns), work)
 
     def plan(self, found: Descent, budget_bytes: int, seconds: float, planner: str) -> Plan:
         """A plan of what was found, with its bound and status."""
@@ -80,6 +129,7 @@ class Search:
             status=status,
             planner=planner,
             seconds=seconds,
+            offsets=found.offsets,
         )
 
 
@@ -98,7 +148,7 @@ def plan(program: Program, budget_bytes: int, config: PlannerConfig | None = Non
     """
     begin = time.perf_counter()
     search = Search(program, config or PlannerConfig())
-    found = search.best(budget_bytes, search.work())
+    found = search.best(budget_bytes)
     made = search.plan(found, budget_bytes, 0.0, search.config.planner)
     return _timed(made, begin)
 
@@ -110,7 +160,7 @@ def least_peak(program: Program, config: PlannerConfig | None = None) -> Plan:
     """
     begin = time.perf_counter()
     search = Search(program, config or PlannerConfig())
-    found = search.best(search.working_set_bytes, search.work())
+    found = search.best(search.working_set_bytes)
     made = search.plan(found, found.peak_bytes, 0.0, search.config.planner)
     proved = found.peak_bytes == search.working_set_bytes
     return _timed(made, begin, Status.OPTIMAL if proved else Status.FEASIBLE)
@@ -128,7 +178,7 @@ def frontier(
     found: dict[int, Descent] = {}
     for budget_bytes in sorted(set(budgets_bytes)):
         smaller = tuple(found.values())
-        found[budget_bytes] = search.best(budget_bytes, search.work(), smaller)
+        found[budget_bytes] = search.best(budget_bytes, smaller)
     plans = (search.plan(found[b], b, 0.0, search.config.planner) for b in budgets_bytes)
     return tuple(_timed(p, begin) for p in tuple(plans))
 

@@ -1,0 +1,131 @@
+"""Placing a sequence of steps at byte offsets: best fit over live ranges, in two orders.
+
+Follows the packing rule of XLA's heap: best fit by (size, duration) and by (duration, size), both
+descending; the smaller heap wins, ties to the first. A copy that takes a dying input's place has its
+offset: such a chain moves as one. Arguments lie at the bottom, workspaces are placed like values.
+It does not model XLA's alias classes and allocation order (an issue of its own).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from passes.ir import OpId, Program
+from passes.liveness import Copies, Graph, IntArray, copies_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where every copy lies.
+
+    Attributes:
+        offsets: for every step the byte offset of each output of that run, in the op's order.
+        heap_bytes: end of the highest copy; never less than the peak of live bytes.
+    """
+
+    offsets: tuple[tuple[int, ...], ...]
+    heap_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Segment:
+    """One live range of an item. Items of one group share their offset."""
+
+    start: int
+    stop: int
+    nbytes: int
+
+
+def place(program: Program, steps: Sequence[OpId]) -> Placement:
+    """Place all copies of a sequence of steps; O(copies ** 2) with small constants."""
+    return place_graph(Graph.of(program), steps)
+
+
+def place_graph(graph: Graph, steps: Sequence[int]) -> Placement:
+    """`place` for callers that keep the `Graph` of a program."""
+    copies = copies_of(graph, steps)
+    group, segments = _groups(graph, steps, copies)
+    by_size = _pack(segments, sorted(range(len(segments)), key=lambda g: (*_key(segments[g]), g)))
+    by_time = _pack(segments, sorted(range(len(segments)), key=lambda g: (*_key(segments[g])[::-1], g)))
+    best = by_size if _height(segments, by_size) <= _height(segments, by_time) else by_time
+    base = graph.argument_bytes
+    offsets: list[tuple[int, ...]] = []
+    copy = 0
+    for op in steps:
+        count = len(graph.outputs[op])
+        offsets.append(tuple(base + best[group[c]] for c in range(copy, copy + count)))
+        copy += count
+    return Placement(offsets=tuple(offsets), heap_bytes=base + _height(segments, best))
+
+
+def _groups(graph: Graph, steps: Sequence[int], copies: Copies) -> tuple[list[int], list[list[_Segment]]]:
+    """The group of every copy, and the live ranges of every group; workspaces follow the copies."""
+    group: list[int] = []
+    segments: list[list[_Segment]] = []
+    for copy, buffer in enumerate(copies.buffer):
+        if copies.place[copy] >= 0:
+            group.append(group[copies.place[copy]])
+        else:
+            group.append(len(segments))
+            segments.append([])
+        segments[group[copy]].append(
+            _Segment(start=copies.start[copy], stop=copies.stop[copy], nbytes=graph.nbytes[buffer])
+        )
+    for position, op in enumerate(steps):
+        if graph.workspace_bytes[op]:
+            nbytes = graph.workspace_bytes[op]
+            segments.append([_Segment(start=position, stop=position + 1, nbytes=nbytes)])
+    return group, segments
+
+
+def _key(group: list[_Segment]) -> tuple[int, int]:
+    """(-size, -duration): ascending order is largest first."""
+    return -max(s.nbytes for s in group), -(max(s.stop for s in group) - min(s.start for s in group))
+
+
+def _height(segments: list[list[_Segment]], offsets: list[int]) -> int:
+    ends = [offsets[g] + s.nbytes for g, group in enumerate(segments) for s in group]
+    return max(ends, default=0)
+
+
+def _pack(segments: list[list[_Segment]], order: Sequence[int]) -> list[int]:
+    """Best fit in the given order of groups; returns the offset of every group."""
+    count = sum(len(group) for group in segments)
+    placed = np.zeros((4, count), dtype=np.int64)
+    offsets = [0] * len(segments)
+    done = 0
+    for g in order:
+        offset = _best_offset(segments[g], placed[:, :done])
+        offsets[g] = offset
+        for s in segments[g]:
+            if s.nbytes:
+                placed[:, done] = (s.start, s.stop, offset, s.nbytes)
+                done += 1
+    return offsets
+
+
+def _best_offset(group: list[_Segment], placed: IntArray) -> int:
+    """The start of the tightest gap that holds the group, the lowest on ties, else above everything.
+
+    An offset is forbidden if a segment of the group would overlap a placed one in time and bytes.
+    """
+    blocked: list[tuple[int, int]] = []
+    for s in group:
+        if not s.nbytes:
+            continue
+        start, stop, offset, nbytes = placed
+        meets = (start < s.stop) & (s.start < stop)
+        low = offset[meets] - s.nbytes
+        high = offset[meets] + nbytes[meets]
+        blocked.extend(zip(low.tolist(), high.tolist(), strict=True))
+    blocked.sort()
+    best: tuple[int, int] | None = None
+    free_from = 0
+    for low, high in blocked:
+        if low >= free_from and (best is None or low - free_from < best[0]):
+            best = (low - free_from, free_from)
+        free_from = max(free_from, high)
+    return free_from if best is None else best[1]
