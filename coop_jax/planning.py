@@ -1,0 +1,181 @@
+"""Questions about a function that is not compiled yet: what would a budget cost, and what is the least one?
+
+Both are answered by compiling, for a device that is here or not, because only XLA's count counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from coop_jax import aot
+from coop_jax.errors import InfeasibleBudgetError, error_from_text
+from coop_jax.remat import remat
+from coop_jax.report import Report, report
+from coop_jax.text import format_bytes
+from passes.outcome import LiveValue
+
+_CLOSE_RATIO = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MinimumBudget:
+    """The least budget of a function that was reached by compiling it.
+
+    Attributes:
+        least_bytes: a program within this many bytes was compiled, by XLA's count.
+        proved: True if no plan goes below it.
+        failed_bytes: the largest budget that was tried and not met.
+        argument_bytes, output_bytes, alias_bytes: storage that no plan can remove.
+        tightest: the largest values alive at the tightest point.
+        compiles: how many times the function was compiled for this answer.
+    """
+
+    least_bytes: int
+    proved: bool
+    failed_bytes: int
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    tightest: tuple[LiveValue, ...]
+    compiles: int
+
+    @property
+    def dominated_by(self) -> str:
+        """What takes most of the least budget: "arguments and outputs" or the largest value's name."""
+        fixed = self.argument_bytes + self.output_bytes - self.alias_bytes
+        if 2 * fixed >= self.least_bytes or not self.tightest:
+            return "arguments and outputs"
+        largest = self.tightest[0]
+        return f"{largest.op} at {largest.source}" if largest.source else largest.op
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field by name, in JSON types."""
+        return {**dataclasses.asdict(self), "dominated_by": self.dominated_by}
+
+    def __str__(self) -> str:
+        known = "proved" if self.proved else f"not proved; {format_bytes(self.failed_bytes)} was not met"
+        return (
+            f"least budget {format_bytes(self.least_bytes)} ({known}), dominated by {self.dominated_by}; "
+            f"arguments {format_bytes(self.argument_bytes)}, outputs {format_bytes(self.output_bytes)}, "
+            f"donated {format_bytes(self.alias_bytes)}; {self.compiles} compiles"
+        )
+
+
+def plan(
+    fn: Callable[..., Any],
+    *specs: Any,
+    budget: Any,
+    device: str | aot.Target | None = None,
+    planner: str = "auto",
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: Sequence[int] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Report:
+    """Compile a function within a budget, perhaps for a device that is not here, and report.
+
+    Args:
+        fn: the function, not yet decorated: the gradient is taken inside it.
+        specs: its positional arguments, as arrays or `jax.ShapeDtypeStruct`s.
+        budget: every form of `coop.remat`'s budget.
+        device: such as "h200"; None means the default device of this process.
+        planner: as in `coop.remat`.
+        donate_argnums, static_argnums: as in `jax.jit`.
+        kwargs: keyword arguments of `fn`.
+
+    Raises:
+        InfeasibleBudgetError: no plan keeps the budget.
+        BudgetError, UnsupportedError: the budget or the device means nothing here.
+    """
+    name = _cost_model(device)
+    limited = remat(fn, budget=budget, planner=planner, static_argnums=tuple(static_argnums), device=name)
+    jitted = jax.jit(limited, donate_argnums=donate_argnums, static_argnums=tuple(static_argnums) or None)
+    lowered = aot.lower_for(jitted, specs, device=device, kwargs=kwargs, static_argnums=static_argnums)
+    return report(_compile(lowered))
+
+
+def minimum_budget(
+    fn: Callable[..., Any],
+    *specs: Any,
+    device: str | aot.Target | None = None,
+    max_compiles: int = 6,
+    **options: Any,
+) -> MinimumBudget:
+    """The least budget that a function can be compiled within.
+
+    Asks for impossible budgets and reads what the planners say is the least, until a compile succeeds;
+    then looks below it by bisection while compiles are left.
+
+    Args:
+        fn, specs, device: as in `plan`.
+        max_compiles: how many times the function may be compiled; at least 2.
+        options: other options of `plan`.
+
+    Raises:
+        InfeasibleBudgetError: no budget was met within `max_compiles`.
+    """
+    asked, failed, compiles = 1, 0, 0
+    best: Report | None = None
+    error: InfeasibleBudgetError | None = None
+    while compiles < max(2, max_compiles):
+        compiles += 1
+        try:
+            found = plan(fn, *specs, budget=asked, device=device, **options)
+        except InfeasibleBudgetError as refused:
+            error, failed = refused, max(failed, asked)
+        else:
+            best = found
+        if best is not None and (error is None or error.proved or _close(failed, best.compiled_total_bytes)):
+            break
+        asked = _next(error, best, failed)
+    if best is None:
+        assert error is not None, "a compile either succeeds or fails"
+        raise error
+    return _answer(best, error, failed, compiles)
+
+
+def _next(error: InfeasibleBudgetError | None, best: Report | None, failed: int) -> int:
+    """The next budget to try: the planners' own least while none was met, then the middle."""
+    assert error is not None, "the first budget is impossible"
+    if best is not None:
+        return (max(failed, error.fixed_bytes) + best.compiled_total_bytes) // 2
+    least = error.least_bytes or 2 * error.fixed_bytes
+    return least if least > failed else failed + failed // 8 + 1
+
+
+def _answer(best: Report, error: InfeasibleBudgetError | None, failed: int, compiles: int) -> MinimumBudget:
+    least = best.compiled_total_bytes
+    proved = error is None or (error.proved and error.least_bytes is not None and error.least_bytes >= least)
+    return MinimumBudget(
+        least_bytes=least,
+        proved=proved,
+        failed_bytes=failed,
+        argument_bytes=best.argument_bytes,
+        output_bytes=best.output_bytes,
+        alias_bytes=best.alias_bytes,
+        tightest=() if error is None else error.tightest,
+        compiles=compiles,
+    )
+
+
+def _close(failed: int, met: int) -> bool:
+    return met - failed <= _CLOSE_RATIO * met
+
+
+def _cost_model(device: str | aot.Target | None) -> str | None:
+    return device.name if isinstance(device, aot.Target) else device
+
+
+def _compile(lowered: Any) -> Any:
+    """Compile; an error of ours that arrives as XLA's text is raised as what it was."""
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as failure:
+        ours = error_from_text(str(failure))
+        if ours is None:
+            raise
+        raise ours from failure

@@ -1,0 +1,208 @@
+"""What was asked of a compiled program, what was done, and what XLA says came out.
+
+Bytes come from XLA's memory analysis of the compiled program, everything else from the record that the
+program carries. A program that is over its budget has no report: `report` raises.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from coop_jax import aot, xla
+from coop_jax.errors import BudgetExceededError, UnsupportedError
+from coop_jax.text import format_bytes, format_ns, format_table
+from passes.ir import Status
+from passes.outcome import Recomputed, StageOutcome
+
+_SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """A compiled program and its budget. All bytes are per device and of the whole program.
+
+    Attributes:
+        budget: the budget as it was given, such as "0.5 of the plain program's peak".
+        budget_bytes: the same in bytes.
+        baseline_total_bytes: the program without rematerialization.
+        baseline_compiled: True if XLA counted the baseline, False if it was predicted.
+        planned_total_bytes: what the last stage that planned expected.
+        compiled_total_bytes: XLA's count: arguments + outputs + temporaries - aliased.
+        argument_bytes, output_bytes, alias_bytes, temp_bytes: XLA's parts of it.
+        overhead_ratio: estimated time of the recompute over that of the program without it.
+        lower_bound_ratio: no plan for this budget costs less (0.0: nothing proved).
+        status: "optimal" or "feasible".
+        device_name: the cost model.
+        planner: whose plans were taken, by stage.
+        recomputed: what is run again.
+        offsets: predicted against compiled addresses; None for what is not known yet.
+        seconds: planning time by stage; 0.0 where the program came from JAX's compilation cache.
+    """
+
+    budget: str
+    budget_bytes: int
+    baseline_total_bytes: int
+    baseline_compiled: bool
+    planned_total_bytes: int
+    compiled_total_bytes: int
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    overhead_ratio: float
+    lower_bound_ratio: float
+    status: Status
+    device_name: str
+    planner: dict[str, str]
+    recomputed: tuple[Recomputed, ...]
+    offsets: dict[str, int | bool | None]
+    seconds: dict[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field by name, in JSON types."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {
+            **fields,
+            "status": str(self.status),
+            "recomputed": [dataclasses.asdict(r) for r in self.recomputed],
+        }
+
+    def __str__(self) -> str:
+        lines = [
+            f"budget {format_bytes(self.budget_bytes)}: {self.budget}",
+            format_table(("", "bytes", "", "of budget"), self._byte_rows()),
+            self._recompute_text(),
+        ]
+        if self.recomputed:
+            lines.append(
+                format_table(("recomputed", "times", "bytes", "cost", "stage"), _grouped(self.recomputed))
+            )
+        stages = ", ".join(f"{name} {value:.2f} s" for name, value in self.seconds.items())
+        lines.append(f"planning: {stages or 'none'} (costs are estimates for {self.device_name})")
+        return "\n".join(lines)
+
+    def _byte_rows(self) -> list[tuple[str, str, str, str]]:
+        how = "compiled" if self.baseline_compiled else "predicted"
+        rows = (
+            (f"without rematerialization ({how})", self.baseline_total_bytes),
+            ("planned", self.planned_total_bytes),
+            ("compiled, XLA's count", self.compiled_total_bytes),
+            ("  arguments", self.argument_bytes),
+            ("  outputs", self.output_bytes),
+            ("  temporaries", self.temp_bytes),
+            ("  donated (counted twice above)", -self.alias_bytes),
+        )
+        return [
+            (name, str(n), format_bytes(n, exact=False), f"{100 * n / self.budget_bytes:.1f} %")
+            for name, n in rows
+        ]
+
+    def _recompute_text(self) -> str:
+        if not self.recomputed:
+            return "recomputed: nothing, the program keeps its budget as it is"
+        cost = format_ns(sum(r.cost_ns for r in self.recomputed))
+        bound = f"{100 * self.lower_bound_ratio:.2f} %" if self.lower_bound_ratio > 0 else "not known"
+        return (
+            f"recomputed: {len(self.recomputed)} ops, estimated {cost} = +{100 * self.overhead_ratio:.2f} % "
+            f"(lower bound {bound}, {self.status})"
+        )
+
+
+def report(compiled: Any) -> Report:
+    """Read the report of a compiled program.
+
+    Args:
+        compiled: what `jax.jit(f).lower(...).compile()` returned, where `f` contains a function that
+            `coop.remat` decorates.
+
+    Raises:
+        UnsupportedError: the program contains no such function.
+        BudgetExceededError: XLA's count is above the budget.
+    """
+    if not hasattr(compiled, "memory_analysis"):
+        raise UnsupportedError(
+            f"`compiled` is a {type(compiled).__name__}; a report needs a compiled program: "
+            "coop.report(jax.jit(f).lower(*args).compile())."
+        )
+    record = xla.record_of(compiled)
+    if record is None:
+        raise UnsupportedError(
+            "this program contains no function that `coop.remat` decorates, so there is nothing to report. "
+            "`coop_jax.aot.memory(compiled)` reads the memory of any program."
+        )
+    memory = aot.memory(compiled)
+    if memory.total_bytes > record.budget_bytes:
+        raise BudgetExceededError(budget_bytes=record.budget_bytes, compiled_bytes=memory.total_bytes)
+    return _assemble(record, memory)
+
+
+def _assemble(record: xla.Record, memory: aot.Memory) -> Report:
+    stages = [s for s in (record.jaxpr, record.hlo) if s is not None]
+    planned = memory.fixed_bytes + stages[-1].planned_temp_bytes if stages else memory.total_bytes
+    baseline = record.baseline_total_bytes
+    if baseline is None:
+        baseline = memory.fixed_bytes + stages[0].before_temp_bytes if stages else memory.total_bytes
+    changed = [s for s in stages if s.changed]
+    return Report(
+        budget=str(record.budget),
+        budget_bytes=record.budget_bytes,
+        baseline_total_bytes=baseline,
+        baseline_compiled=record.baseline_compiled,
+        planned_total_bytes=planned,
+        compiled_total_bytes=memory.total_bytes,
+        argument_bytes=memory.argument_bytes,
+        output_bytes=memory.output_bytes,
+        alias_bytes=memory.alias_bytes,
+        temp_bytes=memory.temp_bytes,
+        overhead_ratio=_overhead(stages),
+        lower_bound_ratio=changed[0].lower_bound_ratio if changed else 0.0,
+        status=_status(changed),
+        device_name=record.device_name,
+        planner={s.stage: s.planner for s in stages},
+        recomputed=tuple(r for s in stages for r in s.recomputed),
+        offsets={
+            "buffers": None,
+            "equal": None,
+            "predicted_temp_bytes": None if record.hlo is None else record.hlo.planned_temp_bytes,
+            "compiled_temp_bytes": memory.temp_bytes,
+            "live_temp_bytes": None,
+            "pinned": False,
+        },
+        seconds={s.stage: s.seconds for s in stages},
+    )
+
+
+def _overhead(stages: Sequence[StageOutcome]) -> float:
+    """A later stage's program already contains what an earlier one added, so factors multiply."""
+    factor = 1.0
+    for stage in stages:
+        factor *= 1 + stage.recompute_ns / max(1, stage.cost_ns)
+    return factor - 1
+
+
+def _status(changed: Sequence[StageOutcome]) -> Status:
+    """Doing nothing is optimal; two stages that both acted are optimal for no common program."""
+    if not changed:
+        return Status.OPTIMAL
+    return changed[0].status if len(changed) == 1 else Status.FEASIBLE
+
+
+def _grouped(recomputed: Sequence[Recomputed]) -> list[tuple[str, str, str, str, str]]:
+    """One row for each op and source line, largest bytes first."""
+    groups: dict[tuple[str, str], list[Recomputed]] = {}
+    for item in recomputed:
+        what = f"{item.op} at {item.source}" if item.source else item.op
+        groups.setdefault((what, item.stage), []).append(item)
+    ordered = sorted(groups.items(), key=lambda entry: -sum(r.nbytes for r in entry[1]))
+
+    def row(what: str, stage: str, items: Sequence[Recomputed]) -> tuple[str, str, str, str, str]:
+        nbytes, cost = sum(r.nbytes for r in items), sum(r.cost_ns for r in items)
+        return (what, str(len(items)), format_bytes(nbytes, exact=False), format_ns(cost), stage)
+
+    rows = [row(what, stage, items) for (what, stage), items in ordered[:_SHOWN]]
+    if rest := [r for _, items in ordered[_SHOWN:] for r in items]:
+        rows.append(row(f"{len(ordered) - _SHOWN} more", "", rest))
+    return rows
