@@ -26,6 +26,7 @@ import jax
 from coop_jax import lowering
 from coop_jax.lowering import Planned, RematConfig
 from passes.jaxpr import compat
+from passes.jaxpr.inline import inline_calls
 
 coop_remat_p = compat.new_primitive("coop_remat")
 coop_linear_p = compat.new_primitive("coop_linear")
@@ -187,7 +188,7 @@ def _reverse_parts(jaxpr: Any, differentiated: Sequence[bool], cotangents: Seque
     forward_jaxpr = compat.trace(forward, jaxpr.in_avals)
     out_avals = _where(jaxpr.out_avals, cotangents)
     avals = [*forward_jaxpr.out_avals[n_outs:], *map(compat.cotangent_aval, out_avals)]
-    return compat.inline_calls(forward_jaxpr), compat.inline_calls(compat.trace(backward, avals))
+    return inline_calls(forward_jaxpr), inline_calls(compat.trace(backward, avals))
 
 
 def _vjp(

@@ -27,6 +27,7 @@ from coop_jax.errors import InfeasibleBudgetError, UnsupportedError
 from passes.cost import DEVICES, DeviceModel
 from passes.ir import Status
 from passes.jaxpr import compat
+from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.stage import JaxprRequest, JointResult, plan_joint, plan_program
 from passes.outcome import StageOutcome
 
@@ -94,7 +95,8 @@ def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Pl
         device_bytes=aot.device_memory_bytes(facts.device), baseline_bytes=baseline_bytes
     )
     if planned is None:
-        jaxpr, outcome = _plan_whole(_inlined(jaxpr), _request(facts, device, config, budget_bytes))
+        known = baseline[0].total_bytes if baseline and baseline[0].compiled else None
+        jaxpr, outcome = _plan_whole(_inlined(jaxpr), _request(facts, device, config, budget_bytes, known))
     else:
         outcome = dataclasses.replace(planned.outcome, budget_bytes=budget_bytes)
     record = xla.Record(
@@ -102,6 +104,7 @@ def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Pl
         budget_bytes=budget_bytes,
         planner=config.planner,
         device_name=device.name,
+        device_present=compat.is_present(facts.device),
         baseline_total_bytes=baseline[0].total_bytes if baseline else None,
         baseline_compiled=baseline[0].compiled if baseline else False,
         jaxpr=outcome,
@@ -159,7 +162,11 @@ def _plan_whole(plain: Any, request: JaxprRequest | None) -> tuple[Any, StageOut
 
 
 def _request(
-    facts: compat.ModuleFacts, device: DeviceModel, config: RematConfig, budget_bytes: int
+    facts: compat.ModuleFacts,
+    device: DeviceModel,
+    config: RematConfig,
+    budget_bytes: int,
+    baseline_total_bytes: int | None = None,
 ) -> JaxprRequest | None:
     if facts.num_devices > 1:
         return None
@@ -170,6 +177,7 @@ def _request(
         alias_bytes=sum(n for n, alias in zip(facts.argument_nbytes, facts.aliased, strict=True) if alias is not None),
         device=device,
         planner=config.planner,
+        baseline_total_bytes=baseline_total_bytes,
     )
 
 
@@ -187,7 +195,7 @@ def _default_model() -> DeviceModel:
 @compat.cached_by_jaxpr
 def _inlined(jaxpr: Any) -> Any:
     """`jaxpr` as straight-line code; the same object every time."""
-    return compat.inline_calls(jaxpr)
+    return inline_calls(jaxpr)
 
 
 def _plain_programs(planned: Planned) -> list[Any]:

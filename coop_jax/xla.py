@@ -24,27 +24,10 @@ from jax.extend import xla as jax_xla
 
 from coop_jax.errors import BudgetExceededError, InfeasibleBudgetError, error_from_text
 from passes.cost import DEVICES
+from passes.hlo.enforce import EnforceRequest, enforce
 from passes.ir import Status
 from passes.jaxpr import compat
 from passes.outcome import LiveValue, Recomputed, StageOutcome
-
-try:
-    from passes.hlo.enforce import EnforceRequest, enforce
-except ImportError:  # the enforcing stage is still being written
-
-    @dataclass(frozen=True, slots=True, kw_only=True)
-    class EnforceRequest:  # type: ignore[no-redef]
-        budget_bytes: int
-        device: Any
-        platform: str
-        planner: str = "auto"
-
-    def enforce(data, request):  # type: ignore[no-redef]
-        return data, StageOutcome(
-            stage="hlo", changed=False, budget_bytes=request.budget_bytes, argument_bytes=0, output_bytes=0,
-            alias_bytes=0, before_temp_bytes=0, planned_temp_bytes=0, cost_ns=1, recompute_ns=0,
-            lower_bound_ratio=0.0, status=Status.FEASIBLE, planner=request.planner, seconds=0.0,
-        )
 
 MARK_FORMAT = "coop-mark/1"
 _RECORD = "coop.record"
@@ -52,6 +35,7 @@ _FACTS = "coop.facts"
 _HLO = "coop.hlo"
 _MODULE_ATTRIBUTES_FIELD = 19
 _NEWEST = 16
+SAFE_SIDE_RATIO = 1.15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +48,8 @@ class Record:
         budget_bytes: the same in bytes; the whole program's total must not exceed it.
         planner: the planner that was asked for.
         device_name: the cost model that was used.
+        device_present: False for a device that is only compiled for; its programs cannot be asked for
+            their size right after the compile.
         baseline_total_bytes: the total without rematerialization; None if it was not needed.
         baseline_compiled: True if XLA counted it, False if it was predicted.
         jaxpr: what the jaxpr stage did; None if it did not run (programs over several devices).
@@ -75,6 +61,7 @@ class Record:
     budget_bytes: int
     planner: str
     device_name: str
+    device_present: bool = True
     baseline_total_bytes: int | None = None
     baseline_compiled: bool = False
     jaxpr: StageOutcome | None = None
@@ -87,7 +74,7 @@ class _Registry:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._records: dict[str, Record] = {}
-        self._unchecked: dict[str, int] = {}
+        self._unchecked: dict[str, StageOutcome] = {}
         self._platforms: set[str] = set()
         self._hooked = False
 
@@ -104,11 +91,11 @@ class _Registry:
             record = self._records.get(record_id)
             if record is not None:
                 self._records[record_id] = dataclasses.replace(record, hlo=outcome)
-            self._unchecked[record_id] = outcome.budget_bytes
+            self._unchecked[record_id] = outcome
             while len(self._unchecked) > _NEWEST:
                 del self._unchecked[next(iter(self._unchecked))]
 
-    def unchecked(self) -> dict[str, int]:
+    def unchecked(self) -> dict[str, StageOutcome]:
         with self._lock:
             return dict(self._unchecked)
 
@@ -172,7 +159,11 @@ def mark(ctx: Any, record: Record, digest: str) -> Record:
 def record_of(compiled: Any) -> Record | None:
     """The record of a compiled program (`jax.stages.Compiled`); None if it holds no decorated function."""
     modules = compiled.runtime_executable().hlo_modules()
-    return _record_of_module(modules[0].as_serialized_hlo_module_proto()) if modules else None
+    record = _record_of_module(modules[0].as_serialized_hlo_module_proto()) if modules else None
+    if record is None or record.hlo is None or record.hlo.status.found:
+        return record
+    # It was left to the check and passed it.
+    return dataclasses.replace(record, hlo=dataclasses.replace(record.hlo, status=Status.FEASIBLE))
 
 
 def _record_of_module(data: bytes) -> Record | None:
@@ -206,10 +197,16 @@ def _callback(data: bytes, platform: str) -> bytes | None:
         planner=record.planner,
     )
     changed, outcome = enforce(data, request)
-    if not outcome.status.found:
+    if not outcome.status.found and not _leave_to_check(record, outcome):
         raise RuntimeError(InfeasibleBudgetError.from_outcome(outcome).to_text())
     REGISTRY.compiled(record.id, outcome)
     return changed + _attributes_field({_HLO: json.dumps(_outcome_dict(outcome), sort_keys=True)})
+
+
+def _leave_to_check(record: Record, outcome: StageOutcome) -> bool:
+    """True if XLA's own count should decide: the prediction errs on the safe side, and is close."""
+    close = outcome.fixed_bytes + outcome.before_temp_bytes <= outcome.budget_bytes * SAFE_SIDE_RATIO
+    return record.device_present and close and outcome.status is Status.UNKNOWN
 
 
 def _check() -> None:
@@ -222,10 +219,12 @@ def _check() -> None:
         if record is None or record.id not in waiting:
             continue
         REGISTRY.checked(record.id)
-        budget_bytes = waiting.pop(record.id)
+        outcome = waiting.pop(record.id)
         total = int(executable.get_compiled_memory_stats().total_allocation_bytes)
-        if total > budget_bytes:
-            raise BudgetExceededError(budget_bytes=budget_bytes, compiled_bytes=total)
+        if total > outcome.budget_bytes:
+            if not outcome.status.found:
+                raise InfeasibleBudgetError.from_outcome(outcome)
+            raise BudgetExceededError(budget_bytes=outcome.budget_bytes, compiled_bytes=total)
         if not waiting:
             return
 
@@ -238,6 +237,7 @@ def _facts(record: Record) -> dict[str, Any]:
         "budget_bytes": record.budget_bytes,
         "planner": record.planner,
         "device": record.device_name,
+        "device_present": record.device_present,
         "baseline_total_bytes": record.baseline_total_bytes,
         "baseline_compiled": record.baseline_compiled,
         "jaxpr": None if record.jaxpr is None else _outcome_dict(record.jaxpr),
@@ -251,6 +251,7 @@ def _record_from_facts(record_id: str, facts: Mapping[str, Any]) -> Record:
         budget_bytes=facts["budget_bytes"],
         planner=facts["planner"],
         device_name=facts["device"],
+        device_present=facts["device_present"],
         baseline_total_bytes=facts["baseline_total_bytes"],
         baseline_compiled=facts["baseline_compiled"],
         jaxpr=None if facts["jaxpr"] is None else _outcome_from(facts["jaxpr"]),

@@ -287,64 +287,11 @@ def _call_dce(used: list[bool], *live_and_eqn: Any) -> tuple[list[bool], Any]:
     return list(used_inputs), new
 
 
-_CALLS = {
-    "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr",
-}  # fmt: skip
-
-
-def inline_calls(closed: Any) -> Any:
-    """`closed` with every call that only groups equations opened; derivative rules are dropped."""
-    jaxpr, values = open_jaxpr(closed)
-    constvars, consts, eqns = list(jaxpr.constvars), list(values), []
-
-    def walk(inner: Any, env: dict[Any, Any], stack: Any) -> None:
-        def read(atom: Any) -> Any:
-            return atom if isinstance(atom, core.Literal) else env.get(atom, atom)
-
-        for eqn in inner.eqns:
-            names = eqn.source_info.name_stack if stack is None else stack + eqn.source_info.name_stack
-            body = _opened(eqn)
-            if body is None:
-                for v in eqn.outvars if stack is not None else ():
-                    if not isinstance(v, core.DropVar):
-                        env[v] = core.Var(v.aval)
-                eqns.append(
-                    eqn.replace(
-                        invars=[read(v) for v in eqn.invars],
-                        outvars=[v if isinstance(v, core.DropVar) else env.get(v, v) for v in eqn.outvars],
-                        source_info=eqn.source_info.replace(name_stack=names),
-                    )
-                )
-                continue
-            inner_jaxpr, inner_consts = open_jaxpr(body)
-            inner_env = dict(zip(inner_jaxpr.invars, map(read, eqn.invars), strict=True))
-            for v, value in zip(inner_jaxpr.constvars, inner_consts, strict=True):
-                inner_env[v] = core.Var(v.aval)
-                constvars.append(inner_env[v])
-                consts.append(value)
-            walk(inner_jaxpr, inner_env, names)
-            for v, inner_v in zip(eqn.outvars, inner_jaxpr.outvars, strict=True):
-                env[v] = inner_v if isinstance(inner_v, core.Literal) else inner_env[inner_v]
-
-    env: dict[Any, Any] = {}
-    walk(jaxpr, env, None)
-    outvars = [v if isinstance(v, core.Literal) else env.get(v, v) for v in jaxpr.outvars]
-    return close_jaxpr(rebuild(jaxpr, eqns=eqns, outvars=outvars, constvars=constvars), consts)
-
-
-def _opened(eqn: Any) -> Any:
-    """The closed jaxpr of a call that may be opened, else None."""
-    param = _CALLS.get(eqn.primitive.name)
-    body = None if param is None else eqn.params.get(param)
-    if body is None or getattr(body, "is_high", False):
-        return None
+def is_pinned(eqn: Any) -> bool:
+    """True if a call asks for shardings or layouts of its own."""
     shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     layouts = (*eqn.params.get("in_layouts", ()), *eqn.params.get("out_layouts", ()))
-    pinned = any(not isinstance(s, UnspecifiedValue) for s in shardings) or any(
-        x is not None for x in layouts
-    )
-    return None if pinned or len(body.in_avals) != len(eqn.invars) else body
+    return any(not isinstance(s, UnspecifiedValue) for s in shardings) or any(x is not None for x in layouts)
 
 
 def register_lowering(primitive: Any, rule: Callable[..., Any]) -> None:
@@ -466,6 +413,12 @@ def on_compiled(listener: Callable[[], None]) -> None:
 def live_executables() -> list[Any]:
     """Loaded programs of every backend that is in use, newest first within a backend."""
     return [e for backend in xla_bridge.backends().values() for e in backend.live_executables()]
+
+
+def is_present(device: Any) -> bool:
+    """True if programs for `device` can be loaded and run in this process."""
+    client = getattr(device, "client", None)
+    return any(client is backend for backend in xla_bridge.backends().values())
 
 
 def cached_by_jaxpr[F: Callable[..., Any]](function: F) -> F:

@@ -1,0 +1,83 @@
+"""Open the calls of a jaxpr, so that planners see straight-line code.
+
+Opened is what only groups equations: `jit` without shardings or layouts of its own, closed calls, and
+functions with a derivative rule (after differentiation the rule has done its work). Control flow,
+`jax.checkpoint` and everything unknown stays one equation. An inner constant becomes an outer one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from passes.jaxpr import compat
+
+_CALLS = {
+    "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr",
+}  # fmt: skip
+
+
+@dataclass(slots=True, kw_only=True)
+class _Flat:
+    """The straight-line jaxpr as it grows."""
+
+    constvars: list[Any]
+    consts: list[Any]
+    eqns: list[Any] = field(default_factory=list)
+
+    def walk(self, jaxpr: Any, env: dict[Any, Any], stack: Any) -> None:
+        """Append the equations of `jaxpr`; `env` holds the atoms of its variables, `stack` the names around."""
+        for eqn in jaxpr.eqns:
+            names = eqn.source_info.name_stack if stack is None else stack + eqn.source_info.name_stack
+            operands = [_read(env, v) for v in eqn.invars]
+            body = _opened(eqn)
+            if body is None:
+                source = eqn.source_info.replace(name_stack=names)
+                results = [_write(env, v, fresh=stack is not None) for v in eqn.outvars]
+                self.eqns.append(eqn.replace(invars=operands, outvars=results, source_info=source))
+                continue
+            inner, inner_env = self._enter(body, operands)
+            self.walk(inner, inner_env, names)
+            for v, inner_v in zip(eqn.outvars, inner.outvars, strict=True):
+                env[v] = _read(inner_env, inner_v)
+
+    def _enter(self, body: Any, operands: list[Any]) -> tuple[Any, dict[Any, Any]]:
+        inner, consts = compat.open_jaxpr(body)
+        env = dict(zip(inner.invars, operands, strict=True))
+        for v, value in zip(inner.constvars, consts, strict=True):
+            env[v] = compat.fresh_var(v)
+            self.constvars.append(env[v])
+            self.consts.append(value)
+        return inner, env
+
+
+def inline_calls(closed: Any) -> Any:
+    """`closed` with every call opened that only groups equations; derivative rules are dropped."""
+    jaxpr, consts = compat.open_jaxpr(closed)
+    flat = _Flat(constvars=list(jaxpr.constvars), consts=list(consts))
+    env: dict[Any, Any] = {}
+    flat.walk(jaxpr, env, None)
+    outvars = [_read(env, v) for v in jaxpr.outvars]
+    rebuilt = compat.rebuild(jaxpr, eqns=flat.eqns, outvars=outvars, constvars=flat.constvars)
+    return compat.close_jaxpr(rebuilt, flat.consts)
+
+
+def _opened(eqn: Any) -> Any:
+    """The closed jaxpr of a call that may be opened, else None."""
+    param = _CALLS.get(eqn.primitive.name)
+    body = None if param is None else eqn.params.get(param)
+    if body is None or getattr(body, "is_high", False) or compat.is_pinned(eqn):
+        return None
+    return body if len(body.in_avals) == len(eqn.invars) else None
+
+
+def _read(env: dict[Any, Any], atom: Any) -> Any:
+    return atom if isinstance(atom, compat.Literal) else env.get(atom, atom)
+
+
+def _write(env: dict[Any, Any], var: Any, *, fresh: bool) -> Any:
+    if fresh and not isinstance(var, compat.DropVar):
+        env[var] = compat.fresh_var(var)
+        return env[var]
+    return var
