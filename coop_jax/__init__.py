@@ -15,7 +15,9 @@ from coop_jax.errors import (
     InfeasibleBudgetError,
     UnsupportedError,
 )
+from coop_jax.planning import MinimumBudget, minimum_budget, plan
 from coop_jax.remat import remat
+from coop_jax.report import Report, report
 
 __all__ = [
     "Budget",
@@ -23,7 +25,12 @@ __all__ = [
     "BudgetExceededError",
     "CoopError",
     "InfeasibleBudgetError",
+    "MinimumBudget",
+    "Report",
     "UnsupportedError",
+    "minimum_budget",
     "parse_bytes",
+    "plan",
     "remat",
+    "report",
 ]

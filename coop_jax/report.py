@@ -93,7 +93,7 @@ class Report:
             ("  arguments", self.argument_bytes),
             ("  outputs", self.output_bytes),
             ("  temporaries", self.temp_bytes),
-            ("  donated (counted twice above)", -self.alias_bytes),
+            ("  outputs in donated arguments", -self.alias_bytes),
         )
         return [
             (name, str(n), format_bytes(n, exact=False), f"{100 * n / self.budget_bytes:.1f} %")
@@ -194,7 +194,7 @@ def _grouped(recomputed: Sequence[Recomputed]) -> list[tuple[str, str, str, str,
     """One row for each op and source line, largest bytes first."""
     groups: dict[tuple[str, str], list[Recomputed]] = {}
     for item in recomputed:
-        what = f"{item.op} at {item.source}" if item.source else item.op
+        what = f"{item.op} at {_short(item.source)}" if item.source else item.op
         groups.setdefault((what, item.stage), []).append(item)
     ordered = sorted(groups.items(), key=lambda entry: -sum(r.nbytes for r in entry[1]))
 
@@ -206,3 +206,9 @@ def _grouped(recomputed: Sequence[Recomputed]) -> list[tuple[str, str, str, str,
     if rest := [r for _, items in ordered[_SHOWN:] for r in items]:
         rows.append(row(f"{len(ordered) - _SHOWN} more", "", rest))
     return rows
+
+
+def _short(source: str) -> str:
+    """A source line with the last two parts of its path."""
+    path, space, name = source.partition(" ")
+    return "/".join(path.split("/")[-2:]) + space + name

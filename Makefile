@@ -1,0 +1,51 @@
+# make demo and make test do all set-up themselves; make env is that set-up.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+export JAX_PLATFORMS ?= cpu
+export JAX_SKIP_CUDA_CONSTRAINTS_CHECK ?= 1
+
+.PHONY: env demo test lint format bench clean
+
+env: $(STAMP)
+
+# The CUDA plugin compiles for GPUs that are not here. Without its dependencies it is 130 MB.
+$(STAMP): Makefile constraints.txt pyproject.toml
+	@set -e; found=; \
+	for candidate in $(PYTHON) $(BIN)/python python3 python3.14 python3.13 python3.12; do \
+	  if $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then found=$$candidate; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+	  echo "coop_jax needs Python 3.12 or newer; python3 is $$(python3 --version 2>&1)." >&2; \
+	  echo "Install one, or name it: make env PYTHON=/path/to/python3.12" >&2; exit 1; \
+	fi; \
+	[ -x $(BIN)/python ] || $$found -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@if [ "$$(uname -s)" = Linux ]; then \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt jax-cuda13-plugin jax-cuda13-pjrt; \
+	else echo "no CUDA plugin for $$(uname -s): tests that compile for an absent GPU will be skipped"; fi
+	@touch $@
+
+demo: env
+	$(BIN)/python -m examples.demo
+
+test: env
+	$(BIN)/python -m pytest
+
+lint: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: env
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: env
+	$(BIN)/python -m benchmarks.gpt12
+	$(BIN)/python -m benchmarks.step_time
+	$(BIN)/python -m benchmarks.promise
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
