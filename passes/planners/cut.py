@@ -132,3 +132,22 @@ def descend(
         elif stage == stages:
             break
     return best
+
+
+def deepen(graph: Graph, best: Descent, budget_bytes: int, work: Work) -> Descent:
+    """Lower the peak towards the budget in small steps, smaller ones where it gets stuck."""
+    step_ratio = 0.03
+    while best.peak_bytes > budget_bytes and step_ratio > 0.001 and work.left:
+        level_bytes = max(budget_bytes, int(best.peak_bytes * (1 - step_ratio)))
+        found = lower_to(graph, best.steps, level_bytes, 0, work)
+        if found.peak_bytes < best.peak_bytes:
+            best = found
+        if found.peak_bytes > level_bytes:
+            step_ratio /= 3
+    return best
+
+
+def rank(found: Descent, budget_bytes: int) -> tuple[bool, int, int]:
+    """Within the budget by cost, else by peak; smaller is better."""
+    over = found.peak_bytes > budget_bytes
+    return (over, found.peak_bytes, found.cost_ns) if over else (over, found.cost_ns, found.peak_bytes)

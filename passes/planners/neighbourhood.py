@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 
 from passes.liveness import Graph
-from passes.planners.cut import Descent, Work, lower_to
+from passes.planners.cut import Descent, Work, lower_to, rank
 from passes.planners.schedule import HOLE, Schedule, prune
 
 LARGEST_DROP = 30
@@ -17,10 +17,13 @@ LARGEST_DROP = 30
 def improve(
     graph: Graph, best: Descent, budget_bytes: int, floor_ns: int, work: Work, seed: int = 0
 ) -> Descent:
-    """Search around a sequence that keeps the budget until `floor_ns` is reached or the work is done."""
+    """Search around a sequence until the budget is kept at `floor_ns` or the work is done.
+
+    A sequence over the budget is first led below its own peak, a few percent at a time.
+    """
     random_number = random.Random(seed)
     current = best
-    while work.left and best.cost_ns > floor_ns:
+    while work.left and (best.cost_ns > floor_ns or best.peak_bytes > budget_bytes):
         schedule = Schedule(graph, current.steps)
         work.done += 8 * len(current.steps)
         reruns = schedule.rerun_positions()
@@ -30,12 +33,15 @@ def improve(
             if schedule.steps[position] != HOLE:
                 schedule.try_delete(position, schedule.graph.argument_bytes + (1 << 62))
         prune(schedule)
-        reserve_bytes = int(budget_bytes * random_number.choice((0.0, 0.0, 0.02, 0.06)))
-        found = lower_to(graph, schedule.compact(), budget_bytes, reserve_bytes, work)
-        if found.peak_bytes <= budget_bytes and found.cost_ns <= current.cost_ns:
+        step_ratio = random_number.choice((0.0, 0.0, 0.02, 0.06))
+        level_bytes = max(budget_bytes, int(current.peak_bytes * (1 - step_ratio)) - 1)
+        over = current.peak_bytes > budget_bytes
+        level_bytes = level_bytes if over else budget_bytes
+        reserve_bytes = 0 if over else int(budget_bytes * step_ratio)
+        found = lower_to(graph, schedule.compact(), level_bytes, reserve_bytes, work)
+        if rank(found, budget_bytes) <= rank(current, budget_bytes):
             current = found
-        if current.cost_ns < best.cost_ns:
-            best = current
+        best = min(best, current, key=lambda d: rank(d, budget_bytes))
     return best
 
 

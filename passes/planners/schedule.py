@@ -10,8 +10,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
-from passes.liveness import Graph, IntArray, copies_of
-from passes.simulate import profile
+import numpy as np
+
+from passes.liveness import Graph, IntArray
 
 HOLE = -1
 
@@ -34,21 +35,42 @@ class Schedule:
     def __init__(self, graph: Graph, steps: Sequence[int]) -> None:
         self.graph = graph
         self.steps = list(steps)
-        self.live: IntArray = profile(graph, self.steps, copies_of(graph, self.steps))
         self.starts: list[list[int]] = [[] for _ in graph.nbytes]
         self.uses: list[list[list[int]]] = [[] for _ in graph.nbytes]
         self.slots: list[int] = []
-        self.cost_ns = 0
+        self.cost_ns = sum([graph.cost_ns[op] for op in self.steps])
         slot = 0
         for position, op in enumerate(self.steps):
             self.slots.append(slot)
             slot += op == slot
-            self.cost_ns += graph.cost_ns[op]
             for b in graph.inputs[op]:
                 self.uses[b][-1].append(position)
             for b in graph.outputs[op]:
                 self.starts[b].append(position)
                 self.uses[b].append([])
+        self.live: IntArray = self._profile()
+
+    def _profile(self) -> IntArray:
+        """Live bytes at every position."""
+        graph = self.graph
+        count = len(self.steps)
+        change = [0] * (count + 1)
+        for b, nbytes in enumerate(graph.nbytes):
+            if nbytes and self.starts[b]:
+                for start, uses in zip(self.starts[b], self.uses[b], strict=True):
+                    change[start] += nbytes
+                    change[(uses[-1] if uses else start) + 1] -= nbytes
+                if graph.is_output[b]:
+                    uses = self.uses[b][-1]
+                    change[(uses[-1] if uses else self.starts[b][-1]) + 1] += nbytes
+        live: IntArray = np.cumsum(np.asarray(change[:count], dtype=np.int64))
+        live += graph.argument_bytes
+        for position, op in enumerate(self.steps):
+            if graph.workspace_bytes[op]:
+                live[position] += graph.workspace_bytes[op]
+            if graph.shares[op]:
+                live[position] -= self.shared_bytes(position)
+        return live
 
     @property
     def peak_bytes(self) -> int:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 
 from passes.ir import OpId, Plan, Program, Status
 from passes.liveness import Graph
 from passes.offsets.best_fit import place_graph
 from passes.planners.bounds import Bound, forced_bytes, last_needs
 from passes.planners.config import PlannerConfig
-from passes.planners.cut import Descent, Work, descend, of_schedule
+from passes.planners.cut import Descent, Work, deepen, descend, lower_to, of_schedule, rank
 from passes.planners.neighbourhood import improve
 from passes.planners.schedule import Schedule, reverse_delete
 from passes.planners.window import Walked, walk
@@ -38,6 +39,7 @@ class Search:
         self.working_set_bytes = max(
             forced_bytes(self.graph, last_needs(self.graph)), default=self.graph.argument_bytes
         )
+        self.share = 1
         self._bound: Bound | None = None
 
     def bound_ratio(self, budget_bytes: int) -> float:
@@ -50,10 +52,22 @@ class Search:
 
     def work(self) -> Work:
         """A fresh clock."""
-        return Work(self.config.units(len(self.graph.cost_ns)))
+        return Work(self.config.units(len(self.graph.cost_ns)) // self.share)
+
+    def relax(self, found: Descent, budget_bytes: int) -> Descent:
+        """A sequence after reverse delete to a larger budget."""
+        if found.peak_bytes > budget_bytes:
+            return found
+        schedule = Schedule(self.graph, found.steps)
+        reverse_delete(schedule, budget_bytes)
+        return of_schedule(schedule) if schedule.cost_ns < found.cost_ns else found
 
     def best(self, budget_bytes: int, known: Sequence[Descent] = ()) -> Descent:
-        """The cheapest sequence within the budget, or the one of lowest peak."""
+        """The cheapest sequence within the budget, or the one of lowest peak.
+
+        Args:
+            known: sequences to start from besides the schedule without re-runs.
+        """
         if self.start.peak_bytes <= budget_bytes:
             return self.start
         best = min((self.start, *known), key=lambda d: rank(d, budget_bytes))
@@ -96,17 +110,20 @@ class Search:
     def _cuts(self, budget_bytes: int, best: Descent) -> Descent:
         """A portfolio of descents, then a search around the best one, until the work limit."""
         work = self.work()
+        target_bytes = max(budget_bytes, self.working_set_bytes)
+        if self.start.peak_bytes > best.peak_bytes > target_bytes:
+            found = lower_to(self.graph, best.steps, target_bytes, 0, work)
+            best = min(best, found, key=lambda d: rank(d, target_bytes))
         for stages, reserve_ratio in PORTFOLIO:
             found = descend(
-                self.graph, self.start, budget_bytes, work, stages=stages, reserve_ratio=reserve_ratio
+                self.graph, self.start, target_bytes, work, stages=stages, reserve_ratio=reserve_ratio
             )
-            best = min(best, found, key=lambda d: rank(d, budget_bytes))
+            best = min(best, found, key=lambda d: rank(d, target_bytes))
             if not work.left:
                 break
-        if best.peak_bytes > budget_bytes:
-            return best
+        best = deepen(self.graph, best, target_bytes, work)
         floor_ns = self.start.cost_ns * (1 + self.bound_ratio(budget_bytes))
-        return improve(self.graph, best, budget_bytes, int(floor_ns), work)
+        return improve(self.graph, best, target_bytes, int(floor_ns), work)
 
     def plan(self, found: Descent, budget_bytes: int, seconds: float, planner: str) -> Plan:
         """A plan of what was found, with its bound and status."""
@@ -131,12 +148,6 @@ class Search:
             seconds=seconds,
             offsets=found.offsets,
         )
-
-
-def rank(found: Descent, budget_bytes: int) -> tuple[bool, int, int]:
-    """Within the budget by cost, else by peak; smaller is better."""
-    over = found.peak_bytes > budget_bytes
-    return (over, found.peak_bytes, found.cost_ns) if over else (over, found.cost_ns, found.peak_bytes)
 
 
 def plan(program: Program, budget_bytes: int, config: PlannerConfig | None = None) -> Plan:
@@ -171,16 +182,22 @@ def frontier(
 ) -> tuple[Plan, ...]:
     """One plan for each budget, in the order given; a larger budget's plan never costs more.
 
-    Each plan's `seconds` are those of the whole call.
+    The work limit is shared out over the budgets. Each plan's `seconds` are those of the whole call.
     """
     begin = time.perf_counter()
     search = Search(program, config or PlannerConfig())
+    levels = sorted(set(budgets_bytes))
+    search.share = max(1, len(levels) // 2)
     found: dict[int, Descent] = {}
-    for budget_bytes in sorted(set(budgets_bytes)):
-        smaller = tuple(found.values())
-        found[budget_bytes] = search.best(budget_bytes, smaller)
-    plans = (search.plan(found[b], b, 0.0, search.config.planner) for b in budgets_bytes)
-    return tuple(_timed(p, begin) for p in tuple(plans))
+    known: tuple[Descent, ...] = ()
+    for budget_bytes in reversed(levels):
+        known = (search.best(budget_bytes, known),)
+        found[budget_bytes] = known[0]
+    for small, large in pairwise(levels):
+        relaxed = search.relax(found[small], large)
+        found[large] = min(found[large], relaxed, key=lambda d: rank(d, large))
+    plans = tuple(search.plan(found[b], b, 0.0, search.config.planner) for b in budgets_bytes)
+    return tuple(_timed(p, begin) for p in plans)
 
 
 def _timed(made: Plan, begin: float, status: Status | None = None) -> Plan:
