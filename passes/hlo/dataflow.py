@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from passes.hlo.graph import Computation, Instruction, Module
+from passes.hlo.graph import Computation, Instruction, Module, post_order
 from passes.hlo.inplace import in_place_pairs
 
 Index = tuple[int, ...]
@@ -73,6 +73,7 @@ class Dataflow:
         class_of: value id -> index into `classes`.
         callers: computation id -> (computation id, instruction id) of its caller.
         reachable: ids of the computations whose values get global storage, in the message's order.
+        orders: computation id -> XLA's post-order of its instructions.
     """
 
     module: Module
@@ -82,6 +83,7 @@ class Dataflow:
     class_of: list[int]
     callers: dict[int, tuple[int, int]]
     reachable: list[int]
+    orders: dict[int, list[int]]
 
     def instruction(self, position: Position | Use) -> Instruction:
         """The instruction of a position or use."""
@@ -114,7 +116,7 @@ class _Builder:
         self.resolved: dict[int, int] = {}
         self.trees: dict[tuple[int, int], Tree] = {}
         self.callers: dict[int, tuple[int, int]] = {}
-        self.visited: list[int] = []
+        self.orders: dict[int, list[int]] = {}
 
     def define(self, computation: Computation, instruction: Instruction, index: Index, phi: bool) -> int:
         self.home.append(Position(computation.id, instruction.id, index))
@@ -128,8 +130,8 @@ class _Builder:
 
     def computation(self, computation: Computation, arguments: list[Tree] | None) -> Tree:
         """Evaluate a computation; returns the tree of its root."""
-        self.visited.append(computation.id)
-        for i in post_order_of(computation):
+        order = self.orders[computation.id] = post_order(computation.by_id)
+        for i in order:
             instruction = computation.by_id[i]
             tree = self.instruction(computation, instruction, arguments)
             self.trees[computation.id, i] = tree
@@ -225,13 +227,6 @@ class _Builder:
         return {i: self.define(body, parameter, i, True) for i, _ in parameter.shape.leaves()}
 
 
-def post_order_of(computation: Computation) -> list[int]:
-    """The order in which XLA numbers this computation's instructions."""
-    from passes.hlo.graph import post_order
-
-    return post_order(computation.by_id)
-
-
 def loop_parts(module: Module, instruction: Instruction) -> tuple[Computation, Computation]:
     """Body and condition of a while."""
     return _Builder(module).loop_callees(instruction)
@@ -241,9 +236,8 @@ def analyse(module: Module) -> Dataflow:
     """The values of a module and their alias classes."""
     builder = _Builder(module)
     builder.computation(module.entry, None)
-    visited = set(builder.visited)
-    reachable = [c for c in module.computations if c in visited]
-    orders = {c: post_order_of(module.computations[c]) for c in reachable}
+    orders = builder.orders
+    reachable = [c for c in module.computations if c in orders]
     number, values = _number(builder, reachable, orders)
     trees: dict[tuple[int, int], Tree] = {}
     for c in reachable:
@@ -252,7 +246,7 @@ def analyse(module: Module) -> Dataflow:
             trees[c, i] = {index: number[builder.resolve(v)] for index, v in tree.items()}
     flow = Dataflow(
         module=module, values=values, trees=trees, classes=[], class_of=[0] * len(values),
-        callers=builder.callers, reachable=reachable,
+        callers=builder.callers, reachable=reachable, orders=orders,
     )  # fmt: skip
     for c in reachable:
         _positions(flow, c, orders[c])

@@ -101,6 +101,11 @@ class _Writer:
         self.views: dict[tuple[int, tuple[int, ...]], int] = {}
         self.written: dict[int, Any] = {}
         self.order: list[int] = []
+        self.once = [
+            i
+            for op, i in zip(lifted.program.ops, lifted.instructions, strict=True)
+            if not op.recomputable
+        ]
 
     def leaf(self, i: int) -> None:
         """A parameter or a constant: as it is."""
@@ -146,9 +151,25 @@ class _Writer:
             self._put(new)
         return self.views[key]
 
+    def _drop_dead(self, root: int) -> None:
+        """Forget runs that nothing reads: a re-run may have taken over every use of the first one."""
+        needed: set[int] = set()
+        work = [root, *self.once]
+        while work:
+            i = work.pop()
+            if i not in needed:
+                needed.add(i)
+                work.extend(self.written[i].operand_ids)
+        self.order = [i for i in self.order if i in needed or self.written[i].opcode == "parameter"]
+        for i in self.order:
+            instruction = self.written[i]
+            control = [c for c in instruction.control_predecessor_ids if c in needed]
+            instruction.control_predecessor_ids[:] = control
+
     def finish(self) -> Any:
         root = self.resolve(self.old.root)
         self.entry.root_id = root
+        self._drop_dead(root)
         made = [self.written[i] for i in self.order]
         kept = [type(i).FromString(i.SerializeToString()) for i in made]
         del self.entry.instructions[:]

@@ -28,7 +28,7 @@ from passes.outcome import LiveValue, Recomputed, StageOutcome
 from passes.planners import PlannerConfig, least_peak, plan, working_set_bytes
 from passes.simulate import simulate
 
-MAX_ROUNDS = 5
+MAX_ROUNDS = 7
 MAX_TIGHTEST = 12
 
 
@@ -75,7 +75,7 @@ class _Task:
     def write(self, made: Plan) -> _Written:
         """Emit a plan and predict its heap."""
         module = emit(self.lifted, made.steps)
-        assigner = Assigner(graph.read(module), self.request.platform)
+        assigner = Assigner(graph.read(module, self.lifted.module), self.request.platform)
         return _Written(
             plan=made, module=module, prediction=predict_assigned(assigner),
             spilled=_spilled(self.lifted, assigner),
@@ -142,34 +142,44 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
 def _fit(task: _Task) -> _Written:
     """The first plan whose predicted total keeps the budget, else the one of lowest total."""
     budget = task.request.budget_bytes
-    target = budget - task.fixed_bytes
     program = task.lifted.program
+    config = task.config
+    target = budget - task.fixed_bytes
     best: _Written | None = None
     spilled: frozenset[int] = frozenset()
-    for _ in range(MAX_ROUNDS):
+    for n in range(MAX_ROUNDS):
         if target < working_set_bytes(program):
             break
-        made = plan(program, target, task.config)
-        if best is not None and not made.status.found:
-            break
-        written = task.write(made)
+        written = task.write(plan(program, target, config))
+        if best is None:
+            config = _for_retries(task, config)
+        else:
+            # What is proved for the whole budget holds for every tighter one.
+            bound = max(best.plan.lower_bound_ratio, written.plan.lower_bound_ratio)
+            written = replace(written, plan=replace(written.plan, lower_bound_ratio=bound))
         if best is None or written.prediction.total_bytes < best.prediction.total_bytes:
             best = written
         if best.prediction.total_bytes <= budget:
             return best
-        if not made.status.found:
+        if not written.plan.status.found:
             break
+        excess = written.prediction.total_bytes - budget
         if not written.spilled <= spilled:
             spilled |= written.spilled
             program = _with_spilled(task.lifted.program, task.lifted, spilled)
-            excess = max(0, made.peak_bytes - simulate(program, made.steps).peak_bytes)
-        else:
-            excess = written.prediction.total_bytes - budget
-        target -= excess
-    least = task.write(least_peak(program, task.config))
+            peak = simulate(program, written.plan.steps).peak_bytes
+            excess = max(0, excess - max(0, peak - written.plan.peak_bytes))
+        target = min(target, written.plan.peak_bytes) - (excess << max(0, n - 1))
+    least = task.write(least_peak(program, config))
     if best is None or least.prediction.total_bytes < best.prediction.total_bytes:
         best = least
     return best
+
+
+def _for_retries(task: _Task, config: PlannerConfig) -> PlannerConfig:
+    """A third of the work, and no second proof."""
+    units = config.units(len(task.lifted.program.ops))
+    return replace(config, work_limit=units // 3, bound=False)
 
 
 def _outcome(

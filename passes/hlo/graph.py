@@ -95,7 +95,7 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Computation:
-    """A computation. `order` is its schedule (post-order where it has none); `by_id` is sorted by id."""
+    """A computation. `order` is its schedule (by id where it has none); `by_id` is sorted by id."""
 
     id: int
     name: str
@@ -199,6 +199,10 @@ def post_order(by_id: dict[int, Instruction]) -> list[int]:
 
 BARRIERS = frozenset({"optimization-barrier", "opt-barrier"})
 _VIEWS = frozenset({"get-tuple-element", "tuple", "bitcast"})
+_LEAVES = _VIEWS | frozenset(
+    {"parameter", "constant", "broadcast", "reshape", "convert", "add", "subtract", "multiply", "divide", "copy",
+     "slice", "dynamic-slice", "select", "compare", "negate", "transpose", "iota", "exponential", "maximum"}
+)  # fmt: skip
 
 
 def _without_barriers(by_id: dict[int, Instruction], root: int) -> dict[int, Instruction]:
@@ -237,36 +241,46 @@ def _without_barriers(by_id: dict[int, Instruction], root: int) -> dict[int, Ins
 
 
 def _computation(proto: Any, schedule: dict[int, tuple[int, ...]], shapes: _Shapes) -> Computation:
-    by_id = {
-        i.id: Instruction(
-            id=i.id, name=i.name, opcode=i.opcode, shape=shapes.read(i.shape),
-            operands=tuple(i.operand_ids), called=tuple(i.called_computation_ids),
-            control=tuple(i.control_predecessor_ids),
-            number=i.tuple_index if i.opcode == "get-tuple-element" else i.parameter_number, proto=i,
-        )
-        for i in sorted(proto.instructions, key=lambda i: i.id)
-    }  # fmt: skip
+    fused = proto.is_fusion_computation
+    by_id: dict[int, Instruction] = {}
+    for i in proto.instructions:
+        opcode = i.opcode
+        by_id[i.id] = Instruction(
+            id=i.id, name=i.name, opcode=opcode, shape=shapes.read(i.shape), operands=tuple(i.operand_ids),
+            called=() if opcode in _LEAVES else tuple(i.called_computation_ids),
+            control=() if fused else tuple(i.control_predecessor_ids),
+            number=i.tuple_index if opcode == "get-tuple-element" else i.parameter_number, proto=i,
+        )  # fmt: skip
+    by_id = {i: by_id[i] for i in sorted(by_id)}
     by_id = _without_barriers(by_id, proto.root_id)
     order = schedule.get(proto.id)
     if order is not None:
         order = tuple(i for i in order if i in by_id)
     return Computation(
         id=proto.id, name=proto.name, by_id=by_id, root=proto.root_id,
-        order=tuple(post_order(by_id)) if order is None else order,
-        scheduled=order is not None, fused=proto.is_fusion_computation, proto=proto,
+        order=tuple(by_id) if order is None else order,
+        scheduled=order is not None, fused=fused, proto=proto,
     )  # fmt: skip
 
 
-def read(module: Any) -> Module:
+def read(module: Any, earlier: Module | None = None) -> Module:
     """The view of a parsed message.
+
+    Args:
+        module: a parsed HloModuleProto.
+        earlier: the view of the module that this one was made from; what did not change is shared with it.
 
     Raises:
         ValueError: the module has no schedule for its entry.
     """
     schedule = {s.key: tuple(s.value.instruction_ids) for s in module.schedule.sequences}
-    # XLA stores schedules under the computation's id; newer ones keep ids below 2**32 throughout.
     shapes = _Shapes()
-    computations = {c.id: _computation(c, schedule, shapes) for c in module.computations}
+    computations: dict[int, Computation] = {}
+    for c in module.computations:
+        known = earlier.computations.get(c.id) if earlier and c.id != module.entry_computation_id else None
+        # The emitter only ever removes from a computation that is not the entry, so equal size is equality.
+        same = known is not None and known.proto.ByteSize() == c.ByteSize()
+        computations[c.id] = known if known and same else _computation(c, schedule, shapes)
     entry = computations[module.entry_computation_id]
     if not entry.scheduled:
         raise ValueError(f"module {module.name!r} has no schedule: it must come from the POST_SCHEDULER stage")

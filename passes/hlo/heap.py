@@ -97,7 +97,7 @@ class Assigner:
         """XLA's post-order over the whole module, callers before callees."""
         place: dict[tuple[int, int], int] = {}
         for c in reversed(self.flow.reachable):
-            for i in graph.post_order(self.module.computations[c].by_id):
+            for i in self.flow.orders[c]:
                 place[c, i] = len(place)
         return place
 
