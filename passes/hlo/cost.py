@@ -1,9 +1,9 @@
 """Roofline cost of the kernels of a scheduled module.
 
-A kernel moves the bytes it really reads and writes: a fusion that only slices an operand reads the slice, an update in
-place writes the update. Dots and convolutions, alone, in fusions or as library calls, add 2 * M * N * K flops
-at the width of their operands. Everything else is bandwidth. Loops count their body times the trip count where
-the module says it.
+A kernel moves the bytes it really reads and writes: a fusion that only slices an operand reads the slice,
+an update in place writes the update. Dots and convolutions, alone, in fusions or as library calls, add
+2 * M * N * K flops at the width of their operands. Everything else is bandwidth. Loops count their body
+times the trip count where the module says it.
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ def instruction_ns(
 
 def computation_ns(module: Module, computation: Computation, device: DeviceModel) -> int:
     """Estimated time of one run of a computation."""
-    return sum(
-        instruction_ns(module, computation, computation.by_id[i], device) for i in computation.order
-    )
+    return sum(instruction_ns(module, computation, computation.by_id[i], device) for i in computation.order)
 
 
 def program_cost_ns(module: Any, device: DeviceModel) -> int:
@@ -134,9 +132,11 @@ def _touched(fused: Computation, users: dict[int, list[Instruction]], at: Instru
             seen += _touched(fused, users, user)
         elif user.opcode in ("slice", "dynamic-slice", "gather") and user.operands[0] == at.id:
             seen += user.shape.nbytes
-        elif user.opcode == "dynamic-update-slice" and user.operands[0] == at.id:
-            continue
-        elif user.opcode == "tuple" or (user.opcode == "scatter" and user.operands[0] == at.id):
+        elif (
+            (user.opcode == "dynamic-update-slice" and user.operands[0] == at.id)
+            or user.opcode == "tuple"
+            or (user.opcode == "scatter" and user.operands[0] == at.id)
+        ):
             continue
         else:
             return at.shape.total_nbytes

@@ -1,10 +1,10 @@
 """Which array lives where: the values of a module, their positions and uses, and who must share storage.
 
 A value is one array (or one tuple's table of pointers) that some instruction defines. Views (bitcast,
-get-tuple-element, tuple elements, opt-barrier, call, while and conditional results) only pass values on. A leaf that a
-loop or a branch changes is a phi: a value of its own at the parameter and at the result. This follows XLA's
-HloDataflowAnalysis and HloAliasAnalysis (public sources, `xla/hlo/analysis`); ids come out in XLA's order
-because they break ties when the heap is packed.
+get-tuple-element, elements of tuples, results of calls, loops and branches) only pass values on. A leaf that
+a loop or a branch changes is a phi: a value of its own at the parameter and at the result. This follows
+XLA's HloDataflowAnalysis and HloAliasAnalysis (public sources, `xla/hlo/analysis`); ids come out in XLA's
+order because they break ties when the heap is packed.
 
 Not done: dynamic shapes, several execution threads, computations with more than one caller (the second call
 is treated like the first one's).

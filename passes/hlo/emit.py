@@ -1,10 +1,13 @@
-"""Write a plan into a scheduled module: re-run instructions are cloned and the entry gets the plan's schedule.
+"""Write a plan into a scheduled module: clones of what is re-run, and the plan's schedule for the entry.
 
-A use reads the latest earlier run of what it needs. Views (get-tuple-element, bitcast, tuple) have no run of their
-own: they are re-made before their first use for every version of their operands. Optimization barriers were
-looked through when the module was read, and outputs of fusions that nobody reads are dropped, because XLA
-would do both after us and the prediction must describe what XLA allocates. A clone brings clones of all computations it calls. The
-arithmetic of every kernel is untouched, so results are bitwise equal.
+A use reads the latest earlier run of what it needs. Views (get-tuple-element, bitcast, tuple) have no run of
+their own: they are re-made before their first use for every version of their operands. A clone brings clones
+of all computations it calls. Optimization barriers were looked through when the module was read; runs that
+nobody reads and outputs of fusions that nobody reads are dropped: XLA would do all of that after us, and the
+prediction must describe what XLA allocates.
+
+The arithmetic of every kernel is untouched. What can still differ by a rounding on CPU: LLVM may contract a
+multiply and an add differently when a kernel's buffers no longer overlap.
 """
 
 from __future__ import annotations
@@ -102,9 +105,7 @@ class _Writer:
         self.written: dict[int, Any] = {}
         self.order: list[int] = []
         self.once = [
-            i
-            for op, i in zip(lifted.program.ops, lifted.instructions, strict=True)
-            if not op.recomputable
+            i for op, i in zip(lifted.program.ops, lifted.instructions, strict=True) if not op.recomputable
         ]
 
     def leaf(self, i: int) -> None:

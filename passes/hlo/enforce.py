@@ -3,7 +3,8 @@
 The heap that XLA will build is predicted. If the module fits, its bytes go back as they came. Else its
 kernels are planned for what the budget leaves for temporaries, the plan is written into the module, and the
 heap of THAT module is predicted; where placement breaks the budget although live bytes do not, the plan is
-made tighter by the excess, a few times. Nothing is returned as changed unless its prediction keeps the budget.
+made tighter by the excess, a few times. Nothing is returned as changed unless its prediction keeps the
+budget.
 
 Constants that XLA stores count with the temporaries in the outcome: no plan removes them, and the total
 must be XLA's total.
@@ -18,9 +19,10 @@ from typing import Any
 
 from passes.cost import DeviceModel
 from passes.hlo import graph, proto
+from passes.hlo.assign import Assigner
 from passes.hlo.cost import computation_ns
 from passes.hlo.emit import emit
-from passes.hlo.heap import Assigner, HeapPrediction, predict_assigned
+from passes.hlo.heap import HeapPrediction, predict_assigned
 from passes.hlo.lift import LiftedModule, lift
 from passes.ir import OpId, Plan, Program, Status
 from passes.liveness import Graph, copies_of
@@ -219,9 +221,7 @@ def recomputed(program: Program, made: Plan) -> tuple[Recomputed, ...]:
     for step in made.reruns():
         op = program.ops[made.steps[step]]
         nbytes = sum(program.buffers[b].nbytes for b in op.outputs)
-        found.append(
-            Recomputed(op=op.name, source=op.source, nbytes=nbytes, cost_ns=op.cost_ns, stage="hlo")
-        )
+        found.append(Recomputed(op=op.name, source=op.source, nbytes=nbytes, cost_ns=op.cost_ns, stage="hlo"))
     return tuple(found)
 
 

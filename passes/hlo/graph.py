@@ -167,9 +167,7 @@ class _Shapes:
             nbytes = -(-prod(dims) * bits // 8)
             if any(proto.is_dynamic_dimension):
                 nbytes += 4 * len(dims)
-        return Shape(
-            element, dims, tuple(layout.minor_to_major), parts, layout.memory_space, bits, nbytes
-        )
+        return Shape(element, dims, tuple(layout.minor_to_major), parts, layout.memory_space, bits, nbytes)
 
 
 def post_order(by_id: dict[int, Instruction]) -> list[int]:
@@ -200,8 +198,9 @@ def post_order(by_id: dict[int, Instruction]) -> list[int]:
 BARRIERS = frozenset({"optimization-barrier", "opt-barrier"})
 _VIEWS = frozenset({"get-tuple-element", "tuple", "bitcast"})
 _LEAVES = _VIEWS | frozenset(
-    {"parameter", "constant", "broadcast", "reshape", "convert", "add", "subtract", "multiply", "divide", "copy",
-     "slice", "dynamic-slice", "select", "compare", "negate", "transpose", "iota", "exponential", "maximum"}
+    {"parameter", "constant", "broadcast", "reshape", "convert", "add", "subtract", "multiply", "divide",
+     "copy", "slice", "dynamic-slice", "select", "compare", "negate", "transpose", "iota", "exponential",
+     "maximum"}
 )  # fmt: skip
 
 
@@ -235,9 +234,7 @@ def _without_barriers(by_id: dict[int, Instruction], root: int) -> dict[int, Ins
             break
         for i in dead:
             del found[i]
-    return {
-        i: replace(at, control=tuple(c for c in at.control if c in found)) for i, at in found.items()
-    }
+    return {i: replace(at, control=tuple(c for c in at.control if c in found)) for i, at in found.items()}
 
 
 def _computation(proto: Any, schedule: dict[int, tuple[int, ...]], shapes: _Shapes) -> Computation:
@@ -283,7 +280,9 @@ def read(module: Any, earlier: Module | None = None) -> Module:
         computations[c.id] = known if known and same else _computation(c, schedule, shapes)
     entry = computations[module.entry_computation_id]
     if not entry.scheduled:
-        raise ValueError(f"module {module.name!r} has no schedule: it must come from the POST_SCHEDULER stage")
+        raise ValueError(
+            f"module {module.name!r} has no schedule: it must come from the POST_SCHEDULER stage"
+        )
     donated = {
         tuple(e.output_shape_index): (e.parameter_number, tuple(e.parameter_shape_index))
         for e in module.input_output_alias.entries

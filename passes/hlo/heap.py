@@ -1,8 +1,7 @@
 """Predict the bytes that XLA will allocate for a scheduled module.
 
-The order of decisions is XLA's BufferAssigner (public source, `buffer_assignment.cc`): arguments, constants
-and tables of pointers get allocations of their own; a temporary that fits into an output's (or a donated
-argument's) allocation while that is free goes there; what is left is packed by `passes.offsets.xla_heap`.
+`passes.hlo.assign` says what is left for the heap; here XLA's heap simulator is replayed on it (public
+source, `heap_simulator.cc`), `passes.offsets.xla_heap` packs it, and the allocations are put in a row.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from passes.hlo import graph
-from passes.hlo.dataflow import Dataflow, Value, analyse
-from passes.hlo.inplace import Sharing
-from passes.hlo.liverange import Clock, Range, clock, live_ranges
+from passes.hlo.assign import Assigner
+from passes.hlo.liverange import Range
 from passes.offsets.xla_heap import HeapLayout, Interval, pack
 
 ALIGNMENT = {"cpu": 64, "cuda": 256}
@@ -40,185 +38,6 @@ class HeapPrediction:
     total_bytes: int
     live_bytes: int
     exact: bool = True
-
-
-@dataclass(slots=True, eq=False)
-class Allocation:
-    """One of XLA's allocations outside the heap."""
-
-    nbytes: int
-    kind: str
-    lives_out: bool = False
-    values: list[int] | None = None
-    busy: int = 0
-
-    @property
-    def is_temp(self) -> bool:
-        """True if its bytes count as temporaries."""
-        return self.kind == "tuple" and not self.lives_out
-
-
-class Assigner:
-    """Replays XLA's buffer assignment; afterwards `heap` holds the values left for the packer.
-
-    Attributes:
-        flow, ticks, ranges: what is alive when.
-        home: alias class -> allocation outside the heap, for those that got one.
-        heap: alias classes that the packer places.
-    """
-
-    def __init__(self, module: graph.Module, platform: str) -> None:
-        self.module = module
-        self.platform = platform
-        self.flow: Dataflow = analyse(module)
-        self.ticks: Clock = clock(self.flow)
-        self.ranges: list[Range] = live_ranges(self.flow, self.ticks)
-        self.sharing = Sharing(module, platform)
-        self.allocations: list[Allocation] = []
-        self.home: dict[int, Allocation] = {}
-        self.heap: list[int] = []
-        self._reusable: list[Allocation] = []
-        self._outputs = {
-            self.flow.class_of[v] for v in self.flow.trees[module.entry.id, module.entry.root].values()
-        }
-        self._sizes = [max(self.flow.values[v].nbytes for v in g) for g in self.flow.classes]
-        for group in self._sorted():
-            self._assign(group)
-
-    def _sorted(self) -> list[int]:
-        callers_first = self._positions()
-        def key(group: int) -> tuple[int, bool, int, int]:
-            members = self.flow.classes[group]
-            first = min(callers_first[h.computation, h.instruction] for h in (self.flow.values[v].home for v in members))
-            return -self._sizes[group], group not in self._outputs, first, group
-        return sorted(range(len(self.flow.classes)), key=key)
-
-    def _positions(self) -> dict[tuple[int, int], int]:
-        """XLA's post-order over the whole module, callers before callees."""
-        place: dict[tuple[int, int], int] = {}
-        for c in reversed(self.flow.reachable):
-            for i in self.flow.orders[c]:
-                place[c, i] = len(place)
-        return place
-
-    def _assign(self, group: int) -> None:
-        members = [self.flow.values[v] for v in self.flow.classes[group]]
-        if self._special(group, members):
-            return
-        lives_out = group in self._outputs
-        for allocation in self._candidates(members):
-            if self._fits(allocation, group, lives_out):
-                self._put(allocation, group)
-                return
-        if not lives_out:
-            self.heap.append(group)
-            return
-        self._put(self._new(group, "output"), group)
-        self._reusable.append(self.home[group])
-
-    def _special(self, group: int, members: list[Value]) -> bool:
-        entry = self.module.entry.id
-        for value in members:
-            instruction = self.flow.instruction(value.home)
-            if instruction.opcode == "constant":
-                self._put(self._new(group, "constant"), group)
-                return True
-            if instruction.opcode == "parameter" and value.home.computation == entry:
-                donated = (instruction.number, value.home.index) in set(self.module.donated.values())
-                self._put(self._new(group, "donated" if donated else "argument"), group)
-                if donated:
-                    self._reusable.append(self.home[group])
-                return True
-        if any(value.is_tuple for value in members):
-            self._put(self._new(group, "tuple"), group)
-            return True
-        return False
-
-    def _new(self, group: int, kind: str) -> Allocation:
-        allocation = Allocation(self._sizes[group], kind, values=[])
-        self.allocations.append(allocation)
-        return allocation
-
-    def _put(self, allocation: Allocation, group: int) -> None:
-        assert allocation.values is not None, "allocations hold values"
-        self.home[group] = allocation
-        allocation.lives_out |= group in self._outputs
-        for v in self.flow.classes[group]:
-            allocation.values.append(v)
-            found = self.ranges[v]
-            allocation.busy |= ((1 << (found.end - found.start + 1)) - 1) << found.start
-
-    def _candidates(self, members: list[Value]) -> list[Allocation]:
-        """Allocations in XLA's order of trial: those of operands, then the newest first."""
-        found: list[Allocation] = []
-        for value in members:
-            if value.home.index or value.is_tuple:
-                continue
-            for operand in self.flow.instruction(value.home).operands:
-                top = self.flow.trees[value.home.computation, operand][()]
-                allocation = self.home.get(self.flow.class_of[top])
-                if allocation is not None and allocation.kind in ("output", "donated"):
-                    found.append(allocation)
-        return found + self._reusable[::-1]
-
-    def _fits(self, allocation: Allocation, group: int, lives_out: bool) -> bool:
-        if self._sizes[group] > allocation.nbytes:
-            return False
-        if lives_out and allocation.nbytes != self._sizes[group]:
-            return False
-        assert allocation.values is not None, "allocations hold values"
-        edges = False
-        for v in self.flow.classes[group]:
-            found = self.ranges[v]
-            span = allocation.busy >> found.start
-            width = found.end - found.start
-            if width > 1 and span >> 1 & ((1 << (width - 1)) - 1):
-                return False
-            edges = edges or bool(span & 1) or bool(span >> width & 1)
-        if any(self._copies(allocation, v) for v in self.flow.classes[group]):
-            return False
-        if not edges:
-            return True
-        return not any(self._meet(v, w) for v in self.flow.classes[group] for w in allocation.values)
-
-    def _copies(self, allocation: Allocation, v: int) -> bool:
-        """True if `v` is a copy of something in the allocation: XLA keeps those apart."""
-        assert allocation.values is not None, "allocations hold values"
-        home = self.flow.values[v].home
-        instruction = self.flow.instruction(home)
-        if instruction.opcode != "copy":
-            return False
-        source = (home.computation, instruction.operands[0])
-        return any(
-            (p.computation, p.instruction) == source
-            for w in allocation.values
-            for p in self.flow.values[w].positions
-        )
-
-    def _meet(self, v: int, w: int) -> bool:
-        """True if two values cannot share storage."""
-        first, second = self.ranges[v], self.ranges[w]
-        if first.start > second.end or second.start > first.end:
-            return False
-        if first.end == second.start:
-            return not self._takes_over(w, first)
-        if second.end == first.start:
-            return not self._takes_over(v, second)
-        return True
-
-    def _takes_over(self, user: int, operand: Range) -> bool:
-        """True if the value `user` may start where the value with range `operand` ends."""
-        home = self.flow.values[user].home
-        instruction = self.flow.instruction(home)
-        last = operand.last
-        if instruction.opcode == "copy" or last.computation != home.computation:
-            return False
-        if last.instruction not in instruction.operands:
-            return False
-        computation = self.module.computations[home.computation]
-        return self.sharing.may_share(
-            computation, computation.by_id[last.instruction], last.index, instruction, home.index
-        )
 
 
 class _Events:

@@ -44,13 +44,13 @@ def in_place_pairs(module: Module, computation: Computation, instruction: Instru
     elif opcode == "ragged-all-to-all":
         return [(1, (), ())]
     for alias in instruction.proto.output_operand_aliasing:
-        pairs.append(
-            (alias.operand_index, tuple(alias.operand_shape_index), tuple(alias.output_shape_index))
-        )
+        pairs.append((alias.operand_index, tuple(alias.operand_shape_index), tuple(alias.output_shape_index)))
     return pairs
 
 
-def _follow(computation: Computation, at: Instruction, index: tuple[int, ...]) -> tuple[Instruction, tuple[int, ...]]:
+def _follow(
+    computation: Computation, at: Instruction, index: tuple[int, ...]
+) -> tuple[Instruction, tuple[int, ...]]:
     """Back through tuples, get-tuple-elements and views that keep every element where it is."""
     while True:
         if at.opcode == "tuple" and index:
@@ -240,9 +240,9 @@ class Sharing:
     ) -> bool:  # fmt: skip
         number = user.operands.index(current.id)
         once = user.operands.count(current.id) == 1
-        if user is core and user.opcode == "scatter" and once:
-            if number < len(user.shape.parts or (None,)):
-                return True
+        written = len(user.shape.parts or (None,))
+        if user is core and user.opcode == "scatter" and once and number < written:
+            return True
         if user is core and user.opcode == "sort" and once:
             return target == (number,)
         if core.opcode == "dynamic-update-slice" and user.opcode == "dynamic-slice":

@@ -13,9 +13,10 @@ from typing import Any
 
 from passes.cost import DeviceModel
 from passes.hlo import graph
+from passes.hlo.assign import Assigner
 from passes.hlo.cost import instruction_ns
 from passes.hlo.graph import Instruction
-from passes.hlo.heap import Assigner, HeapPrediction, predict_assigned
+from passes.hlo.heap import HeapPrediction, predict_assigned
 from passes.hlo.purity import Purity
 from passes.ir import Buffer, BufferId, Op, OpId, Program
 
@@ -188,7 +189,7 @@ class _Lift:
         if len(made) > 1 and not can_drop_outputs(instruction) and any(self._is_fixed(v) for v in made):
             return False
         mine = set(made) | set(self.nested.get(n, ()))
-        touched = {v for v in read}
+        touched = set(read)
         for v in sorted(mine):
             group = self.flow.class_of[v]
             if any(w in touched for w in self.flow.classes[group]):
@@ -228,7 +229,11 @@ class _Lift:
         target, source = self.flow.values[v].home, self.flow.values[w].home
         if instruction.opcode == "copy" or target.computation != self.entry.id:
             return False
-        if source.computation != self.entry.id or source.index or source.instruction not in instruction.operands:
+        if (
+            source.computation != self.entry.id
+            or source.index
+            or source.instruction not in instruction.operands
+        ):
             return False
         operand = self.entry.by_id[source.instruction]
         return self.assigner.sharing.may_share(self.entry, operand, source.index, instruction, target.index)
@@ -278,6 +283,6 @@ def lift(
     outputs = tuple(work.buffer_of(v) for v in work.arrays(work.entry.root))
     program = Program.build(name=module.name, ops=ops, buffers=tuple(work.buffers), outputs=outputs)
     return LiftedModule(
-        module=module, platform=platform, program=program, prediction=prediction or predict_assigned(assigner),
-        instructions=tuple(work.ops), values=tuple(work.values), assigner=assigner,
+        module=module, platform=platform, program=program,
+        prediction=prediction or predict_assigned(assigner), instructions=tuple(work.ops), values=tuple(work.values), assigner=assigner,
     )  # fmt: skip

@@ -7,6 +7,7 @@ through the module. Follows XLA's HloLiveRange (public source, `xla/hlo/utils/hl
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from passes.hlo.dataflow import Dataflow, Position, Value, loop_parts
 from passes.hlo.graph import Computation
@@ -78,9 +79,10 @@ def live_ranges(flow: Dataflow, ticks: Clock) -> list[Range]:
     for value in flow.values:
         home = value.home
         found = _range(flow, ticks, value, done.get(home.computation, -1))
-        if home.computation == entry.id and flow.instruction(home).opcode == "parameter":
-            if (flow.instruction(home).number, home.index) not in donated:
-                found.end = ticks.end
+        instruction = flow.instruction(home)
+        is_argument = home.computation == entry.id and instruction.opcode == "parameter"
+        if is_argument and (instruction.number, home.index) not in donated:
+            found.end = ticks.end
         ranges.append(found)
     for group in flow.classes:
         if len(group) > 1:
@@ -141,7 +143,7 @@ def _async_ends(flow: Dataflow, ticks: Clock) -> dict[int, int]:
 def _normalize(ranges: list[Range], group: list[int]) -> None:
     """Let the ranges of one storage follow each other without overlap, as XLA does."""
     order = sorted(group, key=lambda v: (ranges[v].start, ranges[v].end, v))
-    for v, following in zip(order, order[1:], strict=False):
+    for v, following in pairwise(order):
         first, second = ranges[v], ranges[following]
         second.end = max(first.end, second.end)
         first.end = min(first.end, second.start)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory  # type: ignore[import-untyped]
 
 _KIND = descriptor_pb2.FieldDescriptorProto
 _SCALARS = {
@@ -37,8 +37,8 @@ _MESSAGES: dict[str, str] = {
     "WindowDimension": "size 1 int64, stride 2 int64, padding_low 3 int64, padding_high 4 int64,"
     " window_dilation 5 int64, base_dilation 6 int64",
     "Window": "dimensions 1 WindowDimension*",
-    "ConvolutionDimensions": "kernel_input_feature_dimension 3 int64, kernel_output_feature_dimension 4 int64,"
-    " kernel_spatial_dimensions 6 int64*, output_batch_dimension 9 int64,"
+    "ConvolutionDimensions": "kernel_input_feature_dimension 3 int64,"
+    " kernel_output_feature_dimension 4 int64, kernel_spatial_dimensions 6 int64*, output_batch_dimension 9 int64,"
     " output_feature_dimension 10 int64, output_spatial_dimensions 12 int64*,"
     " input_batch_dimension 7 int64, input_feature_dimension 8 int64, input_spatial_dimensions 11 int64*",
     "DotDimensions": "lhs_contracting_dimensions 1 int64*, rhs_contracting_dimensions 2 int64*,"
@@ -51,7 +51,8 @@ _MESSAGES: dict[str, str] = {
     " custom_call_target 28 string, dot_dimension_numbers 30 DotDimensions, id 35 int64,"
     " operand_ids 36 int64*, control_predecessor_ids 37 int64*, called_computation_ids 38 int64*,"
     " backend_config 43 bytes, is_host_transfer 47 bool, feature_group_count 50 int64,"
-    " frontend_attributes 68 FrontendAttributes, comparison_direction 63 string, custom_call_has_side_effect 65 bool,"
+    " comparison_direction 63 string, custom_call_has_side_effect 65 bool,"
+    " frontend_attributes 68 FrontendAttributes,"
     " output_operand_aliasing 74 OutputOperandAliasing*, backend_config_payload 99 Payload",
     "ProgramShape": "parameters 1 Shape*, result 2 Shape, parameter_names 3 string*",
     "Computation": "name 1 string, instructions 2 Instruction*, program_shape 4 ProgramShape, id 5 int64,"
@@ -96,8 +97,8 @@ def _file() -> descriptor_pb2.FileDescriptorProto:
 
 def _module_class() -> Any:
     pool = descriptor_pool.DescriptorPool()
-    pool.Add(_file())  # type: ignore[no-untyped-call]
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.Module"))  # type: ignore[no-untyped-call]
+    pool.Add(_file())
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.Module"))
 
 
 _MODULE = _module_class()

@@ -21,9 +21,9 @@ def prune_outputs(module: Any) -> None:
     computations = {c.id: c for c in module.computations}
     replaced: dict[int, int] = {}
     for instruction in entry.instructions:
-        if instruction.opcode == "fusion" and instruction.fusion_kind in ("kLoop", "kInput"):
-            if instruction.id != entry.root_id:
-                _prune(instruction, users[instruction.id], computations, replaced)
+        is_loop = instruction.opcode == "fusion" and instruction.fusion_kind in ("kLoop", "kInput")
+        if is_loop and instruction.id != entry.root_id:
+            _prune(instruction, users[instruction.id], computations, replaced)
     if replaced:
         _rewire(module, entry, replaced)
 
@@ -79,7 +79,9 @@ def _sweep(fused: Any) -> None:
 def _drop_parameters(fusion: Any, fused: Any) -> None:
     """Remove parameters that nothing reads any more, and the fusion's operands with them."""
     read = {o for i in fused.instructions for o in i.operand_ids} | {fused.root_id}
-    parameters = sorted((i for i in fused.instructions if i.opcode == "parameter"), key=lambda i: i.parameter_number)
+    parameters = sorted(
+        (i for i in fused.instructions if i.opcode == "parameter"), key=lambda i: i.parameter_number
+    )
     keep = [n for n, i in enumerate(parameters) if i.id in read]
     if len(keep) == len(parameters):
         return
@@ -110,4 +112,6 @@ def _rewire(module: Any, entry: Any, replaced: dict[int, int]) -> None:
     entry.root_id = replaced.get(entry.root_id, entry.root_id)
     for sequence in module.schedule.sequences:
         if sequence.key == entry.id:
-            sequence.value.instruction_ids[:] = [i for i in sequence.value.instruction_ids if i not in replaced]
+            sequence.value.instruction_ids[:] = [
+                i for i in sequence.value.instruction_ids if i not in replaced
+            ]

@@ -1,7 +1,7 @@
 """Which instructions may run twice.
 
-The default is no. Yes only for opcodes on the list, custom calls without side effects that do not call back into
-the host, and calls of computations made of nothing else. Writing in place is judged by the lift, not here.
+The default is no. Yes only for opcodes on the list, custom calls without side effects that do not call back
+into the host, and calls of computations made of nothing else. Writing in place is judged by the lift.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ _PURE = _ELEMENTWISE | frozenset(
     }
 )  # fmt: skip
 _CALLERS = frozenset({"fusion", "call", "while", "conditional"})
-_HOST = ("callback", "infeed", "outfeed", "send", "recv", "MoveToHost", "MoveToDevice", "annotate_device_placement")
+_HOST = (
+    "callback",
+    "infeed",
+    "outfeed",
+    "send",
+    "recv",
+    "MoveToHost",
+    "MoveToDevice",
+    "annotate_device_placement",
+)
 
 
 class Purity:
@@ -31,7 +40,7 @@ class Purity:
         self._known: dict[int, bool] = {}
 
     def instruction(self, instruction: Instruction) -> bool:
-        """True if running the instruction again with the same operands gives the same and does nothing else."""
+        """True if a second run with the same operands gives the same and does nothing else."""
         if any(shape.memory_space != 0 for _, shape in instruction.shape.leaves()):
             return False
         if instruction.opcode == "custom-call":

@@ -1,8 +1,8 @@
 """XLA's packing of temporaries: a deterministic best fit, run in two orders; the smaller heap wins.
 
 Input is what XLA's heap simulator hands to its packer (public source, `heap_simulator.cc`): intervals on a
-clock of events and the groups that must share an offset. An interval takes the smallest free gap, over its own
-time and that of its group, that holds it; on ties the lowest offset. Only starts are aligned.
+clock of events and the groups that must share an offset. An interval takes the smallest free gap, over its
+own time and that of its group, that holds it; on ties the lowest offset. Only starts are aligned.
 """
 
 from __future__ import annotations
