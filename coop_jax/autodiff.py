@@ -28,6 +28,8 @@ from coop_jax.lowering import Planned, RematConfig
 from passes.jaxpr import compat
 from passes.jaxpr.inline import inline_calls
 
+compat.hide_frames(__file__)
+
 coop_remat_p = compat.new_primitive("coop_remat")
 coop_linear_p = compat.new_primitive("coop_linear")
 
@@ -65,7 +67,12 @@ def bind(jaxpr: Any, config: RematConfig, values: Sequence[Any], planned: Planne
 
 
 def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, config: RematConfig, planned: Planned | None
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    jaxpr: Any,
+    config: RematConfig,
+    planned: Planned | None,
 ) -> tuple[list[Any], list[Any]]:
     nonzeros = [not compat.is_zero(t) for t in tangents]
     jvp_jaxpr, nonzeros_out = compat.jvp_jaxpr(jaxpr, nonzeros)
@@ -102,7 +109,11 @@ def _linearize(
 
 
 def _linearize_in_place(
-    differentiated: tuple[bool, ...], primals: Sequence[Any], jaxpr: Any, config: RematConfig, planned: Planned | None
+    differentiated: tuple[bool, ...],
+    primals: Sequence[Any],
+    jaxpr: Any,
+    config: RematConfig,
+    planned: Planned | None,
 ) -> tuple[Any, ...]:
     """Linearize what is planned already (or will not be transposed) as the equations that it holds."""
     forward, pushforward, nonzeros_out, n_residuals = _linear_parts(jaxpr, differentiated)
@@ -328,7 +339,13 @@ def _transpose(
 
 
 def _batch(
-    axis: Any, values: Sequence[Any], dims: Sequence[Any], *, jaxpr: Any, config: RematConfig, planned: Planned | None
+    axis: Any,
+    values: Sequence[Any],
+    dims: Sequence[Any],
+    *,
+    jaxpr: Any,
+    config: RematConfig,
+    planned: Planned | None,
 ) -> tuple[list[Any], list[int | None]]:
     batched, on_axis = compat.batch_jaxpr(jaxpr, axis, dims)
     return bind(batched, config, values, planned), [0 if b else None for b in on_axis]

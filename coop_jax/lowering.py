@@ -31,6 +31,8 @@ from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.stage import JaxprRequest, JointResult, plan_joint, plan_program
 from passes.outcome import StageOutcome
 
+compat.hide_frames(__file__)
+
 UNLIMITED_BYTES = 1 << 62
 
 
@@ -113,7 +115,9 @@ def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Pl
     return compat.lower_inline(ctx, jaxpr, operands)
 
 
-def plan_pair(forward: Any, backward: Any, n_outs: int, plain: Any, config: RematConfig) -> tuple[JointResult, Planned]:
+def plan_pair(
+    forward: Any, backward: Any, n_outs: int, plain: Any, config: RematConfig
+) -> tuple[JointResult, Planned]:
     """Plan a forward and a backward part together, for a program that holds nothing else.
 
     Args:
@@ -174,7 +178,9 @@ def _request(
         budget_bytes=budget_bytes,
         argument_bytes=sum(facts.argument_nbytes),
         output_bytes=sum(facts.output_nbytes),
-        alias_bytes=sum(n for n, alias in zip(facts.argument_nbytes, facts.aliased, strict=True) if alias is not None),
+        alias_bytes=sum(
+            n for n, alias in zip(facts.argument_nbytes, facts.aliased, strict=True) if alias is not None
+        ),
         device=device,
         planner=config.planner,
         baseline_total_bytes=baseline_total_bytes,
@@ -201,9 +207,11 @@ def _inlined(jaxpr: Any) -> Any:
 def _plain_programs(planned: Planned) -> list[Any]:
     """Programs that the enclosing one may be: value and gradient, gradient alone, or some other."""
     scalar = [aval.shape == () for aval in planned.plain.in_avals[planned.n_args :]] == [True]
-    return [*_gradient_programs(planned.plain, planned.n_args, planned.n_outs), planned.plain] if scalar else [
-        planned.plain
-    ]
+    return (
+        [*_gradient_programs(planned.plain, planned.n_args, planned.n_outs), planned.plain]
+        if scalar
+        else [planned.plain]
+    )
 
 
 @compat.cached_by_jaxpr
@@ -228,8 +236,8 @@ def _baseline(
     """
     if facts.num_devices > 1:
         raise UnsupportedError(
-            f"budget {config.budget} of a program over {facts.num_devices} devices: the plain program cannot be "
-            'compiled from here to take a fraction of it. Give bytes per device, such as "8GiB".'
+            f"budget {config.budget} of a program over {facts.num_devices} devices: the plain program cannot "
+            'be compiled from here to take a fraction of it. Give bytes per device, such as "8GiB".'
         )
     exact = next((plain for plain in plains if _is_whole(plain, facts)), None)
     request = _request(facts, device, config, UNLIMITED_BYTES)

@@ -15,6 +15,8 @@ from coop_jax.lowering import RematConfig
 from passes.cost import DEVICES
 from passes.jaxpr import compat
 
+compat.hide_frames(__file__)
+
 PLANNERS = ("auto", "window", "cut")
 
 
@@ -130,6 +132,7 @@ def _refuse_unsupported(**options: Any) -> None:
     for name, value in options.items():
         if value:
             raise UnsupportedError(
-                f"{name}={value!r}: constraints on what is saved are not supported yet, and `coop.remat` ignores "
-                f"none silently. Leave `{name}` out: the budget alone decides, or use `jax.checkpoint` with a policy."
+                f"{name}={value!r}: constraints on what is saved are not supported yet, and `coop.remat` "
+                f"ignores none silently. Leave `{name}` out: the budget alone decides. Or use "
+                "`jax.checkpoint` with a policy."
             )

@@ -2,9 +2,9 @@
 
 A program that contains a decorated function carries a mark: frontend attributes of its module, written
 when it is lowered. XLA hands every scheduled module to the callback; an unmarked one goes back
-untouched at once, a marked one goes through the enforcing stage. What the enforcing stage found is
-added to the module's attributes, so that a program that is loaded from the compilation cache in
-another process still tells what was done to it. After the compile, XLA's own count is checked.
+untouched at once, a marked one goes through the enforcing stage. After the compile, XLA's own count is
+checked. A program that is loaded from the compilation cache in another process is recognised by its
+mark, which tells all but what the enforcing stage did (XLA drops attributes that the callback adds).
 
 Invariant: everything in a mark is a function of the program and the request. It is part of the key of
 JAX's compilation cache, so a wall time or a counter in it would defeat that cache.
@@ -32,7 +32,6 @@ from passes.outcome import LiveValue, Recomputed, StageOutcome
 MARK_FORMAT = "coop-mark/1"
 _RECORD = "coop.record"
 _FACTS = "coop.facts"
-_HLO = "coop.hlo"
 _MODULE_ATTRIBUTES_FIELD = 19
 _NEWEST = 16
 SAFE_SIDE_RATIO = 1.15
@@ -53,7 +52,7 @@ class Record:
         baseline_total_bytes: the total without rematerialization; None if it was not needed.
         baseline_compiled: True if XLA counted it, False if it was predicted.
         jaxpr: what the jaxpr stage did; None if it did not run (programs over several devices).
-        hlo: what the enforcing stage did; None before the program is compiled.
+        hlo: what the enforcing stage did; None if it did not run in this process.
     """
 
     id: str = ""
@@ -176,10 +175,7 @@ def _record_of_module(data: bytes) -> Record | None:
 def _record_from(attributes: Mapping[str, str]) -> Record:
     record_id = attributes[_RECORD]
     known = REGISTRY.get(record_id)
-    record = _record_from_facts(record_id, json.loads(attributes[_FACTS])) if known is None else known
-    if record.hlo is None and _HLO in attributes:
-        record = dataclasses.replace(record, hlo=_outcome_from(json.loads(attributes[_HLO])))
-    return record
+    return _record_from_facts(record_id, json.loads(attributes[_FACTS])) if known is None else known
 
 
 def _callback(data: bytes, platform: str) -> bytes | None:
@@ -196,11 +192,11 @@ def _callback(data: bytes, platform: str) -> bytes | None:
         platform="cpu" if platform == "cpu" else "cuda",
         planner=record.planner,
     )
-    changed, outcome = enforce(data, request)
+    returned, outcome = enforce(data, request)
     if not outcome.status.found and not _leave_to_check(record, outcome):
         raise RuntimeError(InfeasibleBudgetError.from_outcome(outcome).to_text())
     REGISTRY.compiled(record.id, outcome)
-    return changed + _attributes_field({_HLO: json.dumps(_outcome_dict(outcome), sort_keys=True)})
+    return None if returned is data else returned
 
 
 def _leave_to_check(record: Record, outcome: StageOutcome) -> bool:
@@ -281,15 +277,6 @@ def read_attributes(module: bytes) -> dict[str, str]:
     return found
 
 
-def _attributes_field(entries: Mapping[str, str]) -> bytes:
-    """An encoded frontend_attributes field: appended to a module, protobuf merges it with what is there."""
-    body = b"".join(
-        _delimited(1, _delimited(1, name.encode()) + _delimited(2, text.encode()))
-        for name, text in sorted(entries.items())
-    )
-    return _delimited(_MODULE_ATTRIBUTES_FIELD, body)
-
-
 def _fields(data: bytes) -> Iterator[tuple[int, bytes]]:
     """(number, bytes) of the length-delimited fields of a protobuf message; others are skipped."""
     at = 0
@@ -315,16 +302,3 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         if byte < 128:
             return value, at
         shift += 7
-
-
-def _delimited(number: int, body: bytes) -> bytes:
-    return _encode_varint(number << 3 | 2) + _encode_varint(len(body)) + body
-
-
-def _encode_varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 127:
-        out.append(value & 127 | 128)
-        value >>= 7
-    out.append(value)
-    return bytes(out)

@@ -17,7 +17,6 @@ import pytest
 from jax import lax
 
 import coop_jax.lowering
-from coop_jax import autodiff
 from coop_jax.remat import remat
 from passes.jaxpr import compat
 from passes.jaxpr.stage import JaxprRequest, JointResult, plan_joint
@@ -86,13 +85,19 @@ CASES: dict[str, Callable[[Decorate], Any]] = {
     "grad of nothing": lambda d: jax.grad(lambda w: d(many)(w, X)["stopped"].sum())(W),
     "aux": lambda d: jax.jit(jax.value_and_grad(d(with_aux), has_aux=True))(W, X),
     "aux eager": lambda d: jax.value_and_grad(d(with_aux), has_aux=True)(W, X),
-    "gradient of aux, too": lambda d: jax.grad(lambda w: sum(map(jnp.sum, jax.tree.leaves(d(with_aux)(w, X)))))(W),
+    "gradient of aux, too": lambda d: jax.grad(
+        lambda w: sum(map(jnp.sum, jax.tree.leaves(d(with_aux)(w, X))))
+    )(W),
     "keyword arguments": lambda d: jax.grad(lambda w: d(loss)(w, x=X))(W),
     "integers": lambda d: jax.jit(jax.grad(d(indexed)))(W, X, jnp.array([0, 2])),
-    "integers, float0": lambda d: jax.grad(d(indexed), argnums=(0, 1, 2), allow_int=True)(W, X, jnp.array([0, 2]))[:2],
+    "integers, float0": lambda d: jax.grad(d(indexed), argnums=(0, 1, 2), allow_int=True)(
+        W, X, jnp.array([0, 2])
+    )[:2],
     "keys": lambda d: jax.jit(jax.grad(d(random)))(W, X, KEY),
     "closed over": lambda d: jax.jit(jax.grad(lambda w: d(lambda x: loss(w, x))(X)))(W),
-    "constants": lambda d: jax.jit(jax.grad(d(lambda w: loss(w, jax.jit(lambda: jnp.asarray(np.eye(3, 4)))()))))(W),
+    "constants": lambda d: jax.jit(
+        jax.grad(d(lambda w: loss(w, jax.jit(lambda: jnp.asarray(np.eye(3, 4)))())))
+    )(W),
     "jvp": lambda d: jax.jvp(d(loss), (W, X), (V, X)),
     "jvp under jit": lambda d: jax.jit(lambda w, v: jax.jvp(lambda w: d(many)(w, X)["h"], (w,), (v,)))(W, V),
     "linearize": lambda d: jax.linearize(d(loss), W, X)[1](V, X),
@@ -107,10 +112,16 @@ CASES: dict[str, Callable[[Decorate], Any]] = {
     "jacfwd": lambda d: jax.jacfwd(lambda w: d(layer)(w, X))(W),
     "vmap": lambda d: jax.vmap(d(loss), in_axes=(None, 0))(W, X[:, None]),
     "vmap of grad": lambda d: jax.jit(jax.vmap(jax.grad(d(loss)), in_axes=(None, 0)))(W, X[:, None]),
-    "grad of vmap": lambda d: jax.grad(lambda w: jax.vmap(d(loss), in_axes=(None, 0))(w, X[:, None]).sum())(W),
-    "vmap inside": lambda d: jax.jit(jax.grad(d(lambda w: jax.vmap(lambda x: loss(w, x))(X[:, None]).sum())))(W),
+    "grad of vmap": lambda d: jax.grad(lambda w: jax.vmap(d(loss), in_axes=(None, 0))(w, X[:, None]).sum())(
+        W
+    ),
+    "vmap inside": lambda d: jax.jit(jax.grad(d(lambda w: jax.vmap(lambda x: loss(w, x))(X[:, None]).sum())))(
+        W
+    ),
     "vmap of jvp": lambda d: jax.vmap(lambda v: jax.jvp(d(loss), (W, X), (v, X))[1])(jnp.stack([V, W])),
-    "vmap of linearize": lambda d: jax.vmap(lambda v: jax.linearize(lambda w: d(loss)(w, X), W)[1](v))(V[None]),
+    "vmap of linearize": lambda d: jax.vmap(lambda v: jax.linearize(lambda w: d(loss)(w, X), W)[1](v))(
+        V[None]
+    ),
     "named axis": lambda d: jax.vmap(
         jax.grad(d(lambda w, x: loss(w, x - lax.pmean(x, "rows")))), in_axes=(None, 0), axis_name="rows"
     )(W, X[:, None]),
@@ -124,7 +135,9 @@ CASES: dict[str, Callable[[Decorate], Any]] = {
     "checkpoint around, dots saved": lambda d: jax.jit(
         jax.grad(jax.checkpoint(d(loss), policy=jax.checkpoint_policies.dots_saveable))
     )(W, X),
-    "checkpoint inside": lambda d: jax.jit(jax.grad(d(lambda w, x: jax.checkpoint(loss)(w, layer(w, x)))))(W, X),
+    "checkpoint inside": lambda d: jax.jit(jax.grad(d(lambda w, x: jax.checkpoint(loss)(w, layer(w, x)))))(
+        W, X
+    ),
     "custom_vjp inside": lambda d: jax.jit(jax.grad(d(lambda w: scaled(loss(w, X)))))(W),
     "custom_jvp inside": lambda d: jax.grad(d(lambda w: jax.nn.relu(layer(w, X)).sum()))(W),
     "grad inside": lambda d: jax.jit(d(lambda w, x: w - jax.grad(loss)(w, x)))(W, X),

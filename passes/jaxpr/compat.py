@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 from jax._src import (
     api_util,
     compiler,
@@ -20,6 +19,7 @@ from jax._src import (
     dispatch,
     monitoring,
     source_info_util,
+    traceback_util,
     xla_bridge,
 )
 from jax._src import linear_util as lu
@@ -346,12 +346,13 @@ def module_facts(ctx: Any) -> ModuleFacts:
     aliased = []
     for attribute in main.arg_attrs:
         attrs = ir.DictAttr(attribute)
-        alias = attrs["tf.aliasing_output"] if "tf.aliasing_output" in attrs else None
-        aliased.append(None if alias is None else ir.IntegerAttr(alias).value)
+        donated = "tf.aliasing_output" in attrs
+        aliased.append(ir.IntegerAttr(attrs["tf.aliasing_output"]).value if donated else None)
     axis = module.axis_context
     devices = getattr(axis, "device_assignment", None)
     if devices is None:
-        backend = module.get_backend(optional=True)
+        # An absent GPU's backend is known to the module alone; `get_backend` would look for a present one.
+        backend = module.backend or module.get_backend(optional=True)
         devices = () if backend is None else backend.devices()
     return ModuleFacts(
         argument_nbytes=tuple(_type_nbytes(t) for t in kind.inputs),
@@ -401,7 +402,7 @@ def register_error_conversion(convert: Callable[[Exception], Exception | None]) 
 
 
 def on_compiled(listener: Callable[[], None]) -> None:
-    """Call `listener` after every compile, in the thread that asked for it; what it raises fails the compile."""
+    """Call `listener` after every compile, in the thread that asked for it; its errors fail the compile."""
 
     def receive(event: str, *_: Any, **__: Any) -> None:
         if event == dispatch.BACKEND_COMPILE_EVENT:
@@ -413,6 +414,12 @@ def on_compiled(listener: Callable[[], None]) -> None:
 def live_executables() -> list[Any]:
     """Loaded programs of every backend that is in use, newest first within a backend."""
     return [e for backend in xla_bridge.backends().values() for e in backend.live_executables()]
+
+
+def hide_frames(path: str) -> None:
+    """Leave the functions of the file `path` out of the lines that JAX shows as the user's."""
+    source_info_util.register_exclusion(path)
+    traceback_util.register_exclusion(path)
 
 
 def is_present(device: Any) -> bool:

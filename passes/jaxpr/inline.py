@@ -27,7 +27,7 @@ class _Flat:
     eqns: list[Any] = field(default_factory=list)
 
     def walk(self, jaxpr: Any, env: dict[Any, Any], stack: Any) -> None:
-        """Append the equations of `jaxpr`; `env` holds the atoms of its variables, `stack` the names around."""
+        """Append the equations of `jaxpr`; `env` has its variables' atoms, `stack` the names around it."""
         for eqn in jaxpr.eqns:
             names = eqn.source_info.name_stack if stack is None else stack + eqn.source_info.name_stack
             operands = [_read(env, v) for v in eqn.invars]

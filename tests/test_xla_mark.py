@@ -1,0 +1,235 @@
+"""The mark, the callback and the check: who is touched, what is said, and when a compile fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import coop_jax.xla
+from coop_jax import aot, xla
+from coop_jax.errors import BudgetExceededError, InfeasibleBudgetError
+from coop_jax.remat import remat
+from passes.jaxpr import compat
+
+N, LAYERS = 64, 6
+KEY = jax.random.key(0)
+PARAMS = [jax.random.normal(jax.random.fold_in(KEY, i), (N, N)) * 0.2 for i in range(LAYERS)]
+BATCH = jax.random.normal(KEY, (256, N))
+
+
+def loss(params: list[Any], x: Any) -> Any:
+    h = x
+    for w in params:
+        h = jnp.tanh(h @ w) * jax.nn.gelu(h)
+    return jnp.mean(h**2)
+
+
+def step(params: list[Any], x: Any) -> Any:
+    value, gradients = jax.value_and_grad(loss)(params, x)
+    return value, [p - 0.1 * g for p, g in zip(params, gradients, strict=True)]
+
+
+def total_bytes(compiled: Any) -> int:
+    return aot.memory(compiled).total_bytes
+
+
+@pytest.fixture(scope="module")
+def plain_step() -> Any:
+    return jax.jit(step).lower(PARAMS, BATCH).compile()
+
+
+@pytest.fixture(scope="module")
+def plain_grad() -> Any:
+    return jax.jit(jax.value_and_grad(loss)).lower(PARAMS, BATCH).compile()
+
+
+def test_an_unmarked_program_passes_the_callback_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bytes] = []
+    monkeypatch.setattr(coop_jax.xla, "enforce", lambda data, _: seen.append(data))
+    xla.install("cpu")
+    compiled = jax.jit(step).lower(PARAMS, BATCH).compile()
+    assert seen == []
+    assert xla.record_of(compiled) is None
+    assert xla._callback(b"anything", "cpu") is None
+
+
+def test_the_record_tells_what_was_asked_and_done(plain_step: Any) -> None:
+    compiled = jax.jit(remat(step, budget=0.7, planner="cut")).lower(PARAMS, BATCH).compile()
+    record = xla.record_of(compiled)
+    assert record is not None
+    assert record.baseline_total_bytes == total_bytes(plain_step)
+    assert record.baseline_compiled
+    assert record.budget_bytes == int(0.7 * total_bytes(plain_step))
+    assert (record.planner, record.device_name, record.device_present) == ("cut", "cpu", True)
+    assert record.jaxpr is not None
+    assert record.hlo is not None
+    assert record.hlo.budget_bytes == record.budget_bytes
+    assert total_bytes(compiled) <= record.budget_bytes
+
+
+def test_the_baseline_of_a_gradient_is_the_program_that_takes_it(plain_grad: Any) -> None:
+    decorated = remat(loss, budget=0.7)
+    for taken, plain in ((jax.value_and_grad(decorated), plain_grad), (jax.grad(decorated), None)):
+        if plain is None:
+            plain = jax.jit(jax.grad(loss)).lower(PARAMS, BATCH).compile()
+        record = xla.record_of(jax.jit(taken).lower(PARAMS, BATCH).compile())
+        assert record is not None
+        assert record.baseline_compiled
+        assert record.baseline_total_bytes == total_bytes(plain)
+
+
+@pytest.mark.parametrize("share", [0.85, 0.65, 0.5])
+def test_the_budget_holds_and_the_numbers_are_the_same(
+    share: float, plain_step: Any, plain_grad: Any
+) -> None:
+    cases = (
+        (jax.jit(remat(step, budget=share)), plain_step),
+        (jax.jit(jax.value_and_grad(remat(loss, budget=share))), plain_grad),
+    )
+    for jitted, plain in cases:
+        compiled = jitted.lower(PARAMS, BATCH).compile()
+        assert total_bytes(compiled) <= int(share * total_bytes(plain))
+        found, expected = compiled(PARAMS, BATCH), plain(PARAMS, BATCH)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+
+
+def test_recompute_shows_in_the_program_only_under_pressure() -> None:
+    def tanhs(budget: Any) -> int:
+        jaxpr = jax.make_jaxpr(jax.value_and_grad(remat(loss, budget=budget)))(PARAMS, BATCH)
+        return _count(jaxpr.jaxpr, "tanh")
+
+    plain = _count(jax.make_jaxpr(jax.value_and_grad(loss))(PARAMS, BATCH).jaxpr, "tanh")
+    assert tanhs("1TiB") == plain
+    assert tanhs(0.45) > plain
+
+
+def _count(jaxpr: Any, name: str) -> int:
+    inner = sum(_count(j, name) for eqn in jaxpr.eqns for j in compat.inner_jaxprs(eqn))
+    return inner + sum(eqn.primitive.name == name for eqn in jaxpr.eqns)
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_arguments_over_budget_fail_before_xla_is_asked(wrap: Any) -> None:
+    fixed = 4 * (2 * LAYERS * N * N + BATCH.size + 1)
+    with pytest.raises(InfeasibleBudgetError, match="which no plan can remove") as caught:
+        wrap(remat(step, budget=fixed // 2))(PARAMS, BATCH)
+    assert caught.value.budget_bytes == fixed // 2
+    assert caught.value.argument_bytes == 4 * (LAYERS * N * N + BATCH.size)
+    assert caught.value.least_bytes is not None
+    assert caught.value.least_bytes >= fixed
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("taken", [False, True], ids=["step", "grad"])
+def test_an_impossible_budget_raises_the_class_itself(wrap: Any, taken: bool) -> None:
+    fixed = 4 * (2 * LAYERS * N * N + BATCH.size + 1)
+    budget = fixed + 2048 if not taken else 4 * BATCH.size + 4096
+    function = jax.grad(remat(loss, budget=budget)) if taken else remat(step, budget=budget)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        wrap(function)(PARAMS, BATCH)
+    assert caught.value.budget_bytes == budget
+    assert caught.value.least_bytes is not None
+    assert caught.value.least_bytes > budget
+    assert "What would help" in str(caught.value)
+
+
+def test_the_smallest_budget_of_a_program_counts(plain_step: Any) -> None:
+    total = total_bytes(plain_step)
+    large, small = 2 * total, 3 * total
+
+    def both(params: list[Any], x: Any) -> Any:
+        first = remat(loss, budget=small)(params, x)
+        return first + remat(loss, budget=large)(params, x) + remat(loss, budget=small)(params, 2 * x)
+
+    record = xla.record_of(jax.jit(both).lower(PARAMS, BATCH).compile())
+    assert record is not None
+    assert record.budget_bytes == large
+
+
+def test_a_program_over_its_budget_is_refused_after_the_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The enforcing stage is made to promise too much; XLA's own count finds out."""
+    fits = coop_jax.xla.enforce
+
+    def promises(data: bytes, request: Any) -> Any:
+        _, outcome = fits(data, xla.dataclasses.replace(request, budget_bytes=1 << 40))
+        return data, xla.dataclasses.replace(outcome, budget_bytes=request.budget_bytes)
+
+    monkeypatch.setattr(coop_jax.xla, "enforce", promises)
+    monkeypatch.setattr(coop_jax.lowering, "plan_program", lambda jaxpr, r: (jaxpr, _keep(jaxpr, r)))
+    budget = 4 * (2 * LAYERS * N * N + BATCH.size + 1) + 70_000
+    with pytest.raises(BudgetExceededError, match="over its budget") as caught:
+        jax.jit(remat(step, budget=budget))(PARAMS, BATCH)
+    assert caught.value.budget_bytes == budget
+    assert caught.value.compiled_bytes > budget
+
+
+def _keep(jaxpr: Any, request: Any) -> Any:
+    from passes.jaxpr.stage import plan_program
+
+    return plan_program(jaxpr, xla.dataclasses.replace(request, budget_bytes=1 << 40))[1]
+
+
+def test_attributes_are_read_without_parsing_the_module(plain_step: Any) -> None:
+    data = plain_step.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
+    assert xla.read_attributes(data) == {}
+    marked = jax.jit(remat(step, budget="1TiB")).lower(PARAMS, BATCH).compile()
+    data = marked.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
+    assert sorted(xla.read_attributes(data)) == ["coop.facts", "coop.record"]
+
+
+def test_compiles_in_several_threads_keep_their_records_apart() -> None:
+    found: dict[int, Any] = {}
+
+    def compile_one(width: int) -> None:
+        decorated = remat(lambda x: jnp.tanh(x @ x.T).sum(), budget=10**7 + width)
+        found[width] = xla.record_of(jax.jit(decorated).lower(jnp.ones((width, width))).compile())
+
+    threads = [threading.Thread(target=compile_one, args=(w,)) for w in (8, 16, 24, 32)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {w: r.budget_bytes for w, r in found.items()} == {w: 10**7 + w for w in (8, 16, 24, 32)}
+    assert all(r.hlo.budget_bytes == r.budget_bytes for r in found.values())
+
+
+_CACHED = """
+import jax, jax.numpy as jnp
+jax.config.update("jax_compilation_cache_dir", {folder!r})
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
+from coop_jax import xla
+from coop_jax.remat import remat
+def f(w, x):
+    for _ in range(4):
+        x = jnp.tanh(x @ w)
+    return (x**2).sum()
+compiled = jax.jit(jax.grad(remat(f, budget="1GiB"))).lower(jnp.ones((8, 8)), jnp.ones((4, 8))).compile()
+record = xla.record_of(compiled)
+hit = any(h.endswith("/cache_hits") for h in hits)
+print(hit, record.id, record.budget_bytes, record.jaxpr.planned_temp_bytes)
+"""
+
+
+def test_a_program_from_the_compilation_cache_still_has_its_record(tmp_path: Path) -> None:
+    code = _CACHED.format(folder=str(tmp_path))
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)},
+        ).stdout.split()
+        for _ in range(2)
+    ]  # fmt: skip
+    assert [run[0] for run in runs] == ["False", "True"]
+    assert runs[0][1:] == runs[1][1:]
