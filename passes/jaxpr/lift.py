@@ -83,6 +83,7 @@ class _Lift:
 
     def run(self) -> LiftedJaxpr:
         self._index()
+        self.vector_flops = [self._vector_flops(i) for i in range(len(self.jaxpr.eqns))]
         needed = self._needed_in_memory()
         self.kernels = self._reading_kernels(needed)
         for i, eqn in enumerate(self.jaxpr.eqns):
@@ -286,7 +287,7 @@ class _Lift:
         outvars = [v for v in eqn.outvars if not isinstance(v, compat.DropVar)]
         out_bytes = sum(compat.aval_nbytes(v.aval) for v in outvars)
         traffic = sum(self._kernel_reads(eqn).values()) + out_bytes
-        flops, bits = matrix_work([self.jaxpr.eqns[i] for i in body])
+        flops, bits = matrix_work([self.jaxpr.eqns[i] for i in body if self.kinds[i] is Kind.KERNEL])
         opaque = any(self.kinds[i] is Kind.OPAQUE or self.jaxpr.eqns[i].effects for i in body)
         return Op(
             id=op_id,
@@ -297,7 +298,7 @@ class _Lift:
                 nbytes=traffic,
                 matrix_flops=flops,
                 bits=bits,
-                vector_flops=self._vector_flops(body),
+                vector_flops=sum(self.vector_flops[i] for i in body),
             ),
             recomputable=not opaque,
             may_share=self._may_share(root, outvars, buffer_of, leaves),
@@ -316,17 +317,13 @@ class _Lift:
                 reads[leaf] = max(reads.get(leaf, 0), nbytes if limit is None else min(nbytes, limit))
         return reads
 
-    def _vector_flops(self, body: tuple[int, ...]) -> int:
-        flops = 0
-        for i in body:
-            eqn = self.jaxpr.eqns[i]
-            if self.kinds[i] in (Kind.FUSIBLE, Kind.REDUCTION):
-                per_element = 16 if is_expensive(eqn.primitive.name) else 1
-                sizes = [
-                    v.aval.size for v in (*_variables(eqn.invars), *eqn.outvars) if hasattr(v.aval, "size")
-                ]
-                flops += per_element * int(max(sizes, default=0))
-        return flops
+    def _vector_flops(self, i: int) -> int:
+        eqn = self.jaxpr.eqns[i]
+        if self.kinds[i] not in (Kind.FUSIBLE, Kind.REDUCTION):
+            return 0
+        per_element = 16 if is_expensive(eqn.primitive.name) else 1
+        avals = [v.aval for v in (*_variables(eqn.invars), *eqn.outvars)]
+        return per_element * max((int(getattr(a, "size", 0)) for a in avals), default=0)
 
     def _may_share(
         self, root: int, outvars: list[Any], buffer_of: dict[Any, BufferId], leaves: tuple[BufferId, ...]

@@ -26,6 +26,7 @@ from passes.simulate import simulate
 
 RUNG_RATIO = 0.97
 MAX_CANDIDATES = 8
+PATIENCE = 2
 MAX_TIGHTEST = 12
 
 
@@ -217,15 +218,19 @@ def _search(lifted: LiftedJaxpr, as_is: LiftedJaxpr, request: JaxprRequest) -> C
     config = PlannerConfig(planner=request.planner, bound=False)
     best: Candidate | None = None
     rung = _rungs_down(target_bytes / max(peak_bytes, 1))
+    misses = 0
     for _ in range(MAX_CANDIDATES):
         level_bytes = int(peak_bytes * RUNG_RATIO**rung)
         made = plan(lifted.program, level_bytes, config)
         candidate = judge(lifted, made, shared, request.device)
         if best is None or candidate.peak_bytes < best.peak_bytes:
             best = candidate
-        if candidate.peak_bytes <= target_bytes or not made.status.found:
+        if candidate.peak_bytes <= target_bytes:
             break
-        rung += max(1, _rungs_down(target_bytes / candidate.peak_bytes))
+        misses += best is not candidate
+        if misses > PATIENCE:
+            break
+        rung += max(1 + misses, _rungs_down(target_bytes / candidate.peak_bytes))
     assert best is not None, "at least one candidate is judged"
     return best
 

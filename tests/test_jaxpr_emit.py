@@ -1,0 +1,137 @@
+"""Emitting plans: same numbers for any re-runs, recompute that really happens, nothing where none is due."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.extend.core import check_jaxpr
+
+from passes.cost import DEVICES
+from passes.ir import OpId, Program
+from passes.jaxpr import compat
+from passes.jaxpr.emit import EmitConfig, emit, emit_split
+from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.lift import LiftedJaxpr, lift
+from tests.strategies import sequences
+
+
+def loss(w: Any, x: Any, rows: Any) -> Any:
+    h = x[rows]
+    for i in range(3):
+        h = h + jnp.tanh(h @ w[i]) * jax.nn.sigmoid(h @ w[i].T)
+    p = jax.nn.softmax(h, -1)
+    return -jnp.mean(jnp.log(p + 1e-3) * h)
+
+
+def arguments() -> tuple[Any, ...]:
+    key = jax.random.key(0)
+    w = 0.3 * jax.random.normal(key, (3, 8, 8))
+    x = jax.random.normal(jax.random.fold_in(key, 1), (6, 8))
+    return w, x, jnp.array([0, 3, 5, 3])
+
+
+def traced() -> LiftedJaxpr:
+    closed = inline_calls(jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1)))(*arguments()))
+    jaxpr, consts = compat.open_jaxpr(closed)
+    assert not consts
+    return lift(compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars)), DEVICES["cpu"], store_expensive=False)
+
+
+LIFTED = traced()
+IDENTITY = tuple(op.id for op in LIFTED.program.ops)
+
+
+def run(jaxpr: Any, values: Any) -> list[np.ndarray]:
+    return [np.asarray(v) for v in compat.evaluate(compat.close_jaxpr(jaxpr, []), values)]
+
+
+def counted(jaxpr: Any) -> Counter[str]:
+    return Counter(eqn.primitive.name for eqn in jaxpr.eqns)
+
+
+def rerun_slots(program: Program) -> tuple[OpId, ...]:
+    """Every dot of the first half again, just before the last third."""
+    cut = 2 * len(program.ops) // 3
+    again = [op.id for op in program.ops[: cut // 2] if op.name == "dot_general"]
+    return (*IDENTITY[:cut], *again, *IDENTITY[cut:])
+
+
+def test_plan_without_reruns_is_the_program_itself():
+    emitted = emit(LIFTED, IDENTITY, EmitConfig())
+    check_jaxpr(emitted)
+    assert counted(emitted) == counted(LIFTED.jaxpr)
+
+
+def test_reruns_are_written_behind_one_barrier():
+    steps = rerun_slots(LIFTED.program)
+    emitted = emit(LIFTED, steps, EmitConfig())
+    check_jaxpr(emitted)
+    counts = counted(emitted)
+    assert counts["optimization_barrier"] == 1
+    assert counts["dot_general"] == counted(LIFTED.jaxpr)["dot_general"] + len(steps) - len(IDENTITY)
+
+
+def test_later_readers_read_the_trigger_from_the_barrier():
+    emitted = emit(LIFTED, rerun_slots(LIFTED.program), EmitConfig())
+    at = next(i for i, eqn in enumerate(emitted.eqns) if eqn.primitive.name == "optimization_barrier")
+    hidden = set(emitted.eqns[at].invars)
+    later = {v for eqn in emitted.eqns[at + 1 :] for v in eqn.invars if not isinstance(v, compat.Literal)}
+    assert not hidden & later
+    assert set(emitted.eqns[at].outvars) & later
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_reruns_give_the_same_numbers(data: st.DataObject):
+    steps = data.draw(sequences(LIFTED.program))
+    shared = frozenset(i for body in LIFTED.bodies for i in body[:-1])
+    config = EmitConfig(
+        shared=data.draw(st.sampled_from([frozenset(), shared])), reach=data.draw(st.integers(0, 9))
+    )
+    values = jax.tree.leaves(arguments())
+    emitted = emit(LIFTED, steps, config)
+    check_jaxpr(emitted)
+    for found, expected in zip(run(emitted, values), run(LIFTED.jaxpr, values), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+@given(st.data())
+@settings(max_examples=20, deadline=None)
+def test_halves_of_a_split_make_the_whole(data: st.DataObject):
+    steps = data.draw(sequences(LIFTED.program))
+    values = jax.tree.leaves(arguments())
+    split = emit_split(LIFTED, steps, EmitConfig(), n_arguments=len(values), n_forward_results=1)
+    check_jaxpr(split.forward)
+    check_jaxpr(split.backward)
+    first = run(split.forward, values)
+    assert len(first) == 1 + split.n_saved
+    found = [first[0], *run(split.backward, first[1:])]
+    for one, expected in zip(found, run(LIFTED.jaxpr, values), strict=True):
+        np.testing.assert_array_equal(one, expected)
+
+
+def test_effects_happen_once():
+    seen: list[float] = []
+
+    def noisy(x: Any) -> Any:
+        y = jnp.sin(x @ x)
+        jax.debug.callback(lambda v: seen.append(float(v)), y[0, 0], ordered=True)
+        return (jnp.cos(y @ x) @ y).sum()
+
+    x = jnp.eye(4)
+    jaxpr, _ = compat.open_jaxpr(inline_calls(jax.make_jaxpr(noisy)(x)))
+    lifted = lift(jaxpr, DEVICES["cpu"], store_expensive=False)
+    ops = lifted.program.ops
+    again = [op.id for op in ops[:-1] if op.recomputable]
+    emitted = emit(lifted, (*(op.id for op in ops[:-1]), *again, ops[-1].id), EmitConfig())
+    (found,) = run(emitted, [x])
+    jax.effects_barrier()
+    np.testing.assert_allclose(found, noisy(x), rtol=1e-6)
+    jax.effects_barrier()
+    assert len(seen) == 2, "once in the emitted program, once in the plain one"

@@ -1,0 +1,135 @@
+"""The jaxpr lift: what is stored, what is computed inside its readers, and what may run again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from passes.cost import DEVICES
+from passes.jaxpr import compat
+from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.lift import LiftedJaxpr, lift
+from passes.simulate import simulate
+
+WIDE = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+NBYTES = 64 * 64 * 4
+
+
+def lifted(function: Callable[..., Any], *specs: Any, store_expensive: bool = False) -> LiftedJaxpr:
+    closed = inline_calls(jax.make_jaxpr(function)(*specs))
+    jaxpr, _ = compat.open_jaxpr(closed)
+    jaxpr = compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return lift(jaxpr, DEVICES["h200"], store_expensive=store_expensive)
+
+
+def names(lift: LiftedJaxpr) -> list[str]:
+    return [op.name for op in lift.program.ops]
+
+
+def stored_bytes(lift: LiftedJaxpr) -> int:
+    return sum(buffer.nbytes for buffer in lift.program.buffers)
+
+
+def test_elementwise_chain_is_computed_inside_the_reduction_that_reads_it():
+    found = lifted(lambda x: jnp.sum(jnp.abs(x * 2.0 + 1.0) - x), WIDE)
+    assert names(found) == ["reduce_sum"]
+    assert stored_bytes(found) == 0, "its result is the program's"
+
+
+def test_operands_of_a_dot_are_stored():
+    found = lifted(lambda x, y: jnp.sum((x + 1.0) @ (y * 2.0)), WIDE, WIDE)
+    assert sorted(names(found)) == ["add", "dot_general", "mul", "reduce_sum"]
+    assert stored_bytes(found) == 3 * NBYTES
+
+
+def test_views_of_stored_values_have_no_bytes():
+    found = lifted(lambda x: jnp.sum((x @ x).T.reshape(32, 128) @ jnp.ones((128, 1))), WIDE)
+    assert "transpose" not in names(found)
+    assert "reshape" not in names(found)
+
+
+def test_expensive_values_of_several_kernels_are_stored_only_as_xla_does_by_itself():
+    def twice(x: Any) -> Any:
+        y = jnp.exp(x @ x)
+        return y.sum(0) @ (y / y.sum(1, keepdims=True))
+
+    assert "exp" in names(lifted(twice, WIDE, store_expensive=True))
+    assert "exp" not in names(lifted(twice, WIDE, store_expensive=False))
+
+
+def test_sum_of_many_values_does_not_keep_them_all():
+    def added(x: Any) -> Any:
+        total = x @ x
+        for i in range(8):
+            total = total + jnp.full((64, 64), float(i)) @ x
+        return jnp.sum(total)
+
+    program = lifted(added, WIDE).program
+    peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
+    assert peak_bytes <= 5 * NBYTES
+
+
+def test_wide_accumulator_is_stored_as_its_reader_narrows_it():
+    def narrow(x: Any) -> Any:
+        return jnp.dot(x, x, preferred_element_type=jnp.float32).astype(jnp.bfloat16)
+
+    found = lifted(lambda x: jnp.sum(narrow(x) @ x), jax.ShapeDtypeStruct((64, 64), jnp.bfloat16))
+    assert stored_bytes(found) == 2 * NBYTES // 2
+
+
+def test_slice_reads_only_what_it_returns():
+    whole = lifted(lambda x: (x @ x) @ x, WIDE).program.ops[-1].cost_ns
+    found = lifted(lambda x: jnp.sum((x @ x)[:1] * 2.0), jax.ShapeDtypeStruct((4096, 4096), jnp.float32))
+    assert names(found)[-1] == "reduce_sum"
+    assert found.program.ops[-1].cost_ns < 3 * whole
+
+
+def test_unknown_primitives_and_effects_never_run_again():
+    def printed(x: Any) -> Any:
+        jax.debug.print("{}", x[0, 0])
+        y = jax.pure_callback(lambda v: v, WIDE, x @ x)
+        return y @ y
+
+    ops = {op.name: op.recomputable for op in lifted(printed, WIDE).program.ops}
+    assert ops["dot_general"]
+    assert not ops["pure_callback"]
+    assert not any(flag for name, flag in ops.items() if name.startswith("debug"))
+
+
+def test_pure_control_flow_is_one_kernel_with_its_inner_peak():
+    def looped(x: Any) -> Any:
+        return lax.fori_loop(0, 3, lambda _, c: jnp.tanh(c @ c) @ c, x).sum()
+
+    op = next(op for op in lifted(looped, WIDE).program.ops if op.name in ("while", "scan"))
+    assert op.recomputable
+    assert op.workspace_bytes >= NBYTES
+
+
+def test_control_flow_with_effects_never_runs_again():
+    def looped(x: Any) -> Any:
+        def body(_: Any, c: Any) -> Any:
+            jax.debug.print("{}", c[0, 0])
+            return c @ c
+
+        return lax.fori_loop(0, 3, body, x).sum()
+
+    assert not any(op.recomputable for op in lifted(looped, WIDE).program.ops if op.name in ("while", "scan"))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32])
+def test_bytes_are_those_of_the_type(dtype: Any):
+    found = lifted(lambda x: (x @ x) @ x, jax.ShapeDtypeStruct((8, 8), dtype))
+    assert stored_bytes(found) == 64 * jnp.dtype(dtype).itemsize
+
+
+def test_key_arrays_are_lifted():
+    def random(key: Any, x: Any) -> Any:
+        return jnp.sum(jax.random.normal(key, (64, 64)) * (x @ x))
+
+    program = lifted(random, jax.eval_shape(jax.random.key, 0), WIDE).program
+    assert all(op.recomputable for op in program.ops)
