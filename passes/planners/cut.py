@@ -2,17 +2,20 @@
 
 Staged: the peak goes down to the budget through a few geometric levels, with a reverse delete at each.
 Invariant: every state on the way is a valid sequence of steps, so the lowest one is always at hand.
-It does not search: a plan that two peaks keep spoiling for each other is given up by the cycle guard.
+Where two peaks keep spoiling each other's cuts, the reserve grows until the cycle breaks, or patience ends.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from passes.liveness import Graph
 from passes.planners.flow import cheapest_within, missing_runs, moment_at
 from passes.planners.schedule import Schedule, prune, reverse_delete
+
+BEND_RATIO = 0.02
 
 
 @dataclass(slots=True)
@@ -45,6 +48,30 @@ class Descent:
     offsets: tuple[tuple[int, ...], ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Style:
+    """How a descent cuts.
+
+    Attributes:
+        stages: through how many geometric levels it goes.
+        reserve_ratio: share of the level left free at every cut, for the re-runs' own needs.
+        tilt_ratio: see `passes.planners.flow.moment_at`.
+        patience: after how many cuts in a row that did not lower the peak it gives up.
+    """
+
+    stages: int = 1
+    reserve_ratio: float = 0.0
+    tilt_ratio: float = 0.0
+    patience: int = 12
+
+    def bent(self, stale: int) -> Style:
+        """The style after `stale` cuts in vain: more reserve, so that the same state is cut differently."""
+        return dataclasses.replace(self, reserve_ratio=self.reserve_ratio + BEND_RATIO * stale)
+
+
+PLAIN = Style()
+
+
 def of_schedule(schedule: Schedule) -> Descent:
     """What a schedule is now."""
     return Descent(steps=tuple(schedule.compact()), peak_bytes=schedule.peak_bytes, cost_ns=schedule.cost_ns)
@@ -60,10 +87,11 @@ def insert(steps: Sequence[int], position_ops: dict[int, list[int]]) -> list[int
     return result
 
 
-def cut_once(schedule: Schedule, level_bytes: int, reserve_bytes: int, work: Work) -> list[int] | None:
+def cut_once(schedule: Schedule, level_bytes: int, style: Style, work: Work) -> list[int] | None:
     """Cut at the peak so that it fits `level_bytes`; the new sequence, None if nothing can be evicted."""
     position = schedule.peak_position
-    moment = moment_at(schedule, position)
+    moment = moment_at(schedule, position, tilt_ratio=style.tilt_ratio)
+    reserve_bytes = int(style.reserve_ratio * level_bytes)
     if not moment.demanded:
         return None
     capacity_bytes = level_bytes - reserve_bytes - moment.forced_bytes
@@ -76,24 +104,20 @@ def cut_once(schedule: Schedule, level_bytes: int, reserve_bytes: int, work: Wor
 
 
 def lower_to(
-    graph: Graph, steps: Sequence[int], level_bytes: int, reserve_bytes: int, work: Work, patience: int = 12
+    graph: Graph, steps: Sequence[int], level_bytes: int, work: Work, style: Style = PLAIN
 ) -> Descent:
-    """Cut at the peak until it fits, or until the peak has not gone down for `patience` cuts."""
+    """Cut at the peak until it fits, or until the peak has not gone down for `style.patience` cuts."""
     schedule = Schedule(graph, steps)
     best = of_schedule(schedule)
-    seen: set[tuple[int, ...]] = {best.steps}
     stale = 0
-    while schedule.peak_bytes > level_bytes and stale < patience and work.left:
-        found = cut_once(schedule, level_bytes, reserve_bytes, work)
+    while schedule.peak_bytes > level_bytes and stale < style.patience and work.left:
+        found = cut_once(schedule, level_bytes, style.bent(stale), work)
         if found is None:
             break
         schedule = Schedule(graph, found)
         work.done += 8 * len(found)
         prune(schedule)
         now = of_schedule(schedule)
-        if now.steps in seen:
-            break
-        seen.add(now.steps)
         schedule = Schedule(graph, now.steps) if len(now.steps) < len(schedule.steps) else schedule
         stale = 0 if now.peak_bytes < best.peak_bytes else stale + 1
         if now.peak_bytes < best.peak_bytes:
@@ -106,31 +130,17 @@ def lower_to(
     return best
 
 
-def descend(
-    graph: Graph,
-    start: Descent,
-    budget_bytes: int,
-    work: Work,
-    *,
-    stages: int = 1,
-    reserve_ratio: float = 0.0,
-) -> Descent:
-    """Lower the peak to the budget through `stages` geometric levels."""
+def descend(graph: Graph, start: Descent, budget_bytes: int, work: Work, style: Style = PLAIN) -> Descent:
+    """Lower the peak to the budget through the style's geometric levels."""
     best = start
-    for stage in range(1, stages + 1):
-        if start.peak_bytes <= 0 or budget_bytes <= 0:
-            level_bytes = budget_bytes
-        else:
-            level_bytes = int(start.peak_bytes * (budget_bytes / start.peak_bytes) ** (stage / stages))
-        if stage == stages:
-            level_bytes = budget_bytes
-        if best.peak_bytes <= level_bytes:
-            continue
-        found = lower_to(graph, best.steps, level_bytes, int(reserve_ratio * level_bytes), work)
-        if found.peak_bytes < best.peak_bytes:
-            best = found
-        elif stage == stages:
-            break
+    for stage in range(1, style.stages + 1):
+        level_bytes = budget_bytes
+        if stage < style.stages and budget_bytes > 0:
+            ratio = budget_bytes / start.peak_bytes
+            level_bytes = int(start.peak_bytes * ratio ** (stage / style.stages))
+        if best.peak_bytes > level_bytes:
+            found = lower_to(graph, best.steps, level_bytes, work, style)
+            best = found if found.peak_bytes < best.peak_bytes else best
     return best
 
 
@@ -139,7 +149,7 @@ def deepen(graph: Graph, best: Descent, budget_bytes: int, work: Work) -> Descen
     step_ratio = 0.03
     while best.peak_bytes > budget_bytes and step_ratio > 0.001 and work.left:
         level_bytes = max(budget_bytes, int(best.peak_bytes * (1 - step_ratio)))
-        found = lower_to(graph, best.steps, level_bytes, 0, work)
+        found = lower_to(graph, best.steps, level_bytes, work)
         if found.peak_bytes < best.peak_bytes:
             best = found
         if found.peak_bytes > level_bytes:

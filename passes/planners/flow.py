@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from ortools.graph.python import max_flow  # type: ignore[import-untyped]
 
-from passes.liveness import IntArray
+from passes.liveness import Graph, IntArray
 from passes.planners.schedule import Schedule
 
 SCALE = 10**12
 INFINITE = 4 * SCALE
 SOURCE, SINK = 0, 1
+COST_UNITS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +34,12 @@ class Choice:
 
     Attributes:
         kept_bytes: bytes kept across the moment, besides what it needs itself.
-        cost_ns: cost of running `ops` once each.
+        cost: cost of running `ops` once each, tilted, in 1/`COST_UNITS` ns.
         ops: ops to run again, ascending.
     """
 
     kept_bytes: int
-    cost_ns: int
+    cost: int
     ops: tuple[int, ...]
 
 
@@ -50,33 +51,39 @@ class Moment:
         forced_bytes: what is alive whatever is chosen.
         demanded: buffers across the moment that may be run again, with the position of their next use.
         ops: candidates for re-runs; node of `ops[k]` is `2 + k`.
-        free_ops: how many of them cost nothing; the cut counts 1 ns for each so that it avoids them.
+        reads: (candidate, buffer) pairs where the buffer must be kept or made again for the candidate.
+        free_ops: how many of them cost nothing; the cut counts one unit for each so that it avoids them.
     """
 
     forced_bytes: int
     demanded: dict[int, int]
     ops: list[int] = field(default_factory=list)
+    reads: list[tuple[int, int]] = field(default_factory=list)
     tails: list[int] = field(default_factory=list)
     heads: list[int] = field(default_factory=list)
     arc_bytes: list[int] = field(default_factory=list)
-    arc_cost_ns: list[int] = field(default_factory=list)
+    arc_cost: list[int] = field(default_factory=list)
     n_nodes: int = 2
     free_ops: int = 0
 
-    def arc(self, tail: int, head: int, nbytes: int, cost_ns: int) -> None:
-        """Add an arc; both weights zero means infinite."""
+    def arc(self, tail: int, head: int, nbytes: int, cost: int) -> None:
+        """Add an arc; both weights zero means infinite. `cost` is in 1/`COST_UNITS` ns."""
         self.tails.append(tail)
         self.heads.append(head)
         self.arc_bytes.append(nbytes)
-        self.arc_cost_ns.append(cost_ns)
+        self.arc_cost.append(cost)
 
 
-def moment_at(schedule: Schedule, position: int, slot: int | None = None) -> Moment:
+def moment_at(
+    schedule: Schedule, position: int, *, slot: int | None = None, tilt_ratio: float = 0.0
+) -> Moment:
     """The cut problem at `position`; O(buffers + ops that might be run again).
 
     Args:
         slot: ask whether an op may be run again in this slot, instead of in that of its next use; the
             bounds ask for the earliest one.
+        tilt_ratio: how much dearer the last op counts than it is; a little of it makes equal layers
+            flip one after the other instead of all at once.
     """
     graph = schedule.graph
     op_now = schedule.steps[position]
@@ -95,7 +102,8 @@ def moment_at(schedule: Schedule, position: int, slot: int | None = None) -> Mom
             moment.demanded[b] = need
             moment.forced_bytes -= graph.nbytes[b]
             needs[producer] = min(need, needs.get(producer, need))
-    _add_arcs(schedule, position, moment, needs, slot)
+    _add_candidates(schedule, position, moment, needs, slot)
+    _add_arcs(schedule.graph, moment, tilt_ratio)
     return moment
 
 
@@ -124,53 +132,44 @@ def runs_between(schedule: Schedule, buffer: int, after: int, before: int) -> bo
     return k >= 0 and starts[k] > after
 
 
-def _add_arcs(
+def _add_candidates(
     schedule: Schedule, position: int, moment: Moment, needs: dict[int, int], slot: int | None
 ) -> None:
     """Grow the candidates downwards from the demanded buffers; `needs` is when each op is needed."""
     graph = schedule.graph
     free = _free_here(schedule, position, all_of_them=slot is not None)
-    node: dict[int, int] = {}
-    reads: list[tuple[int, int]] = []
     queue = [-op for op in needs]
     heapq.heapify(queue)
     while queue:
         op = -heapq.heappop(queue)
-        node[op] = 2 + len(moment.ops)
         moment.ops.append(op)
         for b in graph.inputs[op]:
-            if b in moment.demanded:
-                producer = graph.producer[b]
-            elif b in free or not graph.nbytes[b] or runs_between(schedule, b, position, needs[op]):
-                continue
-            else:
-                reads.append((op, b))
-                producer = graph.producer[b]
-            if producer >= 0 and _can_rerun(schedule, producer, needs[op], slot):
+            if b not in moment.demanded:
+                if b in free or not graph.nbytes[b] or runs_between(schedule, b, position, needs[op]):
+                    continue
+                moment.reads.append((op, b))
+            producer = graph.producer[b]
+            if _can_rerun(schedule, producer, needs[op], slot):
                 if producer not in needs:
                     heapq.heappush(queue, -producer)
                 needs[producer] = min(needs[op], needs.get(producer, needs[op]))
+
+
+def _add_arcs(graph: Graph, moment: Moment, tilt_ratio: float) -> None:
+    node = {op: 2 + k for k, op in enumerate(moment.ops)}
     moment.n_nodes = 2 + len(moment.ops)
     for b in moment.demanded:
         moment.arc(SOURCE, node[graph.producer[b]], graph.nbytes[b], 0)
     for op in moment.ops:
-        moment.arc(node[op], SINK, 0, max(1, graph.cost_ns[op]))
-        moment.free_ops += not graph.cost_ns[op]
-    _add_reads(schedule, moment, node, reads)
-
-
-def _add_reads(
-    schedule: Schedule, moment: Moment, node: dict[int, int], reads: list[tuple[int, int]]
-) -> None:
-    """One node for every buffer that must be kept or made again for the sake of a re-run."""
-    graph = schedule.graph
+        weight = round(graph.cost_ns[op] * COST_UNITS * (1 + tilt_ratio * op / len(graph.cost_ns)))
+        moment.arc(node[op], SINK, 0, max(1, weight))
+        moment.free_ops += not weight
     of_buffer: dict[int, int] = {}
-    for op, b in reads:
+    for op, b in moment.reads:
         if b not in of_buffer:
             of_buffer[b] = moment.n_nodes
             moment.n_nodes += 1
-            head = node.get(graph.producer[b], SINK)
-            moment.arc(of_buffer[b], head, graph.nbytes[b], 0)
+            moment.arc(of_buffer[b], node.get(graph.producer[b], SINK), graph.nbytes[b], 0)
         moment.arc(node[op], of_buffer[b], 0, 0)
 
 
@@ -180,7 +179,7 @@ class Cutter:
     def __init__(self, moment: Moment) -> None:
         self.moment = moment
         self._bytes: IntArray = np.asarray(moment.arc_bytes, dtype=np.int64)
-        self._cost: IntArray = np.asarray(moment.arc_cost_ns, dtype=np.int64)
+        self._cost: IntArray = np.asarray(moment.arc_cost, dtype=np.int64)
         self._infinite = (self._bytes == 0) & (self._cost == 0)
         self._heads = np.asarray(moment.heads, dtype=np.int32)
         self._tails = np.asarray(moment.tails, dtype=np.int32)
@@ -195,7 +194,7 @@ class Cutter:
     def keep_all(self) -> Choice:
         """Keep everything, run nothing again."""
         kept = sum(self._bytes[k] for k, tail in enumerate(self.moment.tails) if tail == SOURCE)
-        return Choice(kept_bytes=int(kept), cost_ns=0, ops=())
+        return Choice(kept_bytes=int(kept), cost=0, ops=())
 
     def least_bytes(self) -> Choice:
         """The cheapest choice among those that keep the fewest bytes, but for rounding."""
@@ -207,7 +206,7 @@ class Cutter:
         return 2 * len(self._tails) * total / SCALE
 
     def solve(self, byte_weight: float, cost_weight: float) -> Choice:
-        """The choice that minimizes `byte_weight * kept_bytes + cost_weight * cost_ns`."""
+        """The choice that minimizes `byte_weight * kept_bytes + cost_weight * cost`."""
         total = byte_weight * self._bytes_sum + cost_weight * self._cost_sum
         capacity = (self._bytes * (byte_weight * SCALE / total)).astype(np.int64)
         capacity += np.ceil(self._cost * (cost_weight * SCALE / total)).astype(np.int64)
@@ -221,7 +220,7 @@ class Cutter:
         crossing = side[self._tails] & ~side[self._heads]
         return Choice(
             kept_bytes=int(self._bytes[crossing].sum()),
-            cost_ns=int(self._cost[crossing].sum()),
+            cost=int(self._cost[crossing].sum()),
             ops=tuple(sorted(op for k, op in enumerate(self.moment.ops) if side[2 + k])),
         )
 
@@ -246,29 +245,28 @@ def cheapest_within(moment: Moment, capacity_bytes: int, max_flows: int = 24) ->
     cutter = Cutter(moment)
     above = cutter.keep_all()
     if above.kept_bytes <= capacity_bytes or not moment.demanded:
-        bound = 0.0 if above.kept_bytes <= capacity_bytes else None
-        return Hull(fits=above, bound_ns=bound, flows=0)
+        return Hull(fits=above, bound_ns=0.0 if above.kept_bytes <= capacity_bytes else None, flows=0)
     below = cutter.least_bytes()
     if below.kept_bytes > capacity_bytes:
         return Hull(fits=below, bound_ns=None, flows=cutter.solved)
-    bound_ns = 0.0
+    bound = 0.0
     while cutter.solved < max_flows:
-        byte_weight = below.cost_ns - above.cost_ns
+        byte_weight = below.cost - above.cost
         cost_weight = above.kept_bytes - below.kept_bytes
         if byte_weight <= 0:
             break
         middle = cutter.solve(float(byte_weight), float(cost_weight))
-        line = byte_weight * below.kept_bytes + cost_weight * below.cost_ns
-        value = byte_weight * middle.kept_bytes + cost_weight * middle.cost_ns
+        line = byte_weight * below.kept_bytes + cost_weight * below.cost
+        value = byte_weight * middle.kept_bytes + cost_weight * middle.cost
         slack = cutter.rounding(byte_weight, cost_weight)
-        bound_ns = max(bound_ns, (value - slack - byte_weight * capacity_bytes) / cost_weight)
+        bound = max(bound, (value - slack - byte_weight * capacity_bytes) / cost_weight)
         if value >= line * (1 - 1e-9):
             break
         if middle.kept_bytes <= capacity_bytes:
             below = middle
         else:
             above = middle
-    return Hull(fits=below, bound_ns=max(0.0, bound_ns - moment.free_ops), flows=cutter.solved)
+    return Hull(fits=below, bound_ns=max(0.0, bound - moment.free_ops) / COST_UNITS, flows=cutter.solved)
 
 
 def missing_runs(

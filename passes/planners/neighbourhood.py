@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 
 from passes.liveness import Graph
-from passes.planners.cut import Descent, Work, lower_to, rank
+from passes.planners.cut import Descent, Style, Work, lower_to, rank
 from passes.planners.schedule import HOLE, Schedule, prune
 
 LARGEST_DROP = 30
@@ -33,12 +33,14 @@ def improve(
             if schedule.steps[position] != HOLE:
                 schedule.try_delete(position, schedule.graph.argument_bytes + (1 << 62))
         prune(schedule)
-        step_ratio = random_number.choice((0.0, 0.0, 0.02, 0.06))
-        level_bytes = max(budget_bytes, int(current.peak_bytes * (1 - step_ratio)) - 1)
-        over = current.peak_bytes > budget_bytes
-        level_bytes = level_bytes if over else budget_bytes
-        reserve_bytes = 0 if over else int(budget_bytes * step_ratio)
-        found = lower_to(graph, schedule.compact(), level_bytes, reserve_bytes, work)
+        style = Style(
+            reserve_ratio=random_number.choice((0.0, 0.0, 0.02, 0.06)),
+            tilt_ratio=random_number.choice((0.0, 0.1, -0.1)),
+        )
+        level_bytes = budget_bytes
+        if current.peak_bytes > budget_bytes:
+            level_bytes = max(budget_bytes, int(current.peak_bytes * (1 - style.reserve_ratio)) - 1)
+        found = lower_to(graph, schedule.compact(), level_bytes, work, style)
         if rank(found, budget_bytes) <= rank(current, budget_bytes):
             current = found
         best = min(best, current, key=lambda d: rank(d, budget_bytes))

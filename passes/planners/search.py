@@ -15,15 +15,28 @@ from passes.liveness import Graph
 from passes.offsets.best_fit import place_graph
 from passes.planners.bounds import Bound, forced_bytes, last_needs
 from passes.planners.config import PlannerConfig
-from passes.planners.cut import Descent, Work, deepen, descend, lower_to, of_schedule, rank
+from passes.planners.cut import Descent, Style, Work, deepen, descend, lower_to, of_schedule, rank
 from passes.planners.neighbourhood import improve
 from passes.planners.schedule import Schedule, reverse_delete
 from passes.planners.window import Walked, walk
 
 PORTFOLIO = (
-    (1, 0.0), (4, 0.0), (1, 0.06), (2, 0.0), (1, 0.1), (3, 0.0), (6, 0.0), (4, 0.1), (8, 0.0), (1, 0.2),
-)  # fmt: skip
-
+    Style(tilt_ratio=0.1),
+    Style(stages=3, tilt_ratio=0.1),
+    Style(reserve_ratio=0.06),
+    Style(tilt_ratio=-0.3),
+    Style(stages=4),
+    Style(reserve_ratio=0.1),
+    Style(stages=2),
+    Style(stages=12, tilt_ratio=0.1),
+    Style(stages=6),
+    Style(stages=4, reserve_ratio=0.1),
+    Style(reserve_ratio=0.2),
+)
+DEEP_STYLES = (Style(stages=3, tilt_ratio=0.1), Style(stages=12, tilt_ratio=0.1))
+DEEP_RATIO = 0.3
+FIRST_LIMITS = 4
+LEAST_PEAK_EFFORT = 3.0
 WINDOW_EXPONENTS = (0.0, 1.0, 0.5)
 WINDOW_EXCESS = (1.0, 1.06, 1.2, 1.5)
 WINDOW_UNITS_PER_OP = 1000
@@ -39,7 +52,7 @@ class Search:
         self.working_set_bytes = max(
             forced_bytes(self.graph, last_needs(self.graph)), default=self.graph.argument_bytes
         )
-        self.share = 1
+        self.effort = 1.0
         self._bound: Bound | None = None
 
     def bound_ratio(self, budget_bytes: int) -> float:
@@ -52,7 +65,7 @@ class Search:
 
     def work(self) -> Work:
         """A fresh clock."""
-        return Work(self.config.units(len(self.graph.cost_ns)) // self.share)
+        return Work(int(self.config.units(len(self.graph.cost_ns)) * self.effort))
 
     def relax(self, found: Descent, budget_bytes: int) -> Descent:
         """A sequence after reverse delete to a larger budget."""
@@ -112,16 +125,19 @@ class Search:
         work = self.work()
         target_bytes = max(budget_bytes, self.working_set_bytes)
         if self.start.peak_bytes > best.peak_bytes > target_bytes:
-            found = lower_to(self.graph, best.steps, target_bytes, 0, work)
+            found = lower_to(self.graph, best.steps, target_bytes, work)
             best = min(best, found, key=lambda d: rank(d, target_bytes))
-        for stages, reserve_ratio in PORTFOLIO:
-            found = descend(
-                self.graph, self.start, target_bytes, work, stages=stages, reserve_ratio=reserve_ratio
-            )
-            best = min(best, found, key=lambda d: rank(d, target_bytes))
-            if not work.left:
+        deep = target_bytes < DEEP_RATIO * self.start.peak_bytes
+        for k, style in enumerate((*DEEP_STYLES, *PORTFOLIO) if deep else PORTFOLIO):
+            if k and not work.left:
                 break
-        best = deepen(self.graph, best, target_bytes, work)
+            part = Work(FIRST_LIMITS * work.limit if k == 0 else work.limit // 3)
+            found = descend(self.graph, self.start, target_bytes, part, style)
+            best = min(best, found, key=lambda d: rank(d, target_bytes))
+            work.done += part.done
+        if best.peak_bytes > target_bytes:
+            work = self.work()
+            best = deepen(self.graph, best, target_bytes, work)
         floor_ns = self.start.cost_ns * (1 + self.bound_ratio(budget_bytes))
         return improve(self.graph, best, target_bytes, int(floor_ns), work)
 
@@ -171,6 +187,7 @@ def least_peak(program: Program, config: PlannerConfig | None = None) -> Plan:
     """
     begin = time.perf_counter()
     search = Search(program, config or PlannerConfig())
+    search.effort = LEAST_PEAK_EFFORT
     found = search.best(search.working_set_bytes)
     made = search.plan(found, found.peak_bytes, 0.0, search.config.planner)
     proved = found.peak_bytes == search.working_set_bytes
@@ -187,7 +204,7 @@ def frontier(
     begin = time.perf_counter()
     search = Search(program, config or PlannerConfig())
     levels = sorted(set(budgets_bytes))
-    search.share = max(1, len(levels) // 2)
+    search.effort = 2.0 / max(2, len(levels))
     found: dict[int, Descent] = {}
     known: tuple[Descent, ...] = ()
     for budget_bytes in reversed(levels):

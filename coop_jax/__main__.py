@@ -1,0 +1,9 @@
+"""`python -m coop_jax` is the command line."""
+
+from __future__ import annotations
+
+import sys
+
+from coop_jax.cli import main
+
+sys.exit(main())

@@ -1,0 +1,136 @@
+"""The command line: `coop solve PROGRAM.json --budget ...` plans a program on its own, without XLA.
+
+Exit codes: 0 a plan was found, 1 no plan within the budget is known, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from coop_jax.budget import parse_bytes
+from coop_jax.text import format_bytes
+from passes.ir import Plan, Program
+from passes.offsets.best_fit import place
+from passes.planners import PlannerConfig, plan
+from passes.planners.config import PLANNERS
+from passes.simulate import simulate
+from passes.validate import validate
+
+UNITS_PER_SECOND = 1_000_000
+FRACTION = re.compile(r"[01]?\.\d+|[01]\.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return _solve(arguments)
+    except (OSError, ValueError) as error:
+        text = " ".join(str(error).split())
+        sys.stderr.write(f"coop solve: {text}\n")
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="coop", description="Rematerialization planning.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    solve = commands.add_parser("solve", help="plan a program for a byte budget")
+    solve.add_argument("program", type=Path, metavar="PROGRAM.json", help="in the coop-program/1 format")
+    solve.add_argument(
+        "--budget",
+        required=True,
+        help='bytes, such as 1048576 or "8GiB", or a fraction of the live peak, such as 0.8',
+    )
+    solve.add_argument("--planner", default="auto", choices=PLANNERS)
+    solve.add_argument(
+        "--time-limit",
+        type=float,
+        metavar="S",
+        help="about how many seconds to search (a work limit: the plan does not depend on the machine)",
+    )
+    solve.add_argument("--out", type=Path, metavar="PLAN.json", help="write the plan here")
+    return parser
+
+
+def _solve(arguments: argparse.Namespace) -> int:
+    config = _config(arguments.planner, arguments.time_limit)
+    program = _read(arguments.program)
+    before_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
+    budget_bytes = parse_budget(arguments.budget, before_bytes)
+    made = plan(program, budget_bytes, config)
+    validate(program, made)
+    if arguments.out is not None:
+        arguments.out.write_text(made.to_json() + "\n", encoding="utf-8")
+    sys.stdout.write(summary(program, made, before_bytes))
+    return 0 if made.status.found else 1
+
+
+def _config(planner: str, time_limit_s: float | None) -> PlannerConfig:
+    if time_limit_s is None:
+        return PlannerConfig(planner=planner)
+    if not 0 < time_limit_s <= 86_400:
+        raise ValueError(f"--time-limit is {time_limit_s}; give seconds above 0, at most 86400")
+    return PlannerConfig(planner=planner, work_limit=int(time_limit_s * UNITS_PER_SECOND))
+
+
+def _read(path: Path) -> Program:
+    try:
+        return Program.from_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not a program: {error}") from error
+
+
+def parse_budget(text: str, peak_bytes: int) -> int:
+    """Bytes of a budget on the command line.
+
+    Args:
+        text: bytes ("1048576", "8GiB"), or a fraction with a dot in (0, 1], such as "0.8".
+        peak_bytes: what a fraction is a fraction of.
+
+    Raises:
+        ValueError: neither; the message shows what is accepted.
+    """
+    stripped = text.strip()
+    if FRACTION.fullmatch(stripped):
+        ratio = float(stripped)
+        if not 0 < ratio <= 1:
+            raise ValueError(f"--budget is {text}; a fraction of the live peak must be in (0, 1]")
+        return int(ratio * peak_bytes)
+    if stripped.isdecimal() and int(stripped) > 0:
+        return int(stripped)
+    return parse_bytes(stripped)
+
+
+def summary(program: Program, made: Plan, before_bytes: int) -> str:
+    """What a plan needs and costs, in lines for people."""
+    placement_bytes = place(program, made.steps).heap_bytes
+    fragmentation_ratio = placement_bytes / made.peak_bytes - 1 if made.peak_bytes else 0.0
+    share = f"{made.peak_bytes / before_bytes:.3f} of before" if before_bytes else "nothing to plan"
+    again_ns = sum(program.ops[made.steps[i]].cost_ns for i in made.reruns())
+    rows = [
+        ("program", f"{program.name or 'unnamed'}, {len(program.ops)} ops, cost {program.cost_ns}"),
+        ("budget", format_bytes(made.budget_bytes)),
+        ("peak before", format_bytes(before_bytes)),
+        ("peak after", f"{format_bytes(made.peak_bytes)}, {share}"),
+        ("placed heap", f"{format_bytes(placement_bytes)}, {fragmentation_ratio:.2%} over the peak"),
+        ("overhead", f"{made.overhead_ratio:.3%}, cost {again_ns}"),
+        ("lower bound", f"{made.lower_bound_ratio:.3%}"),
+        ("re-runs", str(len(made.reruns()))),
+        ("planner", made.planner),
+        ("status", _status(made)),
+        ("seconds", f"{made.seconds:.3f}"),
+    ]
+    return "".join(f"{name:<12} {value}\n" for name, value in rows)
+
+
+def _status(made: Plan) -> str:
+    return {
+        "optimal": "optimal (proved)",
+        "feasible": "feasible",
+        "infeasible": "infeasible (proved); the plan shown has the lowest peak that was found",
+        "unknown": "unknown: no plan found within the budget; the one shown has the lowest peak found",
+    }[made.status.value]
