@@ -192,8 +192,8 @@ def main() -> None:
     largest = max(float(np.abs(g).max()) for g in jax.tree.leaves(runs[0].first_gradients))
     sys.stdout.write(
         "total, temporaries: XLA's count of the compiled step. of plain: part of the plain total. "
-        "time: median ratio of a step\nto the plain step. gradients: largest difference of any gradient to the "
-        f"plain step's, whose largest is {largest:.1e}.\n"
+        "time: median ratio of a step\nto the plain step. gradients: largest difference of any gradient to "
+        f"the plain step's, whose largest is {largest:.1e}.\n"
         f"{time.perf_counter() - start:.0f} s in all on {jax.devices()[0].device_kind}.\n"
     )
 

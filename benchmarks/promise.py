@@ -1,0 +1,213 @@
+"""The promise, on every example model: within budget by XLA's own count, or a clear refusal.
+
+    python -m benchmarks.promise                          # every case, about 30 minutes on 2 cores
+    python -m benchmarks.promise --models mlp --devices cpu --fractions 0.6 0.4
+
+Each model as a whole training step with Adam (state donated) and as a loss under `jax.value_and_grad`, on the
+CPU and on an H200 that is not here, at fractions of the plain program's total. On the CPU the program
+also runs, and its results are compared with the plain program's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+import jax
+import numpy as np
+
+import coop_jax as coop
+from coop_jax import aot
+from coop_jax.errors import InfeasibleBudgetError, error_from_text
+from coop_jax.text import format_bytes, format_table
+from examples.models import (
+    ConvConfig,
+    GPTConfig,
+    LSTMConfig,
+    MLPConfig,
+    Problem,
+    adam_init,
+    adam_step,
+    convnet,
+    gpt,
+    lstm,
+    mlp,
+)
+
+FORMS = ("step", "grad")
+FRACTIONS = (0.9, 0.75, 0.6, 0.5, 0.4)
+MODELS: dict[str, Callable[[], Problem]] = {
+    "gpt": lambda: gpt.problem(GPTConfig(layers=4, width=128, heads=4, seq=128, batch=8)),
+    "mlp": lambda: mlp.problem(MLPConfig(layers=8, width=128, batch=1024)),
+    "conv": lambda: convnet.problem(ConvConfig(stages=2, depth=3, channels=16, image=32, batch=16)),
+    "lstm": lambda: lstm.problem(LSTMConfig(steps=12, width=64, batch=128)),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One program at one budget.
+
+    Attributes:
+        model, form, device, fraction: which.
+        plain_bytes: XLA's total of the plain program.
+        fixed_bytes: the arguments and outputs in it.
+        budget_bytes: fraction of plain_bytes.
+        total_bytes: XLA's total of the program within the budget; None if it was refused.
+        least_bytes: what the refusal says is the least budget.
+        overhead_ratio: estimated.
+        difference: the largest difference of any result to the plain program's, over the largest value
+            of that result; None where the program cannot run here.
+        seconds: tracing, planning and compiling.
+    """
+
+    model: str
+    form: str
+    device: str
+    fraction: float
+    plain_bytes: int
+    fixed_bytes: int
+    budget_bytes: int
+    total_bytes: int | None = None
+    least_bytes: int | None = None
+    overhead_ratio: float | None = None
+    difference: float | None = None
+    seconds: float
+
+    @property
+    def kept(self) -> bool:
+        """True if the program is within its budget."""
+        return self.total_bytes is not None and self.total_bytes <= self.budget_bytes
+
+
+def build(problem: Problem, form: str, budget: int | None) -> tuple[Any, tuple[Any, Any]]:
+    """The jitted program of a form, within a budget or plain, and its argument's shapes."""
+    params, batch = problem.specs()
+    if form == "step":
+        step = adam_step(problem.loss)
+        limited = step if budget is None else coop.remat(step, budget=budget)
+        return jax.jit(limited, donate_argnums=0), (jax.eval_shape(adam_init, params), batch)
+    loss = problem.loss if budget is None else coop.remat(problem.loss, budget=budget)
+    return jax.jit(jax.value_and_grad(loss)), (params, batch)
+
+
+def run_once(problem: Problem, form: str, compiled: Any) -> list[np.ndarray]:
+    """The results of a compiled program on made-up data, always the same."""
+    params, batch = problem.init(jax.random.key(0)), problem.batch(jax.random.key(1))
+    results = compiled(adam_init(params) if form == "step" else params, batch)
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(results)]
+
+
+def difference(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
+    """The largest difference of any result, relative to the largest value of that result."""
+    return max(
+        float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30)) for a, b in zip(found, expected, strict=True)
+    )
+
+
+def cases(problem: Problem, form: str, device: str, fractions: list[float]) -> list[Case]:
+    """Compile the plain program and one program for each fraction of its total."""
+    where = None if device == "cpu" else device
+    jitted, specs = build(problem, form, None)
+    compiled = aot.lower_for(jitted, specs, device=where).compile()
+    plain = aot.memory(compiled)
+    expected = run_once(problem, form, compiled) if where is None else None
+    return [one_case(problem, form, device, fraction, plain, expected) for fraction in fractions]
+
+
+def one_case(
+    problem: Problem,
+    form: str,
+    device: str,
+    fraction: float,
+    plain: aot.Memory,
+    expected: list[np.ndarray] | None,
+) -> Case:
+    """Compile one program within `fraction` of the plain total."""
+    budget = int(fraction * plain.total_bytes)
+    jitted, specs = build(problem, form, budget)
+    start = time.perf_counter()
+    facts: dict[str, Any] = {
+        "model": problem.name, "form": form, "device": device, "fraction": fraction,
+        "plain_bytes": plain.total_bytes, "fixed_bytes": plain.fixed_bytes, "budget_bytes": budget,
+    }  # fmt: skip
+    try:
+        compiled = aot.lower_for(jitted, specs, device=None if device == "cpu" else device).compile()
+    except (InfeasibleBudgetError, jax.errors.JaxRuntimeError) as error:
+        refused = error if isinstance(error, InfeasibleBudgetError) else error_from_text(str(error))
+        if not isinstance(refused, InfeasibleBudgetError):
+            raise
+        return Case(**facts, least_bytes=refused.least_bytes, seconds=time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    apart = None if expected is None else difference(run_once(problem, form, compiled), expected)
+    return Case(
+        **facts,
+        total_bytes=aot.memory(compiled).total_bytes,
+        overhead_ratio=coop.report(compiled).overhead_ratio,
+        difference=apart,
+        seconds=seconds,
+    )
+
+
+def table(found: list[Case]) -> str:
+    """The cases as a Markdown table."""
+    header = ("program", "of plain", "budget", "total", "kept", "overhead", "difference", "least", "seconds")
+    rows = []
+    for case in found:
+        sizes = [
+            None if n is None else format_bytes(n, exact=False) for n in (case.total_bytes, case.least_bytes)
+        ]
+        rows.append(
+            (
+                f"{case.model} {case.form} {case.device}",
+                f"{case.fraction:g}",
+                format_bytes(case.budget_bytes, exact=False),
+                sizes[0] or "",
+                "yes" if case.kept else "refused" if case.total_bytes is None else "OVER",
+                "" if case.overhead_ratio is None else f"{100 * case.overhead_ratio:.1f} %",
+                "" if case.difference is None else f"{case.difference:.0e}",
+                sizes[1] or "",
+                f"{case.seconds:.1f}",
+            )
+        )
+    return format_table(header, rows)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--forms", nargs="*", default=list(FORMS))
+    parser.add_argument("--devices", nargs="*", default=["cpu", "h200"])
+    parser.add_argument("--fractions", nargs="*", type=float, default=list(FRACTIONS))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/promise.json"))
+    args = parser.parse_args()
+    found: list[Case] = []
+    for model in args.models:
+        for form in args.forms:
+            for device in args.devices:
+                found += cases(MODELS[model](), form, device, args.fractions)
+                sys.stdout.write("\n".join(table(found).split("\n")[-len(args.fractions) :]) + "\n")
+                sys.stdout.flush()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps([dataclasses.asdict(c) for c in found], indent=1) + "\n")
+    args.out.with_suffix(".md").write_text(table(found) + "\n")
+    over = [c for c in found if c.total_bytes is not None and not c.kept]
+    sys.stdout.write(f"{len(found)} programs, {sum(c.kept for c in found)} within budget, {len(over)} over\n")
+    sys.exit(1 if over else 0)
+
+
+if __name__ == "__main__":
+    main()

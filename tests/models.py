@@ -1,0 +1,28 @@
+"""Small sizes of the example models: compiled in seconds, large enough that recomputation pays."""
+
+from __future__ import annotations
+
+from examples.models import ConvConfig, GPTConfig, LSTMConfig, MLPConfig, Problem, convnet, gpt, lstm, mlp
+
+
+def small_gpt() -> Problem:
+    """Two layers, 64 wide."""
+    return gpt.problem(GPTConfig(layers=2, width=64, heads=2, seq=64, batch=4, vocab=64))
+
+
+def small_mlp() -> Problem:
+    """Eight narrow layers on a large batch: activations dominate."""
+    return mlp.problem(MLPConfig(layers=8, width=64, batch=512, classes=16))
+
+
+def small_conv() -> Problem:
+    """Two stages of two convolutions with batch norm."""
+    return convnet.problem(ConvConfig(stages=2, depth=2, channels=8, image=16, batch=8))
+
+
+def small_lstm() -> Problem:
+    """Six unrolled time steps."""
+    return lstm.problem(LSTMConfig(steps=6, width=32, batch=64))
+
+
+SMALL = {"gpt": small_gpt, "mlp": small_mlp, "conv": small_conv, "lstm": small_lstm}

@@ -1,0 +1,140 @@
+"""Every public error by its text, and every error through text and back."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+
+from coop_jax.errors import (
+    BudgetError,
+    BudgetExceededError,
+    CoopError,
+    InfeasibleBudgetError,
+    UnsupportedError,
+    error_from_text,
+)
+from passes.ir import Status
+from passes.outcome import LiveValue, StageOutcome
+
+MIB = 2**20
+
+OUTCOME = StageOutcome(
+    stage="hlo",
+    changed=False,
+    budget_bytes=100 * MIB,
+    argument_bytes=60 * MIB,
+    output_bytes=30 * MIB,
+    alias_bytes=10 * MIB,
+    before_temp_bytes=400 * MIB,
+    planned_temp_bytes=50 * MIB,
+    cost_ns=10**6,
+    recompute_ns=0,
+    lower_bound_ratio=0.0,
+    status=Status.UNKNOWN,
+    planner="cut",
+    seconds=0.1,
+    tightest=(
+        LiveValue(op="dot.1", source="model.py:41 (attention)", nbytes=32 * MIB),
+        LiveValue(op="fusion.7", source="", nbytes=8 * MIB),
+    ),
+    least_total_bytes=130 * MIB,
+)
+
+
+def test_an_infeasible_budget_says_everything_that_is_known() -> None:
+    text = str(InfeasibleBudgetError.from_outcome(OUTCOME))
+    assert text == (
+        "no plan was found that keeps this program within its budget of 100.0 MiB (104857600 B).\n"
+        "Least budget found: 130.0 MiB (136314880 B) (not proved: a smaller one may exist).\n"
+        "Arguments 60.00 MiB (62914560 B) + outputs 30.00 MiB (31457280 B) - donated 10.00 MiB (10485760 B) "
+        "= 80.00 MiB (83886080 B), which no plan can remove.\n"
+        "Largest values alive at the tightest point:\n"
+        "  32.00 MiB (33554432 B)  dot.1  at model.py:41 (attention)\n"
+        "  8.00 MiB (8388608 B)  fusion.7\n"
+        "What would help:\n"
+        "  - a budget of 130.0 MiB (136314880 B) can be met\n"
+        "  - donate the arguments that the outputs replace, as in jax.jit(step, donate_argnums=0): saves "
+        "up to 20.00 MiB (20971520 B)\n"
+        "  - a smaller batch, or a shorter sequence: the temporaries shrink with it, 50.00 MiB (52428800 B) "
+        "of them are left"
+    )
+
+
+def test_proved_and_not_found_are_different_words() -> None:
+    proved = dataclasses.replace(OUTCOME, status=Status.INFEASIBLE, least_proved=True)
+    text = str(InfeasibleBudgetError.from_outcome(proved))
+    assert text.startswith("no plan can keep this program within its budget of 100.0 MiB")
+    assert "Least feasible budget: 130.0 MiB (136314880 B) (proved)." in text
+    assert "not proved" not in text
+    unknown = dataclasses.replace(OUTCOME, least_total_bytes=None)
+    assert "The least feasible budget is not known." in str(InfeasibleBudgetError.from_outcome(unknown))
+
+
+def test_fully_donated_arguments_need_no_advice_to_donate() -> None:
+    donated = dataclasses.replace(OUTCOME, alias_bytes=OUTCOME.output_bytes)
+    assert "donate" not in "".join(InfeasibleBudgetError.from_outcome(donated).advice)
+
+
+def test_many_values_are_summed_up() -> None:
+    values = tuple(LiveValue(op=f"op{i}", source="", nbytes=MIB) for i in range(20))
+    text = str(InfeasibleBudgetError.from_outcome(dataclasses.replace(OUTCOME, tightest=values)))
+    assert "op7" in text
+    assert "op8" not in text
+    assert "and 12 more, 12.00 MiB (12582912 B) together" in text
+
+
+def test_an_exceeded_budget_names_the_numbers() -> None:
+    error = BudgetExceededError(budget_bytes=100 * MIB, compiled_bytes=101 * MIB)
+    assert str(error).startswith(
+        "the compiled program needs 101.0 MiB (105906176 B), which is 1.00 MiB (1048576 B) over its budget "
+        "of 100.0 MiB (104857600 B)."
+    )
+
+
+ERRORS = [
+    CoopError("something"),
+    BudgetError("budget '8g' is refused"),
+    UnsupportedError('no "plugin" [here] {or there}\nsecond line'),
+    BudgetExceededError(budget_bytes=5, compiled_bytes=6),
+    InfeasibleBudgetError.from_outcome(OUTCOME),
+    InfeasibleBudgetError.from_outcome(dataclasses.replace(OUTCOME, least_total_bytes=None, tightest=())),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
+def test_errors_survive_as_text(error: CoopError) -> None:
+    wrapped = f"INTERNAL: RuntimeError: {error.to_text()}\n\nAt:\n  xla.py(3): callback]"
+    for again in (error_from_text(wrapped), pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(again) is type(error)
+        assert str(again) == str(error)
+        assert again.fields() == error.fields()
+
+
+def test_the_last_error_in_a_text_wins() -> None:
+    text = ERRORS[0].to_text() + ERRORS[1].to_text()
+    assert type(error_from_text(text)) is BudgetError
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "RESOURCE_EXHAUSTED: out of memory",
+        "[coop-error ",
+        "[coop-error {}]",
+        '[coop-error {"kind": "Other"}]',
+        '[coop-error {"kind": "BudgetExceededError"}]',
+        "[coop-error []]",
+        "[coop-error 3]",
+    ],
+)
+def test_other_texts_are_no_errors_of_ours(text: str) -> None:
+    assert error_from_text(text) is None
+
+
+def test_every_error_is_a_coop_error() -> None:
+    for error in ERRORS:
+        assert isinstance(error, CoopError)

@@ -1,0 +1,70 @@
+"""The example models train, and the demo's table is right about small sizes."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from examples import demo
+from examples.models import GPTConfig, adam_init, adam_step, gpt, sgd_step
+from tests.models import SMALL
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_models_learn_one_batch(name: str) -> None:
+    problem = SMALL[name]()
+    params, batch = problem.init(jax.random.key(0)), problem.batch(jax.random.key(1))
+    adam, sgd = jax.jit(adam_step(problem.loss, rate=1e-2)), jax.jit(sgd_step(problem.loss))
+    state, first = adam(adam_init(params), batch)
+    _, same = sgd(params, batch)
+    np.testing.assert_allclose(first, same, rtol=1e-6)
+    for _ in range(5):
+        state, loss = adam(state, batch)
+    assert float(loss) < float(first)
+    assert int(state["step"]) == 6
+
+
+def test_checkpointed_blocks_compute_the_same_loss() -> None:
+    config = GPTConfig(layers=2, width=32, heads=2, seq=16, batch=2)
+    plain, wrapped = gpt.problem(config), gpt.problem(config, wrap=jax.checkpoint)
+    args = plain.init(jax.random.key(0)), plain.batch(jax.random.key(1))
+    np.testing.assert_array_equal(plain.loss(*args), wrapped.loss(*args))
+    text = str(jax.make_jaxpr(wrapped.loss)(*args))
+    assert text.count("checkpoint[") == config.layers
+
+
+def test_attention_is_causal() -> None:
+    config = GPTConfig(layers=1, width=32, heads=2, seq=16, batch=1)
+    params = gpt.init(config, jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (1, 16), 0, 256)
+    before = gpt.logits(config, params, tokens)
+    after = gpt.logits(config, params, tokens.at[0, 10].add(1))
+    np.testing.assert_array_equal(before[0, :10], after[0, :10])
+    assert not np.array_equal(before[0, 10], after[0, 10])
+
+
+def test_the_demo_reads_this_python() -> None:
+    text = demo.library_text(limit=100_000)
+    assert len(text) == 100_000
+    assert b"import" in text.tobytes()
+    config = GPTConfig(seq=32, batch=4)
+    first, again = (next(demo.batches(config, seed=3)) for _ in range(2))
+    assert first.shape == (4, 33)
+    np.testing.assert_array_equal(first, again)
+
+
+def test_the_demo_keeps_its_budgets() -> None:
+    config = GPTConfig(layers=2, width=32, heads=2, seq=64, batch=16)
+    found = demo.variants(config)
+    runs = demo.train(found, config, steps=2)
+    text = demo.table(found, runs, 2)
+    totals = [demo.aot.memory(v.compiled).total_bytes for v in found]
+    for total, fraction in zip(totals[2:], demo.FRACTIONS, strict=True):
+        assert total <= fraction * totals[0] * 1.001
+    losses = [run.loss for run in runs]
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
+    for run in runs[1:]:
+        assert demo.largest_difference(run.first_gradients, runs[0].first_gradients) < 1e-5
+    assert text.count("\n") == 1 + len(found)
+    assert "coop.remat, budget 0.35" in text

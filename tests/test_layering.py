@@ -1,0 +1,156 @@
+"""The arrows between packages, and what every file owes its reader, by walking the syntax trees."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted(
+    p for top in ("coop_jax", "passes", "examples", "benchmarks") for p in (ROOT / top).rglob("*.py")
+)
+PRODUCT = [p for p in SOURCES if p.relative_to(ROOT).parts[0] in ("coop_jax", "passes")]
+MOST_LINES = 450
+PRIVATE_JAX = "passes/jaxpr/compat.py"
+
+
+def name(path: Path) -> str:
+    """A path as the tests print it."""
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports(tree: ast.Module) -> Iterator[tuple[str, bool]]:
+    """(dotted module, at module level) of every import."""
+    top = {id(n) for n in tree.body} | {
+        id(n) for outer in tree.body if isinstance(outer, ast.Try | ast.If) for n in ast.walk(outer)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, id(node) in top
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}", id(node) in top
+
+
+def refused(path: str, module: str) -> str | None:
+    """Why `path` must not import `module`; None if it may."""
+    parts, package = path.split("/"), module.split(".")[0]
+    if parts[0] == "passes":
+        if package in ("coop_jax", "examples", "benchmarks", "tests"):
+            return "passes points at nothing above it"
+        if package in ("jax", "jaxlib") and parts[1] != "jaxpr":
+            return "only passes/jaxpr imports jax"
+        if package == "google" and parts[1] != "hlo":
+            return "only passes/hlo imports protobuf"
+        if parts[1] == "jaxpr" and module.startswith("passes.hlo"):
+            return "the jaxpr stage knows nothing of HLO"
+        if parts[1] == "hlo" and module.startswith("passes.jaxpr"):
+            return "the enforcing stage knows nothing of jaxprs"
+        if parts[1] == "planners" and module.startswith(("passes.jaxpr", "passes.hlo")):
+            return "planners know programs only"
+        if len(parts) == 2 and module.startswith(("passes.jaxpr", "passes.hlo", "passes.planners")):
+            return "the core points at no stage and no planner"
+    if parts[0] == "coop_jax" and package in ("examples", "benchmarks", "tests"):
+        return "the product points at no example"
+    if package in ("scipy", "pandas"):
+        return f"{package} is not a dependency"
+    if module.startswith("jax._src") and path != PRIVATE_JAX:
+        return f"only {PRIVATE_JAX} names jax._src"
+    return None
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name)
+def test_imports_follow_the_arrows(path: Path) -> None:
+    found = [
+        f"{module}: {why}"
+        for module, _ in imports(ast.parse(path.read_text()))
+        if (why := refused(name(path), module))
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize("path", PRODUCT, ids=name)
+def test_the_solver_is_imported_by_planners_only(path: Path) -> None:
+    if name(path).startswith("passes/planners/"):
+        return
+    assert "ortools" not in [module.split(".")[0] for module, _ in imports(ast.parse(path.read_text()))]
+
+
+@pytest.mark.parametrize("path", PRODUCT, ids=name)
+def test_private_jax_is_named_in_one_place(path: Path) -> None:
+    if name(path) != PRIVATE_JAX:
+        assert not re.search(r"jax\._src|jaxlib\._", path.read_text())
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name)
+def test_files_are_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MOST_LINES
+
+
+def public_without_docstring(tree: ast.Module) -> list[str]:
+    """Public functions and classes of a module, and public methods of its public classes, undocumented."""
+    missing = []
+
+    def visit(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            overload = any("overload" in ast.dump(d) for d in node.decorator_list)
+            if node.name.startswith("_") or overload:
+                continue
+            if ast.get_docstring(node) is None:
+                missing.append(prefix + node.name)
+            if isinstance(node, ast.ClassDef):
+                visit(node.body, f"{node.name}.")
+
+    visit(tree.body, "")
+    return missing
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name)
+def test_public_names_have_docstrings(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    assert not public_without_docstring(tree)
+    if path.read_text().strip():
+        assert ast.get_docstring(tree), "a file's head says what it does"
+
+
+@pytest.mark.parametrize("path", PRODUCT, ids=name)
+def test_dataclasses_are_slotted(path: Path) -> None:
+    loose = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
+            continue
+        for decorator in node.decorator_list:
+            call = decorator.func if isinstance(decorator, ast.Call) else decorator
+            if getattr(call, "id", getattr(call, "attr", "")) != "dataclass":
+                continue
+            given = {k.arg for k in decorator.keywords} if isinstance(decorator, ast.Call) else set()
+            if "slots" not in given:
+                loose.append(node.name)
+    assert not loose
+
+
+def test_every_public_name_is_exported_and_documented() -> None:
+    import coop_jax
+
+    for exported in coop_jax.__all__:
+        assert getattr(coop_jax, exported).__doc__, exported
+    assert list(coop_jax.__all__) == sorted(coop_jax.__all__, key=lambda n: (not n[0].isupper(), n))
+
+
+def test_the_checks_can_fail() -> None:
+    tree = ast.parse("import jax\n\ndef f(): pass\n\nclass A:\n    '''Doc.'''\n    def g(self): pass\n")
+    assert public_without_docstring(tree) == ["f", "A.g"]
+    assert refused("passes/ir.py", "jax") is not None
+    assert refused("passes/hlo/lift.py", "jax.numpy") is not None
+    assert refused("passes/jaxpr/lift.py", "jax.numpy") is None
+    assert refused("coop_jax/xla.py", "jax._src.core") is not None
+    assert refused("passes/liveness.py", "passes.planners.cut") is not None
+    assert list(imports(tree)) == [("jax", True)]

@@ -1,0 +1,158 @@
+"""The report, `coop.plan` and `coop.minimum_budget` on a small program."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import coop_jax as coop
+from coop_jax import aot, xla
+from coop_jax.report import _assemble
+from examples.models import adam_init, adam_step
+from passes.ir import Status
+from passes.outcome import Recomputed, StageOutcome
+from tests.models import small_mlp
+
+KEYS = {
+    "budget_bytes", "baseline_total_bytes", "planned_total_bytes", "compiled_total_bytes", "argument_bytes",
+    "output_bytes", "alias_bytes", "temp_bytes", "overhead_ratio", "lower_bound_ratio", "status",
+    "recomputed", "offsets", "seconds", "baseline_compiled",
+}  # fmt: skip
+OFFSET_KEYS = {
+    "buffers", "equal", "predicted_temp_bytes", "compiled_temp_bytes", "live_temp_bytes", "pinned",
+}  # fmt: skip
+
+
+def stage(name: str, **changes: object) -> StageOutcome:
+    """An outcome with round numbers."""
+    fields = {
+        "stage": name, "changed": True, "budget_bytes": 1000, "argument_bytes": 100, "output_bytes": 50,
+        "alias_bytes": 20, "before_temp_bytes": 2000, "planned_temp_bytes": 800, "cost_ns": 1000,
+        "recompute_ns": 100, "lower_bound_ratio": 0.05, "status": Status.FEASIBLE, "planner": "cut",
+        "seconds": 0.5,
+        "recomputed": (
+            Recomputed(op="dot", source="a/b/model.py:3 (f)", nbytes=640, cost_ns=100, stage=name),
+        ),
+    }  # fmt: skip
+    return StageOutcome(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+MEMORY = aot.Memory(argument_bytes=100, output_bytes=50, temp_bytes=790, alias_bytes=20, total_bytes=920)
+
+
+def record(**changes: object) -> xla.Record:
+    """A record of both stages."""
+    fields = {
+        "budget": "1000 B", "budget_bytes": 1000, "planner": "auto", "device_name": "cpu",
+        "jaxpr": stage("jaxpr"), "hlo": stage("hlo"),
+    }  # fmt: skip
+    return xla.Record(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_both_stages_count() -> None:
+    found = _assemble(record(), MEMORY)
+    assert found.overhead_ratio == pytest.approx(1.1 * 1.1 - 1)
+    assert found.planned_total_bytes == 130 + 800
+    assert found.baseline_total_bytes == 130 + 2000
+    assert not found.baseline_compiled
+    assert len(found.recomputed) == 2
+    assert found.seconds == {"jaxpr": 0.5, "hlo": 0.5}
+    assert found.status is Status.FEASIBLE
+
+
+def test_a_compiled_baseline_is_said_to_be_one() -> None:
+    found = _assemble(record(baseline_total_bytes=3000, baseline_compiled=True), MEMORY)
+    assert found.baseline_total_bytes == 3000
+    assert "without rematerialization (compiled)" in str(found)
+    assert "without rematerialization (predicted)" in str(_assemble(record(), MEMORY))
+
+
+def test_an_untouched_program_is_optimal() -> None:
+    idle = {"changed": False, "recompute_ns": 0, "recomputed": ()}
+    found = _assemble(record(jaxpr=stage("jaxpr", **idle), hlo=stage("hlo", **idle)), MEMORY)
+    assert found.status is Status.OPTIMAL
+    assert found.overhead_ratio == 0
+    assert "recomputed: nothing" in str(found)
+
+
+def test_the_text_groups_what_is_recomputed() -> None:
+    many = tuple(Recomputed(op=f"op{i % 20}", source="", nbytes=i, cost_ns=1, stage="hlo") for i in range(60))
+    text = str(_assemble(record(hlo=stage("hlo", recomputed=many)), MEMORY))
+    assert "b/model.py:3 (f)" in text
+    assert "a/b/model.py" not in text
+    assert "op19" in text
+    assert "9 more" in text
+    widths = {len(line) for line in text.split("\n") if line.startswith("| ")}
+    assert len(widths) == 2
+
+
+def step_and_specs() -> tuple[object, tuple[object, object]]:
+    """A training step with Adam, and what it takes."""
+    problem = small_mlp()
+    params, batch = problem.specs()
+    return adam_step(problem.loss), (jax.eval_shape(adam_init, params), batch)
+
+
+def test_a_report_states_what_xla_counted() -> None:
+    step, specs = step_and_specs()
+    jitted = jax.jit(coop.remat(step, budget=0.7), donate_argnums=0)
+    compiled = jitted.lower(*specs).compile()
+    found = coop.report(compiled)
+    memory = aot.memory(compiled)
+    data = found.to_dict()
+    assert set(data) >= KEYS
+    assert set(data["offsets"]) == OFFSET_KEYS
+    json.dumps(data)
+    assert found.compiled_total_bytes == memory.total_bytes <= found.budget_bytes
+    assert found.baseline_compiled
+    plain = aot.memory(jax.jit(step, donate_argnums=0).lower(*specs).compile())
+    assert found.baseline_total_bytes == pytest.approx(plain.total_bytes, rel=0.01)
+    assert found.budget_bytes == int(0.7 * found.baseline_total_bytes)
+    assert found.recomputed
+    assert found.overhead_ratio > 0
+    assert str(memory.total_bytes) in str(found)
+
+
+def test_plan_answers_for_an_absent_gpu(h200: str) -> None:
+    step, specs = step_and_specs()
+    plain = aot.memory(aot.lower_for(jax.jit(step, donate_argnums=0), specs, device=h200).compile())
+    budget = int(0.8 * plain.total_bytes)
+    found = coop.plan(step, *specs, budget=budget, device=h200, donate_argnums=0)
+    assert found.device_name == h200
+    assert found.budget_bytes == budget
+    assert found.compiled_total_bytes <= budget
+
+
+def test_minimum_budget_is_met_and_less_is_not() -> None:
+    step, specs = step_and_specs()
+    least = coop.minimum_budget(step, *specs, donate_argnums=0)
+    assert least.failed_bytes < least.least_bytes
+    assert least.compiles <= 6
+    fixed = least.argument_bytes + least.output_bytes - least.alias_bytes
+    assert fixed < least.least_bytes
+    again = coop.plan(step, *specs, budget=least.least_bytes, donate_argnums=0)
+    assert again.compiled_total_bytes <= least.least_bytes
+    with pytest.raises(coop.InfeasibleBudgetError):
+        coop.plan(step, *specs, budget=least.failed_bytes, donate_argnums=0)
+    assert str(least.least_bytes) in str(least)
+    assert json.dumps(least.to_dict())
+
+
+def test_other_programs_have_no_report() -> None:
+    compiled = jax.jit(jnp.sin).lower(1.0).compile()
+    with pytest.raises(coop.UnsupportedError, match=r"no function that `coop.remat` decorates"):
+        coop.report(compiled)
+    with pytest.raises(coop.UnsupportedError, match="needs a compiled program"):
+        coop.report(jnp.sin)
+
+
+def test_a_report_is_never_silently_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, specs = step_and_specs()
+    compiled = jax.jit(coop.remat(step, budget="1GiB")).lower(*specs).compile()
+    assert coop.report(compiled).status is Status.OPTIMAL
+    monkeypatch.setattr(xla, "record_of", lambda _: record(budget_bytes=1000))
+    with pytest.raises(coop.BudgetExceededError, match="over its budget of 1000 B"):
+        coop.report(compiled)
