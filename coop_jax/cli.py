@@ -80,7 +80,7 @@ def _config(planner: str, time_limit_s: float | None) -> PlannerConfig:
 def _read(path: Path) -> Program:
     try:
         return Program.from_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, AttributeError, OverflowError) as error:
         raise ValueError(f"{path} is not a program: {error}") from error
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 from hypothesis import strategies as st
 
 from passes.ir import Buffer, BufferId, Op, OpId, Program
@@ -111,3 +113,64 @@ def chain(layers: int, nbytes: int = 8, cost_ns: int = 10) -> Program:
         buffers=tuple(Buffer(id=BufferId(i), nbytes=n) for i, n in enumerate(sizes)),
         outputs=(BufferId(gradient),),
     )
+
+
+class Builder:
+    """Adds ops one by one; `op` returns the ids of the outputs."""
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+        self.sizes: list[int] = []
+
+    def op(self, inputs: tuple[int, ...], sizes: tuple[int, ...], cost_ns: int) -> tuple[int, ...]:
+        outputs = tuple(range(len(self.sizes), len(self.sizes) + len(sizes)))
+        self.sizes += sizes
+        wires = (tuple(BufferId(b) for b in ids) for ids in (inputs, outputs))
+        self.ops.append(Op(id=OpId(len(self.ops)), inputs=next(wires), outputs=next(wires), cost_ns=cost_ns))
+        return outputs
+
+    def build(self, name: str, outputs: tuple[int, ...]) -> Program:
+        return Program.build(
+            name=name,
+            ops=tuple(self.ops),
+            buffers=tuple(Buffer(id=BufferId(i), nbytes=n) for i, n in enumerate(self.sizes)),
+            outputs=tuple(BufferId(b) for b in outputs),
+        )
+
+
+def random_program(generator: random.Random, n_ops: int) -> Program:
+    """A plain program whose ops read one to three of the latest values and of the first ones."""
+    builder = Builder()
+    for i in range(n_ops):
+        inputs = tuple(generator.randrange(i) for _ in range(min(i, generator.randint(1, 3))))
+        builder.op(inputs, (generator.randint(1, 9),), generator.randint(1, 9))
+    return builder.build("random", (n_ops - 1,))
+
+
+def small_gpt(layers: int, unit: int = 64) -> Program:
+    """The kernels of a transformer's training step: norms with statistics, attention, a gated loss."""
+    b = Builder()
+    (x,) = b.op((), (unit,), 30)
+    saved = []
+    for _ in range(layers):
+        h, mean, scale = b.op((x,), (unit, 1, 1), 60)
+        (qkv,) = b.op((h,), (3 * unit,), 350)
+        (scores,) = b.op((qkv,), (8 * unit,), 400)
+        probabilities, row = b.op((scores,), (8 * unit, 2), 300)
+        (x2,) = b.op((probabilities, qkv, x), (unit,), 560)
+        (wide,) = b.op((x2,), (4 * unit,), 470)
+        (active,) = b.op((wide,), (4 * unit,), 120)
+        saved.append((x, mean, scale, h, qkv, probabilities, row, x2, wide, active))
+        (x,) = b.op((active, x2), (unit,), 470)
+    (logits,) = b.op((x,), (20 * unit,), 4000)
+    (dx,) = b.op((logits, x), (unit,), 4000)
+    outputs = []
+    for x, mean, scale, h, qkv, probabilities, row, x2, wide, active in reversed(saved):
+        (dwide,) = b.op((dx, wide), (4 * unit,), 590)
+        outputs += b.op((dx, active, dwide, x2), (unit // 8,), 940)
+        (dx2,) = b.op((dwide, x2, dx), (unit,), 560)
+        (dscores,) = b.op((dx2, probabilities, row, qkv), (8 * unit,), 800)
+        (dqkv,) = b.op((dscores, dx2, probabilities, qkv), (3 * unit,), 900)
+        outputs += b.op((dqkv, h), (unit // 8,), 350)
+        (dx,) = b.op((dqkv, x, mean, scale, dx2), (unit,), 440)
+    return b.build(f"gpt{layers}", tuple(outputs))

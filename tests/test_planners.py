@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracle import least_cost_ns, least_peak_bytes
-from strategies import chain, example, programs
+from strategies import chain, example, programs, random_program, small_gpt
 
-from passes.ir import OpId, Plan, Program, Status
+from passes.ir import Plan, Program, Status
 from passes.planners import PlannerConfig, cut_bound, frontier, least_peak, plan, working_set_bytes
 from passes.planners.config import PLANNERS
 from passes.simulate import simulate
@@ -65,3 +71,213 @@ def test_least_peak_and_the_working_set_bound_do_not_contradict_the_oracle(progr
     assert working_set_bytes(program) <= least_bytes <= made.peak_bytes
     if made.status is Status.OPTIMAL:
         assert made.peak_bytes == least_bytes
+
+
+@given(programs(max_ops=9), st.sampled_from(PLANNERS), st.floats(0.3, 1.0))
+def test_every_planner_ends_with_a_valid_plan(program: Program, planner: str, ratio: float):
+    check(program, plan(program, int(ratio * own_peak(program)), quick(planner)))
+
+
+@given(programs(max_ops=8), st.sampled_from(PLANNERS), st.floats(0.3, 1.0))
+def test_planning_is_deterministic(program: Program, planner: str, ratio: float):
+    budget_bytes = int(ratio * own_peak(program))
+    first, second = (plan(program, budget_bytes, quick(planner)) for _ in range(2))
+    assert dataclasses.replace(first, seconds=0.0) == dataclasses.replace(second, seconds=0.0)
+
+
+def test_planning_does_not_depend_on_the_hash_seed():
+    script = (
+        "import sys; from strategies import small_gpt; from passes.planners import PlannerConfig, plan;"
+        "made = plan(small_gpt(3), int(sys.argv[2]), PlannerConfig(planner=sys.argv[1]));"
+        "sys.stdout.write(' '.join(map(str, made.steps)))"
+    )
+    budget_bytes = own_peak(small_gpt(3)) * 6 // 10
+    for planner in PLANNERS:
+        outputs = {run_python(script, (planner, str(budget_bytes)), seed) for seed in ("1", "2")}
+        assert len(outputs) == 1
+        assert len(outputs.pop().split()) >= len(small_gpt(3).ops)
+
+
+def run_python(script: str, arguments: tuple[str, ...], hash_seed: str) -> str:
+    here = Path(__file__).resolve().parent
+    paths = os.pathsep.join((str(here), str(here.parent)))
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        env={**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": hash_seed},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def tiny_cases(count: int) -> list[tuple[Program, int]]:
+    """Programs with a budget that some plan keeps but the program itself does not."""
+    cases = []
+    generator = random.Random(7)
+    while len(cases) < count:
+        program = random_program(generator, n_ops=6)
+        least_bytes, peak_bytes = least_peak_bytes(program), own_peak(program)
+        if least_bytes < peak_bytes:
+            cases.append((program, generator.randrange(least_bytes, peak_bytes)))
+    return cases
+
+
+def test_the_share_of_tiny_programs_that_are_solved_to_optimality():
+    found = optimal = 0
+    cases = tiny_cases(60)
+    for program, budget_bytes in cases:
+        made = plan(program, budget_bytes, QUICK)
+        best_ns = least_cost_ns(program, budget_bytes)
+        found += made.status.found
+        optimal += made.status.found and sum(program.ops[s].cost_ns for s in made.steps) == best_ns
+    assert found >= 0.9 * len(cases)
+    assert optimal >= 0.85 * len(cases)
+
+
+def test_the_example_is_planned_to_optimality():
+    program = example()
+    made = plan(program, 12)
+    check(program, made)
+    assert made.peak_bytes <= 12
+    assert made.overhead_ratio == pytest.approx(1 / 6)
+    assert made.status.found
+
+
+def test_a_budget_that_the_program_keeps_changes_nothing():
+    for planner in PLANNERS:
+        program = small_gpt(2)
+        made = plan(program, own_peak(program), PlannerConfig(planner=planner))
+        assert made.steps == tuple(op.id for op in program.ops)
+        assert (made.status, made.overhead_ratio) == (Status.OPTIMAL, 0.0)
+
+
+def test_a_budget_below_the_working_set_is_infeasible():
+    program = example()
+    made = plan(program, working_set_bytes(program) - 1)
+    check(program, made)
+    assert made.status is Status.INFEASIBLE
+    assert made.peak_bytes < own_peak(program)
+    assert cut_bound(program, working_set_bytes(program) - 1) == float("inf")
+
+
+def test_a_chain_is_planned_down_to_a_few_layers():
+    program = chain(32)
+    for planner, budget_bytes in (("cut", 96), ("auto", 96), ("window", 128)):
+        made = plan(program, budget_bytes, PlannerConfig(planner=planner))
+        check(program, made)
+        assert made.status.found, f"{planner} needs {made.peak_bytes} of {budget_bytes} bytes"
+
+
+@pytest.mark.parametrize(("ratio", "at_most"), [(0.9, 0.03), (0.7, 0.1), (0.5, 0.2), (0.3, 0.35)])
+def test_a_small_gpt_costs_little(ratio: float, at_most: float):
+    program = small_gpt(6)
+    made = plan(program, int(ratio * own_peak(program)))
+    check(program, made)
+    assert made.status.found
+    assert made.lower_bound_ratio <= made.overhead_ratio <= at_most
+
+
+def test_the_auto_plan_is_never_dearer_than_the_cut_plan():
+    program = small_gpt(3)
+    for ratio in (0.8, 0.6, 0.4):
+        budget_bytes = int(ratio * own_peak(program))
+        cut, auto = (plan(program, budget_bytes, PlannerConfig(planner=p)) for p in ("cut", "auto"))
+        assert auto.overhead_ratio <= cut.overhead_ratio
+
+
+def test_effects_and_deadlines_are_kept_on_a_real_graph():
+    program = small_gpt(3)
+    ops = tuple(
+        dataclasses.replace(op, recomputable=op.id % 7 != 3, deadline=op.id + 30 if op.id % 5 == 1 else None)
+        for op in program.ops
+    )
+    program = dataclasses.replace(program, ops=ops)
+    for planner in PLANNERS:
+        for ratio in (0.9, 0.8, 0.7):
+            made = plan(program, int(ratio * own_peak(program)), PlannerConfig(planner=planner))
+            check(program, made)
+    assert plan(program, int(0.9 * own_peak(program))).status.found
+
+
+def test_the_frontier_is_monotone_and_in_the_order_asked():
+    program = small_gpt(4)
+    peak_bytes = own_peak(program)
+    budgets = [int(r * peak_bytes) for r in (0.5, 0.9, 0.3, 0.7, 1.0, 0.5)]
+    plans = frontier(program, budgets)
+    assert [p.budget_bytes for p in plans] == budgets
+    for made in plans:
+        check(program, made)
+    costs = [p.overhead_ratio for p in sorted(plans, key=lambda p: p.budget_bytes) if p.status.found]
+    assert len(costs) == len(budgets)
+    assert costs == sorted(costs, reverse=True)
+    assert plans[4].status is Status.OPTIMAL
+
+
+@given(programs(max_ops=6), st.lists(st.integers(0, 20), min_size=1, max_size=4))
+def test_frontiers_of_drawn_programs_are_valid(program: Program, budgets: list[int]):
+    plans = frontier(program, budgets, QUICK)
+    for made in plans:
+        check(program, made)
+    found = sorted((p for p in plans if p.status.found), key=lambda p: p.budget_bytes)
+    costs = [p.overhead_ratio for p in found]
+    assert costs == sorted(costs, reverse=True)
+
+
+def test_the_least_peak_of_a_chain_is_its_working_set():
+    made = least_peak(chain(8))
+    check(chain(8), made)
+    assert made.peak_bytes <= 40
+    assert made.budget_bytes == made.peak_bytes
+
+
+def test_plans_and_programs_round_trip_through_json():
+    program = dataclasses.replace(small_gpt(2), name="x")
+    again = Program.from_json(program.to_json())
+    assert again.to_json() == program.to_json()
+    data = json.loads(plan(program, own_peak(program) // 2, PlannerConfig(planner="window")).to_json())
+    assert data["format"] == "coop-plan/1"
+    assert set(data["steps"]) == set(range(len(program.ops)))
+
+
+def test_a_work_limit_of_nothing_still_plans():
+    program = small_gpt(3)
+    made = plan(program, int(0.8 * own_peak(program)), PlannerConfig(planner="cut", work_limit=0))
+    check(program, made)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"planner": "exact"}, "unknown planner 'exact'; choose one of auto, window, cut"),
+        ({"work_limit": -1}, "`work_limit` is -1; it must not be negative"),
+        ({"bound_moments": 0}, "`bound_moments` is 0; it must be at least 1"),
+    ],
+)
+def test_a_bad_config_is_refused(change: dict[str, object], message: str):
+    with pytest.raises(ValueError, match=message):
+        PlannerConfig(**change)
+
+
+GRAPHS = Path(__file__).resolve().parents[2] / "shared" / "bench" / "graphs"
+
+
+@pytest.mark.parametrize(
+    ("graph", "ratio", "at_most"),
+    [
+        ("resnet50_b256", 0.9, 0.0012),
+        ("resnet50_b256", 0.5, 0.016),
+        ("random_layered_250", 0.9, 0.0095),
+        ("vgg_unet_b32", 0.5, 0.08),
+        ("fcn8_vgg_b32", 0.8, 0.0015),
+    ],
+)
+def test_published_graphs(graph: str, ratio: float, at_most: float):
+    path = GRAPHS / f"{graph}.json"
+    if not path.exists():
+        pytest.skip(f"{path} is not on this machine")
+    program = Program.from_json(path.read_text())
+    made = plan(program, int(ratio * own_peak(program)))
+    check(program, made)
+    assert made.status.found
+    assert made.overhead_ratio <= at_most
