@@ -1,0 +1,101 @@
+"""The reader of scheduled modules, and the roofline cost of their kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hlo_support as h
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from passes.cost import DEVICES, kernel_ns
+from passes.hlo import graph, proto
+from passes.hlo.cost import program_cost_ns, trip_count
+
+H200 = DEVICES["h200"]
+
+
+def test_reading_and_writing_loses_nothing() -> None:
+    data, _ = h.scheduled(h.example("mixed", "donated"))
+    module = proto.parse(data)
+    assert proto.parse(proto.serialize(module)) == module
+    assert len(proto.serialize(module)) == len(data)
+
+
+def test_other_bytes_are_refused() -> None:
+    with pytest.raises(ValueError, match="HloModuleProto"):
+        proto.parse(b"\xff\xff\xff\xff")
+
+
+def _dot(m: int, k: int, n: int, dtype: Any) -> h.Example:
+    return h.Example(
+        name="dot", fn=lambda a, b: a @ b, args=(h.spec(m, k, dtype=dtype), h.spec(k, n, dtype=dtype))
+    )
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(jnp.float32, 32), (jnp.bfloat16, 16)])
+def test_a_dot_costs_its_flops_at_the_width_of_its_operands(h200: str, dtype: Any, bits: int) -> None:
+    m, k, n = 2048, 4096, 1024
+    _, compiled = h.scheduled(_dot(m, k, n, dtype), "cuda")
+    final = compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
+    nbytes = (m * k + k * n + m * n) * bits // 8
+    expected = kernel_ns(H200, nbytes=nbytes, matrix_flops=2 * m * n * k, bits=bits)
+    assert expected <= program_cost_ns(proto.parse(final), H200) <= 1.2 * expected + 2 * H200.launch_ns
+
+
+def test_an_elementwise_kernel_costs_its_bytes_once() -> None:
+    example = h.Example(name="sum", fn=lambda a: a + a * 2.0, args=(h.spec(1024, 1024),))
+    data, _ = h.scheduled(example)
+    expected = kernel_ns(H200, nbytes=2 * 4 * 1024 * 1024)
+    assert program_cost_ns(proto.parse(data), H200) == expected
+
+
+def test_a_slice_costs_what_it_reads_and_an_update_what_it_writes() -> None:
+    def fn(big: Any, small: Any, i: Any) -> Any:
+        return lax.dynamic_update_slice(big, small * 2.0, (i, 0))
+
+    args = (h.spec(4096, 1024), h.spec(8, 1024), h.spec(dtype=jnp.int32))
+    data, _ = h.scheduled(h.Example(name="update", fn=fn, args=args, donate=(0,)))
+    assert program_cost_ns(proto.parse(data), H200) < 3 * kernel_ns(H200, nbytes=4 * 8 * 8 * 1024)
+
+
+def test_loops_count_their_trips() -> None:
+    def fn(w: Any, x: Any) -> Any:
+        return lax.scan(lambda v, _: (jnp.sin(v @ w), None), x, None, length=7)[0]
+
+    data, _ = h.scheduled(h.Example(name="loop", fn=fn, args=(h.spec(64, 64), h.spec(64, 64))))
+    module = graph.read(proto.parse(data))
+    loops = [i for i in module.entry.by_id.values() if i.opcode == "while"]
+    assert [trip_count(module, loop) for loop in loops] == [7]
+
+
+def test_views_and_barriers_are_free_and_looked_through() -> None:
+    def fn(a: Any) -> Any:
+        return lax.optimization_barrier((a * 2.0, a + 1.0))
+
+    data, _ = h.scheduled(h.Example(name="views", fn=fn, args=(h.spec(16, 16),)))
+    module = graph.read(proto.parse(data))
+    assert not any(i.opcode in graph.BARRIERS for i in module.entry.by_id.values() if i.id != module.entry.root)
+
+
+def test_a_module_without_a_schedule_is_refused() -> None:
+    data, _ = h.scheduled(h.example("mlp", "grad"))
+    module = proto.parse(data)
+    module.ClearField("schedule")
+    with pytest.raises(ValueError, match="POST_SCHEDULER"):
+        graph.read(module)
+
+
+def test_post_order_puts_operands_first() -> None:
+    data, _ = h.scheduled(h.example("gpt", "donated"))
+    entry = graph.read(proto.parse(data)).entry
+    place = {i: n for n, i in enumerate(graph.post_order(entry.by_id))}
+    assert len(place) == len(entry.by_id)
+    for i, instruction in entry.by_id.items():
+        assert all(place[o] < place[i] for o in (*instruction.operands, *instruction.control))
+
+
+def test_jax_is_not_imported_by_the_hlo_side() -> None:
+    assert jax.__name__ not in {name.split(".")[0] for name in vars(graph) if not name.startswith("_")}

@@ -1,0 +1,118 @@
+"""The enforcing stage: XLA's own total keeps the budget, or the outcome says why not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hlo_support as h
+import numpy as np
+import pytest
+
+from passes.hlo.enforce import EnforceRequest, enforce
+from passes.ir import Status
+from passes.outcome import StageOutcome
+
+
+def _request(budget_bytes: int, platform: str = "cpu", planner: str = "auto") -> EnforceRequest:
+    return EnforceRequest(
+        budget_bytes=budget_bytes, device=h.MODEL[platform], platform=platform, planner=planner
+    )
+
+
+def _enforced(example: h.Example, request: EnforceRequest) -> tuple[Any, StageOutcome]:
+    outcomes: list[StageOutcome] = []
+
+    def transform(data: bytes) -> bytes:
+        changed, outcome = enforce(data, request)
+        outcomes.append(outcome)
+        return changed
+
+    compiled = h.compile_with(example, transform, request.platform)
+    return compiled, outcomes[0]
+
+
+def test_a_budget_that_is_met_changes_nothing() -> None:
+    data, compiled = h.scheduled(h.example("mlp", "grad"))
+    total = h.totals(compiled)["total"]
+    same, outcome = enforce(data, _request(total))
+    assert same is data
+    assert not outcome.changed
+    assert outcome.planned_total_bytes == total
+    assert outcome.before_temp_bytes == outcome.planned_temp_bytes
+    assert outcome.status == Status.OPTIMAL
+
+
+@pytest.mark.parametrize("ratio", [0.9, 0.6, 0.4])
+@pytest.mark.parametrize(("model", "kind"), [("gpt", "grad"), ("lstm", "donated"), ("conv", "grad")])
+def test_budgets_are_kept_by_xlas_own_count(model: str, kind: str, ratio: float) -> None:
+    example = h.example(model, kind)
+    args = h.data_for(example)
+    _, plain = h.scheduled(example)
+    before = h.totals(plain)
+    fixed = before["total"] - before["temp"]
+    budget = fixed + int(ratio * before["temp"])
+    compiled, outcome = _enforced(example, _request(budget))
+    after = h.totals(compiled)
+    if not outcome.status.found:
+        assert outcome.least_total_bytes is not None
+        assert outcome.least_total_bytes > budget
+        assert after == before
+        return
+    assert after["total"] <= budget
+    assert outcome.changed
+    assert outcome.planned_total_bytes == after["total"]
+    assert outcome.recompute_ns == sum(r.cost_ns for r in outcome.recomputed) > 0
+    assert outcome.lower_bound_ratio * outcome.cost_ns <= outcome.recompute_ns
+    for a, b in zip(h.run(plain, args), h.run(compiled, args), strict=True):
+        np.testing.assert_array_max_ulp(a, b, maxulp=2)
+
+
+@pytest.mark.parametrize(("model", "kind"), [("gpt", "grad"), ("mlp", "donated")])
+def test_budgets_are_kept_on_h200(h200: str, model: str, kind: str) -> None:
+    example = h.example(model, kind)
+    _, plain = h.scheduled(example, "cuda")
+    before = h.totals(plain)
+    budget = before["total"] - before["temp"] // 4
+    compiled, outcome = _enforced(example, _request(budget, "cuda"))
+    assert outcome.status.found
+    assert outcome.planned_total_bytes == h.totals(compiled)["total"] <= budget
+
+
+@pytest.mark.parametrize("planner", ["auto", "cut", "window"])
+def test_every_planner_can_be_asked_for(planner: str) -> None:
+    data, compiled = h.scheduled(h.example("gpt", "grad"))
+    found = h.totals(compiled)
+    _, outcome = enforce(data, _request(found["total"] - found["temp"] // 5, planner=planner))
+    assert outcome.status.found
+    assert outcome.planner
+
+
+def test_an_impossible_budget_is_refused_with_numbers() -> None:
+    data, compiled = h.scheduled(h.example("gpt", "grad"))
+    found = h.totals(compiled)
+    same, outcome = enforce(data, _request(found["total"] - found["temp"]))
+    assert same is data
+    assert not outcome.changed
+    assert outcome.status == Status.INFEASIBLE
+    assert outcome.fixed_bytes < outcome.least_total_bytes < found["total"]
+    assert outcome.tightest
+    assert list(outcome.tightest) == sorted(outcome.tightest, key=lambda v: -v.nbytes)
+    assert any("hlo_support.py:" in v.source for v in outcome.tightest)
+
+
+def test_the_least_total_is_reached_when_it_is_asked_for() -> None:
+    example = h.example("lstm", "grad")
+    data, _ = h.scheduled(example)
+    _, refused = enforce(data, _request(1))
+    assert refused.least_total_bytes is not None
+    compiled, outcome = _enforced(example, _request(refused.least_total_bytes))
+    assert outcome.status.found
+    assert h.totals(compiled)["total"] <= refused.least_total_bytes
+
+
+def test_enforcing_is_deterministic() -> None:
+    data, compiled = h.scheduled(h.example("conv", "grad"))
+    budget = h.totals(compiled)["total"] - h.totals(compiled)["temp"] // 4
+    first, second = enforce(data, _request(budget))[0], enforce(data, _request(budget))[0]
+    assert first == second
+    assert first != data

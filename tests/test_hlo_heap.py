@@ -1,0 +1,90 @@
+"""XLA's heap is predicted to the byte, on CPU and on an H200 that is not here."""
+
+from __future__ import annotations
+
+import hlo_support as h
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from passes.hlo import proto
+from passes.hlo.heap import predict
+from passes.offsets.xla_heap import Interval, pack
+
+CASES = [(model, kind) for model in h.MODELS for kind in h.KINDS]
+H200_CASES = [("mlp", "donated"), ("gpt", "grad"), ("gpt_checkpoint", "grad"), ("scan", "adam"), ("cond", "grad")]
+
+
+@pytest.mark.parametrize(("model", "kind"), CASES)
+def test_prediction_is_what_xla_allocates_on_cpu(model: str, kind: str) -> None:
+    data, compiled = h.scheduled(h.example(model, kind))
+    found = predict(proto.parse(data), "cpu")
+    assert h.predicted(found) == h.totals(compiled)
+    assert found.live_bytes <= found.temp_bytes
+
+
+@pytest.mark.parametrize(("model", "kind"), H200_CASES)
+def test_prediction_is_what_xla_allocates_on_h200(h200: str, model: str, kind: str) -> None:
+    data, compiled = h.scheduled(h.example(model, kind), "cuda")
+    assert h.predicted(predict(proto.parse(data), "cuda")) == h.totals(compiled)
+
+
+@pytest.mark.parametrize("model", ["gpt", "lstm", "conv", "scan", "mixed"])
+def test_edited_modules_are_predicted_too_on_cpu(model: str) -> None:
+    compiled, found, _ = h.with_steps(h.example(model, "donated"), h.random_steps(1, 0.4))
+    assert h.predicted(found) == h.totals(compiled)
+
+
+@pytest.mark.parametrize("model", ["mlp", "gpt", "conv"])
+def test_edited_modules_are_predicted_too_on_h200(h200: str, model: str) -> None:
+    compiled, found, _ = h.with_steps(h.example(model, "donated"), h.random_steps(2, 0.3), "cuda")
+    assert h.predicted(found) == h.totals(compiled)
+
+
+def _interval(key: int, nbytes: int, start: int, end: int, group: int | None = None) -> Interval:
+    group = key if group is None else group
+    return Interval(key=key, nbytes=nbytes, start=start, end=end, group=group, leads=group == key)
+
+
+def test_packing_takes_the_smallest_gap() -> None:
+    wall = [_interval(0, 640, 0, 9), _interval(1, 512, 0, 3), _interval(2, 256, 0, 9), _interval(3, 64, 4, 9)]
+    layout = pack(wall, 64)
+    assert layout.offsets == {0: 0, 1: 640, 2: 1152, 3: 640}
+    assert layout.size == 1408
+
+
+def test_packing_aligns_starts_only() -> None:
+    layout = pack([_interval(0, 100, 0, 5), _interval(1, 60, 0, 5)], 64)
+    assert layout.offsets == {0: 0, 1: 128}
+    assert layout.size == 188
+
+
+def test_a_group_keeps_one_place_over_all_its_lives() -> None:
+    group = [_interval(0, 64, 0, 1), _interval(1, 64, 6, 7, group=0)]
+    layout = pack([*group, _interval(2, 64, 2, 5), _interval(3, 64, 5, 6)], 64)
+    assert layout.offsets[2] != layout.offsets[3]
+    assert layout.offsets[3] != layout.offsets[0]
+    assert layout.size == 128
+
+
+@st.composite
+def _intervals(draw: st.DrawFn) -> list[Interval]:
+    found = []
+    for key in range(draw(st.integers(1, 12))):
+        start = draw(st.integers(0, 20))
+        end = start + draw(st.integers(0, 10))
+        found.append(_interval(key, draw(st.integers(1, 300)), start, end))
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(_intervals(), st.sampled_from([1, 64, 256]))
+def test_packed_intervals_never_overlap(intervals: list[Interval], alignment: int) -> None:
+    layout = pack(intervals, alignment)
+    assert layout.size == max(layout.offsets[i.key] + i.nbytes for i in intervals)
+    for a in intervals:
+        assert layout.offsets[a.key] % alignment == 0
+        for b in intervals:
+            if a.key < b.key and a.start <= b.end and b.start <= a.end:
+                low, high = sorted((a, b), key=lambda i: layout.offsets[i.key])
+                assert layout.offsets[low.key] + low.nbytes <= layout.offsets[high.key]
