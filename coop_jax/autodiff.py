@@ -147,19 +147,14 @@ def _linear_parts(jaxpr: Any, differentiated: tuple[bool, ...]) -> tuple[Any, An
     return compat.trace(forward, known.in_avals), rest, really, n_residuals
 
 
-def _pair(jaxpr: Any, differentiated: tuple[bool, ...], config: RematConfig) -> Pair:
-    return _cached_pair(jaxpr, differentiated, config)
-
-
 @compat.cached_by_jaxpr
-def _cached_pair(jaxpr: Any, differentiated: tuple[bool, ...], config: RematConfig) -> Pair:
+def _pair(jaxpr: Any, differentiated: tuple[bool, ...], config: RematConfig) -> Pair:
     """Make, plan and name the parts of reverse mode."""
     tangents_out = tuple(map(compat.has_tangents, jaxpr.out_avals))
     cotangents = _expected_cotangents(jaxpr, tangents_out)
     forward, backward = _reverse_parts(jaxpr, differentiated, cotangents)
     n_outs = len(jaxpr.out_avals)
-    plain = _as_one(forward, backward, n_outs)
-    joint, planned = lowering.plan_pair(forward, backward, n_outs, plain, config)
+    joint, planned = lowering.plan_pair(forward, backward, n_outs, config)
     pruned, saved = _forwarded(joint.forward, n_outs)
     return Pair(
         forward=pruned,
@@ -215,18 +210,6 @@ def _vjp(
 
     outs, pullback, rest = jax.vjp(function, *_where(args, differentiated), has_aux=True)
     return outs, pullback, rest
-
-
-def _as_one(forward: Any, backward: Any, n_outs: int) -> Any:
-    """(*args, *cotangents) -> (*outs, *gradients)."""
-    n_args = len(forward.in_avals)
-    n_residuals = len(forward.out_avals) - n_outs
-
-    def both(*values: Any) -> list[Any]:
-        results = compat.evaluate(forward, values[:n_args])
-        return [*results[:n_outs], *compat.evaluate(backward, [*results[n_outs:], *values[n_args:]])]
-
-    return compat.trace(both, [*forward.in_avals, *backward.in_avals[n_residuals:]])
 
 
 def _forwarded(forward: Any, n_outs: int) -> tuple[Any, tuple[int, ...]]:

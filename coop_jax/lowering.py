@@ -26,7 +26,7 @@ from coop_jax.budget import Budget
 from coop_jax.errors import InfeasibleBudgetError, UnsupportedError
 from passes.cost import DEVICES, DeviceModel
 from passes.ir import Status
-from passes.jaxpr import compat
+from passes.jaxpr import compat, module
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.stage import JaxprRequest, JointResult, plan_joint, plan_program
 from passes.outcome import StageOutcome
@@ -59,13 +59,14 @@ class Planned:
 
     Attributes:
         outcome: what the jaxpr stage did.
-        plain: the two parts without a plan as one program, (*args, *cotangents) -> (*outs, *gradients).
-        n_args, n_outs: how many of its inputs are arguments, how many of its results outs.
+        forward: the part without a plan, args -> (*outs, *residuals).
+        backward: the part without a plan, (*residuals, *cotangents) -> gradients.
+        n_outs: how many of forward's results are outs.
     """
 
     outcome: StageOutcome
-    plain: Any
-    n_args: int
+    forward: Any
+    backward: Any
     n_outs: int
 
     def __repr__(self) -> str:
@@ -82,25 +83,28 @@ class _Baseline:
 
 def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Planned | None) -> Any:
     """The lowering rule: write the planned function in place and mark the program."""
-    facts = compat.module_facts(ctx)
+    facts = module.module_facts(ctx)
     if len(facts.platforms) > 1 or facts.device is None:
         return compat.lower_inline(ctx, jaxpr, operands)
     device = _model(config, facts)
     baseline: list[_Baseline] = []
 
     def baseline_bytes() -> int:
-        plains = [_inlined(jaxpr)] if planned is None else _plain_programs(planned)
+        plains = (_inlined(jaxpr),) if planned is None else _plain_programs(planned)
         baseline.append(_baseline(plains, facts, device, config))
         return baseline[0].total_bytes
 
     budget_bytes = config.budget.resolve(
         device_bytes=aot.device_memory_bytes(facts.device), baseline_bytes=baseline_bytes
     )
+    known = baseline[0].total_bytes if baseline and baseline[0].compiled else None
+    request = _request(facts, device, config, budget_bytes, known)
     if planned is None:
-        known = baseline[0].total_bytes if baseline and baseline[0].compiled else None
-        jaxpr, outcome = _plan_whole(_inlined(jaxpr), _request(facts, device, config, budget_bytes, known))
+        jaxpr, outcome = _plan_whole(_inlined(jaxpr), request)
     else:
-        outcome = dataclasses.replace(planned.outcome, budget_bytes=budget_bytes)
+        outcome = _as_planned(planned, request)
+    if request is not None and outcome is not None and request.fixed_bytes > budget_bytes:
+        raise _arguments_over_budget(outcome)
     record = xla.Record(
         budget=str(config.budget),
         budget_bytes=budget_bytes,
@@ -115,25 +119,22 @@ def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Pl
     return compat.lower_inline(ctx, jaxpr, operands)
 
 
-def plan_pair(
-    forward: Any, backward: Any, n_outs: int, plain: Any, config: RematConfig
-) -> tuple[JointResult, Planned]:
+def plan_pair(forward: Any, backward: Any, n_outs: int, config: RematConfig) -> tuple[JointResult, Planned]:
     """Plan a forward and a backward part together, for a program that holds nothing else.
 
     Args:
         forward: args -> (*outs, *residuals).
         backward: (*residuals, *cotangents) -> gradients.
         n_outs: how many of forward's results are outs.
-        plain: (*args, *cotangents) -> (*outs, *gradients), the same as one program.
         config: what the user asked for.
     """
-    device = DEVICES[config.device] if config.device else _default_model()
+    cotangents = backward.in_avals[len(forward.out_avals) - n_outs :]
     request = JaxprRequest(
         budget_bytes=UNLIMITED_BYTES,
-        argument_bytes=_nbytes(plain.in_avals),
-        output_bytes=_nbytes(plain.out_avals),
+        argument_bytes=_nbytes([*forward.in_avals, *cotangents]),
+        output_bytes=_nbytes([*forward.out_avals[:n_outs], *backward.out_avals]),
         alias_bytes=0,
-        device=device,
+        device=DEVICES[config.device] if config.device else _default_model(),
         planner=config.planner,
     )
 
@@ -141,32 +142,40 @@ def plan_pair(
         outcome = plan_joint(forward, backward, n_outs, request).outcome
         return max(1, outcome.fixed_bytes + outcome.before_temp_bytes)
 
-    budget_bytes = config.budget.resolve(
-        device_bytes=aot.device_memory_bytes(jax.devices()[0]), baseline_bytes=predicted_bytes
-    )
+    memory_bytes = _expected_memory_bytes(config) if config.budget.needs_device else None
+    budget_bytes = config.budget.resolve(device_bytes=memory_bytes, baseline_bytes=predicted_bytes)
     joint = plan_joint(forward, backward, n_outs, dataclasses.replace(request, budget_bytes=budget_bytes))
-    planned = Planned(outcome=joint.outcome, plain=plain, n_args=len(forward.in_avals), n_outs=n_outs)
-    return joint, planned
+    return joint, Planned(outcome=joint.outcome, forward=forward, backward=backward, n_outs=n_outs)
 
 
 def _plan_whole(plain: Any, request: JaxprRequest | None) -> tuple[Any, StageOutcome | None]:
     """Plan a whole function; a program over several devices is left to the enforcing stage."""
+    return (plain, None) if request is None else plan_program(plain, request)
+
+
+def _as_planned(planned: Planned, request: JaxprRequest | None) -> StageOutcome:
+    """What was planned before the whole program was known, with what is known of it now."""
     if request is None:
-        return plain, None
-    planned, outcome = plan_program(plain, request)
-    if outcome.fixed_bytes > request.budget_bytes:
-        least = max(outcome.fixed_bytes, outcome.least_total_bytes or 0)
-        raise InfeasibleBudgetError.from_outcome(
-            dataclasses.replace(
-                outcome, status=Status.INFEASIBLE, least_total_bytes=least,
-                least_proved=outcome.least_proved or least == outcome.fixed_bytes,
-            )
-        )  # fmt: skip
-    return planned, outcome
+        return planned.outcome
+    return dataclasses.replace(
+        planned.outcome,
+        budget_bytes=request.budget_bytes,
+        argument_bytes=request.argument_bytes,
+        output_bytes=request.output_bytes,
+        alias_bytes=request.alias_bytes,
+    )
+
+
+def _arguments_over_budget(outcome: StageOutcome) -> InfeasibleBudgetError:
+    least = max(outcome.fixed_bytes, outcome.least_total_bytes or 0)
+    proved = outcome.least_proved or least == outcome.fixed_bytes
+    return InfeasibleBudgetError.from_outcome(
+        dataclasses.replace(outcome, status=Status.INFEASIBLE, least_total_bytes=least, least_proved=proved)
+    )
 
 
 def _request(
-    facts: compat.ModuleFacts,
+    facts: module.ModuleFacts,
     device: DeviceModel,
     config: RematConfig,
     budget_bytes: int,
@@ -187,10 +196,17 @@ def _request(
     )
 
 
-def _model(config: RematConfig, facts: compat.ModuleFacts) -> DeviceModel:
+def _model(config: RematConfig, facts: module.ModuleFacts) -> DeviceModel:
     if config.device is not None:
         return DEVICES[config.device]
     return aot.model_for(facts.platforms[0], facts.device.device_kind)
+
+
+def _expected_memory_bytes(config: RematConfig) -> int | None:
+    """Memory of the device that a program is probably for; sure only when it is lowered."""
+    if config.device in aot.TARGETS:
+        return aot.target(config.device).memory_bytes
+    return aot.device_memory_bytes(jax.devices()[0])
 
 
 def _default_model() -> DeviceModel:
@@ -204,30 +220,33 @@ def _inlined(jaxpr: Any) -> Any:
     return inline_calls(jaxpr)
 
 
-def _plain_programs(planned: Planned) -> list[Any]:
+def _plain_programs(planned: Planned) -> tuple[Any, ...]:
     """Programs that the enclosing one may be: value and gradient, gradient alone, or some other."""
-    scalar = [aval.shape == () for aval in planned.plain.in_avals[planned.n_args :]] == [True]
-    return (
-        [*_gradient_programs(planned.plain, planned.n_args, planned.n_outs), planned.plain]
-        if scalar
-        else [planned.plain]
-    )
+    return _joined_programs(planned.forward, planned.backward, planned.n_outs)
 
 
 @compat.cached_by_jaxpr
-def _gradient_programs(plain: Any, n_args: int, n_outs: int) -> tuple[Any, Any]:
-    """args -> (*outs, *gradients) and args -> gradients, for a cotangent of one."""
-    one = np.ones((), plain.in_avals[n_args].dtype)
+def _joined_programs(forward: Any, backward: Any, n_outs: int) -> tuple[Any, ...]:
+    """args -> (*outs, *gradients) and args -> gradients for a cotangent of one, if there is one scalar
+    cotangent; and (*args, *cotangents) -> (*outs, *gradients)."""
+    n_args = len(forward.in_avals)
+    cotangents = backward.in_avals[len(forward.out_avals) - n_outs :]
 
-    def both(*args: Any) -> list[Any]:
-        return compat.evaluate(plain, [*args, one])
+    def both(*values: Any) -> list[Any]:
+        results = compat.evaluate(forward, values[:n_args])
+        return [*results[:n_outs], *compat.evaluate(backward, [*results[n_outs:], *values[n_args:]])]
 
-    avals = plain.in_avals[:n_args]
-    return compat.trace(both, avals), compat.trace(lambda *args: both(*args)[n_outs:], avals)
+    anything = compat.trace(both, [*forward.in_avals, *cotangents])
+    if len(cotangents) != 1 or cotangents[0].shape != ():
+        return (anything,)
+    one = np.ones((), cotangents[0].dtype)
+    value_and_grad = compat.trace(lambda *args: both(*args, one), forward.in_avals)
+    grad = compat.trace(lambda *args: both(*args, one)[n_outs:], forward.in_avals)
+    return value_and_grad, grad, anything
 
 
 def _baseline(
-    plains: Sequence[Any], facts: compat.ModuleFacts, device: DeviceModel, config: RematConfig
+    plains: Sequence[Any], facts: module.ModuleFacts, device: DeviceModel, config: RematConfig
 ) -> _Baseline:
     """The total of the program without rematerialization; see this file's head.
 
@@ -255,7 +274,7 @@ def _baseline(
     return _Baseline(total_bytes=max(memory.total_bytes, fixed_bytes + memory.temp_bytes), compiled=False)
 
 
-def _is_whole(plain: Any, facts: compat.ModuleFacts) -> bool:
+def _is_whole(plain: Any, facts: module.ModuleFacts) -> bool:
     """True if the enclosing program has just this program's arguments and results."""
     return (
         tuple(map(compat.aval_nbytes, plain.in_avals)) == facts.argument_nbytes

@@ -26,7 +26,7 @@ from coop_jax.errors import BudgetExceededError, InfeasibleBudgetError, error_fr
 from passes.cost import DEVICES
 from passes.hlo.enforce import EnforceRequest, enforce
 from passes.ir import Status
-from passes.jaxpr import compat
+from passes.jaxpr import compat, module
 from passes.outcome import LiveValue, Recomputed, StageOutcome
 
 MARK_FORMAT = "coop-mark/1"
@@ -140,18 +140,18 @@ def mark(ctx: Any, record: Record, digest: str) -> Record:
     Returns:
         The program's record, with its id.
     """
-    for platform in compat.module_facts(ctx).platforms:
+    for platform in module.module_facts(ctx).platforms:
         if platform in ("cpu", "cuda"):
             install(platform)
-    present = compat.module_attributes(ctx)
+    present = module.module_attributes(ctx)
     if _FACTS in present and _record_from(present).budget_bytes <= record.budget_bytes:
         return _record_from(present)
     text = json.dumps(_facts(record), sort_keys=True)
-    name = compat.module_name(ctx)
+    name = module.module_name(ctx)
     record_id = hashlib.sha256(f"{MARK_FORMAT}|{name}|{digest}|{text}".encode()).hexdigest()[:16]
     record = dataclasses.replace(record, id=record_id)
     REGISTRY.put(record)
-    compat.set_module_attributes(ctx, {_RECORD: record_id, _FACTS: text})
+    module.set_module_attributes(ctx, {_RECORD: record_id, _FACTS: text})
     return record
 
 
@@ -210,7 +210,7 @@ def _check() -> None:
     waiting = REGISTRY.unchecked()
     if not waiting:
         return
-    for executable in compat.live_executables()[:_NEWEST]:
+    for executable in compat.live_executables(_NEWEST):
         record = _record_of_module(executable.hlo_modules()[0].as_serialized_hlo_module_proto())
         if record is None or record.id not in waiting:
             continue
@@ -266,10 +266,10 @@ def _outcome_from(data: Mapping[str, Any]) -> StageOutcome:
     return StageOutcome(**fields)
 
 
-def read_attributes(module: bytes) -> dict[str, str]:
+def read_attributes(data: bytes) -> dict[str, str]:
     """Frontend attributes of a serialized HloModuleProto, without parsing the rest of it."""
     found: dict[str, str] = {}
-    for number, value in _fields(module):
+    for number, value in _fields(data):
         if number == _MODULE_ATTRIBUTES_FIELD:
             for _, entry in _fields(value):
                 parts = dict(_fields(entry))

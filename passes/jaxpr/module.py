@@ -1,0 +1,100 @@
+"""Read and mark the MLIR module that a lowering rule writes into: what is known of the whole program.
+
+Does not look at the program's equations; shapes of its arguments and results, donation and devices are
+all there is before the rules of the other equations have run.
+"""
+
+# mypy: disable-error-code="attr-defined,misc"
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxlib.mlir import ir
+
+_ATTRIBUTES = "mhlo.frontend_attributes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleFacts:
+    """What the module that is being lowered says about the whole program.
+
+    Attributes:
+        argument_nbytes, output_nbytes: bytes of each argument and result of the program.
+        aliased: for every argument the result that may take its place, None where there is none.
+        num_devices: over how many devices the program is partitioned.
+        platforms: such as ("cuda",); more than one only when exporting.
+        device: a device that the program is compiled for; None if not known.
+    """
+
+    argument_nbytes: tuple[int, ...]
+    output_nbytes: tuple[int, ...]
+    aliased: tuple[int | None, ...]
+    num_devices: int
+    platforms: tuple[str, ...]
+    device: Any
+
+
+def module_facts(ctx: Any) -> ModuleFacts:
+    """Read the module that the lowering rule with `ctx` writes into."""
+    module = ctx.module_context
+    main = next(
+        op for op in module.module.body.operations
+        if op.operation.name == "func.func" and ir.StringAttr(op.attributes["sym_name"]).value == "main"
+    )  # fmt: skip
+    kind = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
+    aliased = []
+    for attribute in main.arg_attrs:
+        attrs = ir.DictAttr(attribute)
+        donated = "tf.aliasing_output" in attrs
+        aliased.append(ir.IntegerAttr(attrs["tf.aliasing_output"]).value if donated else None)
+    axis = module.axis_context
+    devices = getattr(axis, "device_assignment", None)
+    if devices is None:
+        # An absent GPU's backend is known to the module alone; `get_backend` would look for a present one.
+        backend = module.backend or module.get_backend(optional=True)
+        devices = () if backend is None else backend.devices()
+    return ModuleFacts(
+        argument_nbytes=tuple(_type_nbytes(t) for t in kind.inputs),
+        output_nbytes=tuple(_type_nbytes(t) for t in kind.results),
+        aliased=tuple(aliased),
+        num_devices=int(getattr(axis, "num_devices", 0) or getattr(getattr(axis, "mesh", None), "size", 1)),
+        platforms=tuple(module.platforms),
+        device=devices[0] if len(devices) else None,
+    )
+
+
+def _type_nbytes(kind: Any) -> int:
+    """Bytes of a ranked tensor type; zero for tokens and unranked or dynamic types."""
+    text = str(kind)
+    match = re.fullmatch(r"tensor<((?:\d+x)*)(complex<)?[a-z]+(\d+)[^x]*>", text)
+    if match is None:
+        return 0
+    size = math.prod(int(d) for d in match[1].split("x") if d)
+    return size * max(1, int(match[3]) // 8) * (2 if match[2] else 1)
+
+
+def module_attributes(ctx: Any) -> dict[str, str]:
+    """The frontend attributes of the module that is being lowered."""
+    attributes = ctx.module_context.module.operation.attributes
+    if _ATTRIBUTES not in attributes:
+        return {}
+    found = ir.DictAttr(attributes[_ATTRIBUTES])
+    return {item.name: ir.StringAttr(item.attr).value for item in found}
+
+
+def set_module_attributes(ctx: Any, entries: Mapping[str, str]) -> None:
+    """Add frontend attributes to the module that is being lowered; they reach XLA's callback."""
+    merged = {**module_attributes(ctx), **entries}
+    ctx.module_context.module.operation.attributes[_ATTRIBUTES] = ir.DictAttr.get(
+        {name: ir.StringAttr.get(text) for name, text in sorted(merged.items())}
+    )
+
+
+def module_name(ctx: Any) -> str:
+    """The name of the module that is being lowered, such as "jit_step"."""
+    return str(ir.StringAttr(ctx.module_context.module.operation.attributes["sym_name"]).value)
