@@ -2,9 +2,8 @@
 
 The heap that XLA will build is predicted. If the module fits, its bytes go back as they came. Else its
 kernels are planned for what the budget leaves for temporaries, the plan is written into the module, and the
-heap of THAT module is predicted; where placement breaks the budget although live bytes do not, the plan is
-made tighter by the excess, a few times. Nothing is returned as changed unless its prediction keeps the
-budget.
+heap of THAT module is predicted (`passes.hlo.fit`). Nothing is returned as changed unless its prediction
+keeps the budget.
 
 Constants that XLA stores count with the temporaries in the outcome: no plan removes them, and the total
 must be XLA's total.
@@ -15,22 +14,20 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from passes.cost import DeviceModel
 from passes.hlo import graph, proto
 from passes.hlo.assign import Assigner
 from passes.hlo.cost import computation_ns
-from passes.hlo.emit import emit
+from passes.hlo.fit import Task, Written, fit
 from passes.hlo.heap import HeapPrediction, predict_assigned
-from passes.hlo.lift import LiftedModule, lift
+from passes.hlo.lift import lift
 from passes.ir import OpId, Plan, Program, Status
 from passes.liveness import Graph, copies_of
 from passes.outcome import LiveValue, Recomputed, StageOutcome
-from passes.planners import PlannerConfig, least_peak, plan, working_set_bytes
+from passes.planners import PlannerConfig, working_set_bytes
 from passes.simulate import simulate
 
-MAX_ROUNDS = 7
 MAX_TIGHTEST = 12
 
 
@@ -49,60 +46,6 @@ class EnforceRequest:
     device: DeviceModel
     platform: str
     planner: str = "auto"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Written:
-    """A plan, the module that runs it, and what XLA will allocate for that."""
-
-    plan: Plan
-    module: Any
-    prediction: HeapPrediction
-    spilled: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Task:
-    """One module's enforcing, with what every step of it needs."""
-
-    request: EnforceRequest
-    lifted: LiftedModule
-    config: PlannerConfig
-
-    @property
-    def fixed_bytes(self) -> int:
-        """What no plan removes: everything that is not a temporary."""
-        return self.lifted.prediction.total_bytes - self.lifted.prediction.temp_bytes
-
-    def write(self, made: Plan) -> _Written:
-        """Emit a plan and predict its heap."""
-        module = emit(self.lifted, made.steps)
-        assigner = Assigner(graph.read(module, self.lifted.module), self.request.platform)
-        return _Written(
-            plan=made, module=module, prediction=predict_assigned(assigner),
-            spilled=_spilled(self.lifted, assigner),
-        )  # fmt: skip
-
-
-def _spilled(lifted: LiftedModule, after: Assigner) -> frozenset[int]:
-    """Values that XLA kept inside results before, and that now need room in the heap."""
-    heap = {after.flow.values[v].home for group in after.heap for v in after.flow.classes[group]}
-    before = lifted.assigner
-    inside = set(before.heap)
-    return frozenset(
-        v
-        for v in lifted.values
-        if before.flow.class_of[v] not in inside and before.flow.values[v].home in heap
-    )
-
-
-def _with_spilled(program: Program, lifted: LiftedModule, spilled: frozenset[int]) -> Program:
-    """The program in which spilled values have their bytes."""
-    buffers = tuple(
-        replace(b, nbytes=lifted.assigner.flow.values[v].nbytes) if v in spilled else b
-        for b, v in zip(program.buffers, lifted.values, strict=True)
-    )
-    return replace(program, buffers=buffers)
 
 
 def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageOutcome]:
@@ -124,10 +67,11 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
         cost_ns = computation_ns(view, view.entry, request.device)
         return module_bytes, _outcome(request, prediction, prediction, cost_ns, begin)
     lifted = lift(view, request.device, request.platform, assigner=before, prediction=prediction)
-    task = _Task(request=request, lifted=lifted, config=PlannerConfig(planner=request.planner))
-    written = _fit(task)
-    if written.prediction.total_bytes > request.budget_bytes:
-        return module_bytes, _refusal(task, written, begin)
+    config = PlannerConfig(planner=request.planner)
+    task = Task(lifted=lifted, budget_bytes=request.budget_bytes, config=config)
+    written = fit(task)
+    if task.excess_bytes(written):
+        return module_bytes, _refusal(request, task, written, begin)
     outcome = _outcome(request, prediction, written.prediction, lifted.program.cost_ns, begin)
     return proto.serialize(written.module), replace(
         outcome,
@@ -139,49 +83,6 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
         seconds=time.perf_counter() - begin,
         recomputed=recomputed(lifted.program, written.plan),
     )
-
-
-def _fit(task: _Task) -> _Written:
-    """The first plan whose predicted total keeps the budget, else the one of lowest total."""
-    budget = task.request.budget_bytes
-    program = task.lifted.program
-    config = task.config
-    target = budget - task.fixed_bytes
-    best: _Written | None = None
-    spilled: frozenset[int] = frozenset()
-    for n in range(MAX_ROUNDS):
-        if target < working_set_bytes(program):
-            break
-        written = task.write(plan(program, target, config))
-        if best is None:
-            config = _for_retries(task, config)
-        else:
-            # What is proved for the whole budget holds for every tighter one.
-            bound = max(best.plan.lower_bound_ratio, written.plan.lower_bound_ratio)
-            written = replace(written, plan=replace(written.plan, lower_bound_ratio=bound))
-        if best is None or written.prediction.total_bytes < best.prediction.total_bytes:
-            best = written
-        if best.prediction.total_bytes <= budget:
-            return best
-        if not written.plan.status.found:
-            break
-        excess = written.prediction.total_bytes - budget
-        if not written.spilled <= spilled:
-            spilled |= written.spilled
-            program = _with_spilled(task.lifted.program, task.lifted, spilled)
-            peak = simulate(program, written.plan.steps).peak_bytes
-            excess = max(0, excess - max(0, peak - written.plan.peak_bytes))
-        target = min(target, written.plan.peak_bytes) - (excess << max(0, n - 1))
-    least = task.write(least_peak(program, config))
-    if best is None or least.prediction.total_bytes < best.prediction.total_bytes:
-        best = least
-    return best
-
-
-def _for_retries(task: _Task, config: PlannerConfig) -> PlannerConfig:
-    """A third of the work, and no second proof."""
-    units = config.units(len(task.lifted.program.ops))
-    return replace(config, work_limit=units // 3, bound=False)
 
 
 def _outcome(
@@ -197,13 +98,13 @@ def _outcome(
     )  # fmt: skip
 
 
-def _refusal(task: _Task, least: _Written, begin: float) -> StageOutcome:
+def _refusal(request: EnforceRequest, task: Task, least: Written, begin: float) -> StageOutcome:
     """The outcome for a budget that was not met."""
     program = task.lifted.program
     bound = task.fixed_bytes + working_set_bytes(program)
-    proved = bound > task.request.budget_bytes
+    proved = bound > task.budget_bytes
     before = task.lifted.prediction
-    outcome = _outcome(task.request, before, before, program.cost_ns, begin)
+    outcome = _outcome(request, before, before, program.cost_ns, begin)
     return replace(
         outcome,
         status=Status.INFEASIBLE if proved else Status.UNKNOWN,

@@ -284,5 +284,6 @@ def lift(
     program = Program.build(name=module.name, ops=ops, buffers=tuple(work.buffers), outputs=outputs)
     return LiftedModule(
         module=module, platform=platform, program=program,
-        prediction=prediction or predict_assigned(assigner), instructions=tuple(work.ops), values=tuple(work.values), assigner=assigner,
+        prediction=prediction or predict_assigned(assigner),
+        instructions=tuple(work.ops), values=tuple(work.values), assigner=assigner,
     )  # fmt: skip

@@ -38,8 +38,8 @@ _MESSAGES: dict[str, str] = {
     " window_dilation 5 int64, base_dilation 6 int64",
     "Window": "dimensions 1 WindowDimension*",
     "ConvolutionDimensions": "kernel_input_feature_dimension 3 int64,"
-    " kernel_output_feature_dimension 4 int64, kernel_spatial_dimensions 6 int64*, output_batch_dimension 9 int64,"
-    " output_feature_dimension 10 int64, output_spatial_dimensions 12 int64*,"
+    " kernel_output_feature_dimension 4 int64, kernel_spatial_dimensions 6 int64*,"
+    " output_batch_dimension 9 int64, output_feature_dimension 10 int64, output_spatial_dimensions 12 int64*,"
     " input_batch_dimension 7 int64, input_feature_dimension 8 int64, input_spatial_dimensions 11 int64*",
     "DotDimensions": "lhs_contracting_dimensions 1 int64*, rhs_contracting_dimensions 2 int64*,"
     " lhs_batch_dimensions 3 int64*, rhs_batch_dimensions 4 int64*",

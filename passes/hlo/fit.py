@@ -1,0 +1,156 @@
+"""Find a plan whose emitted module keeps the budget in XLA's own heap.
+
+Live bytes are not the heap: packing leaves holes, and temporaries that XLA kept inside results may no longer
+fit there. So every plan is written and its heap predicted; what does not fit is planned again, tighter by
+the excess. Where the planners find nothing from above, the plan of lowest peak is relaxed from below: its re-runs
+are taken out, costliest first, while the prediction keeps the budget.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from passes.hlo import graph
+from passes.hlo.assign import Assigner
+from passes.hlo.emit import emit
+from passes.hlo.heap import HeapPrediction, predict_assigned
+from passes.hlo.lift import LiftedModule
+from passes.ir import OpId, Plan, Program, Status
+from passes.liveness import Graph
+from passes.planners import PlannerConfig, least_peak, plan, working_set_bytes
+from passes.planners.schedule import HOLE, Schedule, reverse_delete
+from passes.simulate import simulate
+
+MAX_ROUNDS = 7
+MAX_RELAXED = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Written:
+    """A plan, the module that runs it, and what XLA will allocate for that.
+
+    Attributes:
+        spilled: values that XLA kept inside results before, and that now need room in the heap.
+    """
+
+    plan: Plan
+    module: Any
+    prediction: HeapPrediction
+    spilled: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Task:
+    """One module, its budget, and how to plan it."""
+
+    lifted: LiftedModule
+    budget_bytes: int
+    config: PlannerConfig
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What no plan removes: everything that is not a temporary."""
+        return self.lifted.prediction.total_bytes - self.lifted.prediction.temp_bytes
+
+    def for_retries(self) -> PlannerConfig:
+        """A third of the work, and no second proof."""
+        units = self.config.units(len(self.lifted.program.ops))
+        return replace(self.config, work_limit=units // 3, bound=False)
+
+    def write(self, made: Plan) -> Written:
+        """Emit a plan and predict its heap."""
+        module = emit(self.lifted, made.steps)
+        assigner = Assigner(graph.read(module, self.lifted.module), self.lifted.platform)
+        return Written(
+            plan=made, module=module, prediction=predict_assigned(assigner), spilled=self._spilled(assigner)
+        )
+
+    def excess_bytes(self, written: Written) -> int:
+        """By how much a module breaks the budget."""
+        return max(0, written.prediction.total_bytes - self.budget_bytes)
+
+    def _spilled(self, after: Assigner) -> frozenset[int]:
+        heap = {after.flow.values[v].home for group in after.heap for v in after.flow.classes[group]}
+        before = self.lifted.assigner
+        inside = set(before.heap)
+        return frozenset(
+            v
+            for v in self.lifted.values
+            if before.flow.class_of[v] not in inside and before.flow.values[v].home in heap
+        )
+
+    def program_with(self, spilled: frozenset[int]) -> Program:
+        """The program in which spilled values have their bytes."""
+        program = self.lifted.program
+        values = self.lifted.assigner.flow.values
+        buffers = tuple(
+            replace(b, nbytes=values[v].nbytes) if v in spilled else b
+            for b, v in zip(program.buffers, self.lifted.values, strict=True)
+        )
+        return replace(program, buffers=buffers)
+
+
+def fit(task: Task) -> Written:
+    """The first plan whose predicted total keeps the budget, else the one of lowest total."""
+    program, spilled = task.lifted.program, frozenset[int]()
+    config = task.config
+    target = task.budget_bytes - task.fixed_bytes
+    tried: list[Written] = []
+    for n in range(MAX_ROUNDS):
+        if target < working_set_bytes(program):
+            break
+        written = task.write(plan(program, target, config))
+        tried.append(written)
+        excess = task.excess_bytes(written)
+        if not excess:
+            return _with_bound(written, tried)
+        if not written.plan.status.found:
+            break
+        config = task.for_retries()
+        if not written.spilled <= spilled:
+            spilled |= written.spilled
+            program = task.program_with(spilled)
+            peak = simulate(program, written.plan.steps).peak_bytes
+            excess = max(0, excess - max(0, peak - written.plan.peak_bytes))
+        target = min(target, written.plan.peak_bytes) - (excess << max(0, n - 1))
+    tried.append(_from_below(task, program))
+    return _with_bound(min(tried, key=lambda w: (task.excess_bytes(w), w.plan.overhead_ratio)), tried)
+
+
+def _with_bound(written: Written, tried: list[Written]) -> Written:
+    """What is proved for the whole budget holds for every tighter one."""
+    bound = max(w.plan.lower_bound_ratio for w in tried)
+    return replace(written, plan=replace(written.plan, lower_bound_ratio=bound))
+
+
+def _from_below(task: Task, program: Program) -> Written:
+    """The plan of lowest peak, relaxed as far as the budget allows."""
+    best = task.write(least_peak(program, task.for_retries()))
+    if task.excess_bytes(best):
+        return best
+    least = best.plan
+    low, limit = least.peak_bytes, task.budget_bytes - task.fixed_bytes
+    high = limit
+    for _ in range(MAX_RELAXED):
+        if limit <= low:
+            break
+        written = task.write(_relaxed(program, least, limit))
+        if task.excess_bytes(written):
+            high = limit
+        else:
+            best, low = written, limit
+        limit = (low + high) // 2
+    return best
+
+
+def _relaxed(program: Program, least: Plan, limit_bytes: int) -> Plan:
+    """`least` without the re-runs that `limit_bytes` makes needless."""
+    schedule = Schedule(Graph.of(program), least.steps)
+    reverse_delete(schedule, limit_bytes)
+    steps = tuple(OpId(op) for op in schedule.steps if op != HOLE)
+    found = simulate(program, steps)
+    return replace(
+        least, steps=steps, peak_bytes=found.peak_bytes, budget_bytes=limit_bytes, status=Status.FEASIBLE,
+        overhead_ratio=found.overhead_ratio, lower_bound_ratio=0.0, offsets=(),
+    )  # fmt: skip
