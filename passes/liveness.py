@@ -121,12 +121,19 @@ def copies_of(graph: Graph, steps: Sequence[int]) -> Copies:
         elif graph.producer[b] >= 0:
             raise ValueError(f"no step makes the program's output {b}")
     copies = Copies(buffer=buffer, start=start, stop=stop, place=[-1] * len(buffer))
-    _take_places(graph, steps, reads, copies)
+    final = frozenset(latest[b] for b in graph.program.outputs if latest[b] >= 0)
+    _take_places(graph, steps, reads, copies, final)
     return copies
 
 
-def _take_places(graph: Graph, steps: Sequence[int], reads: list[list[int]], copies: Copies) -> None:
-    """Pair outputs with inputs that die at the same step, in the order of `may_share`."""
+def _take_places(
+    graph: Graph, steps: Sequence[int], reads: list[list[int]], copies: Copies, final: frozenset[int]
+) -> None:
+    """Pair outputs with inputs that die at the same step, in the order of `may_share`.
+
+    Args:
+        final: copies that outlive the last step; no output of that step may take their place.
+    """
     made = 0
     for position, op in enumerate(steps):
         if graph.shares[op]:
@@ -135,7 +142,8 @@ def _take_places(graph: Graph, steps: Sequence[int], reads: list[list[int]], cop
             taken: list[int] = []
             for out, inp in graph.shares[op]:
                 old, new = serving[inp], index[out]
-                if copies.stop[old] == position + 1 and old not in taken and copies.place[new] < 0:
+                dies = copies.stop[old] == position + 1 and old not in final
+                if dies and old not in taken and copies.place[new] < 0:
                     copies.place[new] = old
                     taken.append(old)
         made += len(graph.outputs[op])

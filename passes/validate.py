@@ -59,7 +59,7 @@ def _check_inputs(program: Program, plan: Plan) -> None:
 
 
 def _dies_at(program: Program, steps: tuple[OpId, ...], run: int, buffer: int) -> int:
-    """The step after which the copy of `buffer` that step `run` made is not needed."""
+    """The step after which the copy of `buffer` that step `run` made is not needed; none for the end."""
     last = run
     for later in range(run + 1, len(steps)):
         op = program.ops[steps[later]]
@@ -67,7 +67,7 @@ def _dies_at(program: Program, steps: tuple[OpId, ...], run: int, buffer: int) -
             last = later
         if buffer in op.outputs:
             return last
-    return len(steps) - 1 if buffer in program.outputs else last
+    return len(steps) if buffer in program.outputs else last
 
 
 def _naive_peak_bytes(program: Program, steps: tuple[OpId, ...]) -> int:

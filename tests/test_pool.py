@@ -28,7 +28,7 @@ def naive_copies(program: Program, steps: tuple[OpId, ...]) -> list[tuple[int, i
                 if buffer in program.ops[steps[later]].outputs:
                     break
             else:
-                last = len(steps) - 1 if buffer in program.outputs else last
+                last = len(steps) if buffer in program.outputs else last
             copies.append((buffer, k, run, last))
     return copies
 

@@ -72,6 +72,13 @@ def test_each_place_is_taken_once():
     assert simulate(twice, range(3)).live_bytes.tolist() == [4, 7, 7]
 
 
+def test_nothing_takes_the_place_of_a_program_output():
+    program = one_op(((2, 0),), (4, 3, 4))
+    program = dataclasses.replace(program, outputs=(BufferId(0), BufferId(2)))
+    assert simulate(program, range(3)).live_bytes.tolist() == [4, 7, 11]
+    validate(program, plan_of(program, (0, 1, 2)))
+
+
 def test_workspace_counts_while_its_op_runs():
     assert simulate(one_op((), (4, 3, 1), workspace_bytes=5), range(3)).live_bytes.tolist() == [4, 7, 13]
 

@@ -113,7 +113,7 @@ def _free_here(schedule: Schedule, position: int, all_of_them: bool = False) -> 
     free = {*graph.inputs[op], *graph.outputs[op]}
     if graph.shares[op] and not all_of_them:
         for _, b in graph.shares[op]:
-            if schedule.last_position(b, schedule.copy_at(b, position)) == position:
+            if schedule.next_need(b, schedule.copy_at(b, position), position) is None:
                 free.discard(b)
     return free
 

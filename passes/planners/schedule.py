@@ -129,7 +129,8 @@ class Schedule:
         for out, inp in self.graph.shares[op]:
             if inp in taken or out in taken:
                 continue
-            if self.last_position(inp, self.copy_at(inp, position)) == position:
+            copy = self.copy_at(inp, position)
+            if self.last_position(inp, copy) == position and not self._to_end(inp, copy):
                 total_bytes += min(self.graph.nbytes[out], self.graph.nbytes[inp])
                 taken += (inp, out)
         return total_bytes
