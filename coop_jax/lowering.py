@@ -84,8 +84,11 @@ class _Baseline:
 def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Planned | None) -> Any:
     """The lowering rule: write the planned function in place and mark the program."""
     facts = module.module_facts(ctx)
-    if len(facts.platforms) > 1 or facts.device is None:
-        return compat.lower_inline(ctx, jaxpr, operands)
+    if facts.platforms not in (("cpu",), ("cuda",)):
+        raise UnsupportedError(
+            f"a budget cannot be enforced on {' and '.join(facts.platforms)}: XLA calls back on cpu and on cuda "
+            "only, and on one of them at a time. Leave `coop.remat` out there."
+        )
     device = _model(config, facts)
     baseline: list[_Baseline] = []
 
@@ -94,9 +97,8 @@ def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Pl
         baseline.append(_baseline(plains, facts, device, config))
         return baseline[0].total_bytes
 
-    budget_bytes = config.budget.resolve(
-        device_bytes=aot.device_memory_bytes(facts.device), baseline_bytes=baseline_bytes
-    )
+    memory_bytes = None if facts.device is None else aot.device_memory_bytes(facts.device)
+    budget_bytes = config.budget.resolve(device_bytes=memory_bytes, baseline_bytes=baseline_bytes)
     known = baseline[0].total_bytes if baseline and baseline[0].compiled else None
     request = _request(facts, device, config, budget_bytes, known)
     if planned is None:
@@ -110,7 +112,6 @@ def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Pl
         budget_bytes=budget_bytes,
         planner=config.planner,
         device_name=device.name,
-        device_present=compat.is_present(facts.device),
         baseline_total_bytes=baseline[0].total_bytes if baseline else None,
         baseline_compiled=baseline[0].compiled if baseline else False,
         jaxpr=outcome,
@@ -199,7 +200,7 @@ def _request(
 def _model(config: RematConfig, facts: module.ModuleFacts) -> DeviceModel:
     if config.device is not None:
         return DEVICES[config.device]
-    return aot.model_for(facts.platforms[0], facts.device.device_kind)
+    return aot.model_for(facts.platforms[0], "" if facts.device is None else facts.device.device_kind)
 
 
 def _expected_memory_bytes(config: RematConfig) -> int | None:
@@ -265,8 +266,10 @@ def _baseline(
     plain = plains[-1] if exact is None else exact
     donated = () if exact is None else tuple(i for i, alias in enumerate(facts.aliased) if alias is not None)
     try:
-        memory = _compiled_memory(plain, facts.device, donated)
+        memory = None if facts.device is None else _compiled_memory(plain, facts.device, donated)
     except jax.errors.JaxRuntimeError:
+        memory = None
+    if memory is None:
         outcome = plan_program(plain, request)[1]
         return _Baseline(total_bytes=max(1, fixed_bytes + outcome.before_temp_bytes), compiled=False)
     if exact is not None:

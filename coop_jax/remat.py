@@ -96,9 +96,9 @@ def _decorate(
         return _stage(function, config, args, kwargs)
 
     # `jit` brings the cache, static arguments and the compile outside `jit`; it leaves no trace inside one.
-    jitted = jax.jit(
-        staged, inline=True, static_argnums=static_argnums or None, static_argnames=static_argnames or None
-    )
+    # Where nothing is named static, None lets `jit` find the numbers of static names and the reverse.
+    static: dict[str, Any] = {"static_argnums": static_argnums, "static_argnames": static_argnames}
+    jitted = jax.jit(staged, inline=True, **{k: None if v == () else v for k, v in static.items()})
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

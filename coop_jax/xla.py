@@ -47,8 +47,6 @@ class Record:
         budget_bytes: the same in bytes; the whole program's total must not exceed it.
         planner: the planner that was asked for.
         device_name: the cost model that was used.
-        device_present: False for a device that is only compiled for; its programs cannot be asked for
-            their size right after the compile.
         baseline_total_bytes: the total without rematerialization; None if it was not needed.
         baseline_compiled: True if XLA counted it, False if it was predicted.
         jaxpr: what the jaxpr stage did; None if it did not run (programs over several devices).
@@ -60,7 +58,6 @@ class Record:
     budget_bytes: int
     planner: str
     device_name: str
-    device_present: bool = True
     baseline_total_bytes: int | None = None
     baseline_compiled: bool = False
     jaxpr: StageOutcome | None = None
@@ -94,13 +91,13 @@ class _Registry:
             while len(self._unchecked) > _NEWEST:
                 del self._unchecked[next(iter(self._unchecked))]
 
-    def unchecked(self) -> dict[str, StageOutcome]:
+    def waiting(self) -> bool:
         with self._lock:
-            return dict(self._unchecked)
+            return bool(self._unchecked)
 
-    def checked(self, record_id: str) -> None:
+    def checked(self, record_id: str) -> StageOutcome | None:
         with self._lock:
-            self._unchecked.pop(record_id, None)
+            return self._unchecked.pop(record_id, None)
 
     def first_use(self, platform: str) -> tuple[bool, bool]:
         """(this platform needs the callback, the process needs the hooks); says yes once each."""
@@ -193,36 +190,31 @@ def _callback(data: bytes, platform: str) -> bytes | None:
         planner=record.planner,
     )
     returned, outcome = enforce(data, request)
-    if not outcome.status.found and not _leave_to_check(record, outcome):
+    if not outcome.status.found and not _leave_to_check(outcome):
         raise RuntimeError(InfeasibleBudgetError.from_outcome(outcome).to_text())
     REGISTRY.compiled(record.id, outcome)
     return None if returned is data else returned
 
 
-def _leave_to_check(record: Record, outcome: StageOutcome) -> bool:
+def _leave_to_check(outcome: StageOutcome) -> bool:
     """True if XLA's own count should decide: the prediction errs on the safe side, and is close."""
     close = outcome.fixed_bytes + outcome.before_temp_bytes <= outcome.budget_bytes * SAFE_SIDE_RATIO
-    return record.device_present and close and outcome.status is Status.UNKNOWN
+    return close and outcome.status is Status.UNKNOWN
 
 
-def _check() -> None:
-    """Hold XLA's own count of freshly compiled programs against their budgets."""
-    waiting = REGISTRY.unchecked()
-    if not waiting:
+def _check(executable: Any) -> None:
+    """Hold XLA's own count of a freshly compiled program against its budget."""
+    if not REGISTRY.waiting():
         return
-    for executable in compat.live_executables(_NEWEST):
-        record = _record_of_module(executable.hlo_modules()[0].as_serialized_hlo_module_proto())
-        if record is None or record.id not in waiting:
-            continue
-        REGISTRY.checked(record.id)
-        outcome = waiting.pop(record.id)
-        total = int(executable.get_compiled_memory_stats().total_allocation_bytes)
-        if total > outcome.budget_bytes:
-            if not outcome.status.found:
-                raise InfeasibleBudgetError.from_outcome(outcome)
-            raise BudgetExceededError(budget_bytes=outcome.budget_bytes, compiled_bytes=total)
-        if not waiting:
-            return
+    record = _record_of_module(executable.hlo_modules()[0].as_serialized_hlo_module_proto())
+    outcome = None if record is None else REGISTRY.checked(record.id)
+    if outcome is None:
+        return
+    total = int(executable.get_compiled_memory_stats().total_allocation_bytes)
+    if total > outcome.budget_bytes:
+        if not outcome.status.found:
+            raise InfeasibleBudgetError.from_outcome(outcome)
+        raise BudgetExceededError(budget_bytes=outcome.budget_bytes, compiled_bytes=total)
 
 
 def _facts(record: Record) -> dict[str, Any]:
@@ -233,7 +225,6 @@ def _facts(record: Record) -> dict[str, Any]:
         "budget_bytes": record.budget_bytes,
         "planner": record.planner,
         "device": record.device_name,
-        "device_present": record.device_present,
         "baseline_total_bytes": record.baseline_total_bytes,
         "baseline_compiled": record.baseline_compiled,
         "jaxpr": None if record.jaxpr is None else _outcome_dict(record.jaxpr),
@@ -247,7 +238,6 @@ def _record_from_facts(record_id: str, facts: Mapping[str, Any]) -> Record:
         budget_bytes=facts["budget_bytes"],
         planner=facts["planner"],
         device_name=facts["device"],
-        device_present=facts["device_present"],
         baseline_total_bytes=facts["baseline_total_bytes"],
         baseline_compiled=facts["baseline_compiled"],
         jaxpr=None if facts["jaxpr"] is None else _outcome_from(facts["jaxpr"]),

@@ -59,6 +59,8 @@ def test_static_arguments_by_number_and_name_are_python_values() -> None:
     np.testing.assert_allclose(by_name(X, n=2, mode="sum"), power(X, 2))
     np.testing.assert_allclose(jax.grad(by_number)(X, 2), 2 * X)
     np.testing.assert_allclose(jax.jit(lambda x: by_name(x, n=2))(X), power(X, 2))
+    first = remat(lambda n, x: x * range(n)[-1], budget=LARGE, static_argnums=0)
+    np.testing.assert_allclose(first(3, X), 2 * X)
 
 
 def test_methods_keys_and_integers() -> None:

@@ -9,6 +9,7 @@ Nothing else in this project names `jax._src`.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -21,7 +22,6 @@ from jax._src import (
     monitoring,
     source_info_util,
     traceback_util,
-    xla_bridge,
 )
 from jax._src import linear_util as lu
 from jax._src.dtypes import float0
@@ -31,6 +31,8 @@ from jax._src.lax.lax import optimization_barrier_p as optimization_barrier_p
 from jax._src.sharding_impls import UnspecifiedValue
 from jax._src.util import weakref_lru_cache
 from jax.extend.core import ClosedJaxpr
+
+_REPORTING_FRAMES = 6
 
 Var = core.Var
 Literal = core.Literal
@@ -320,31 +322,38 @@ def register_error_conversion(convert: Callable[[Exception], Exception | None]) 
     compiler.register_xla_runtime_error_handler(convert)
 
 
-def on_compiled(listener: Callable[[], None]) -> None:
-    """Call `listener` after every compile, in the thread that asked for it; its errors fail the compile."""
+def on_compiled(listener: Callable[[Any], None]) -> None:
+    """Call `listener(executable)` after every compile, in its thread; what it raises fails the compile."""
 
     def receive(event: str, *_: Any, **__: Any) -> None:
         if event == dispatch.BACKEND_COMPILE_EVENT:
-            listener()
+            executable = _fresh_executable()
+            if executable is not None:
+                listener(executable)
 
     monitoring.register_event_duration_secs_listener(receive)
 
 
-def live_executables(newest: int) -> list[Any]:
-    """The newest loaded programs of every backend that is in use."""
-    return [e for backend in xla_bridge.backends().values() for e in backend.live_executables()[:newest]]
+def _fresh_executable() -> Any:
+    """The program that the compile which is just being reported has made; None if it failed.
+
+    JAX reports the end of a compile from the function that holds the result, and has no other hook that
+    sees programs for absent devices.
+    """
+    frame = sys._getframe(1)
+    for _ in range(_REPORTING_FRAMES):
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+        if "xla_executable" in frame.f_locals:
+            return frame.f_locals["xla_executable"]
+    return None
 
 
 def hide_frames(path: str) -> None:
     """Leave the functions of the file `path` out of the lines that JAX shows as the user's."""
     source_info_util.register_exclusion(path)
     traceback_util.register_exclusion(path)
-
-
-def is_present(device: Any) -> bool:
-    """True if programs for `device` can be loaded and run in this process."""
-    client = getattr(device, "client", None)
-    return any(client is backend for backend in xla_bridge.backends().values())
 
 
 def cached_by_jaxpr[F: Callable[..., Any]](function: F) -> F:

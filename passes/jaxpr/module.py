@@ -56,7 +56,7 @@ def module_facts(ctx: Any) -> ModuleFacts:
     devices = getattr(axis, "device_assignment", None)
     if devices is None:
         # An absent GPU's backend is known to the module alone; `get_backend` would look for a present one.
-        backend = module.backend or module.get_backend(optional=True)
+        backend = module.backend or _present_backend(module)
         devices = () if backend is None else backend.devices()
     return ModuleFacts(
         argument_nbytes=tuple(_type_nbytes(t) for t in kind.inputs),
@@ -66,6 +66,14 @@ def module_facts(ctx: Any) -> ModuleFacts:
         platforms=tuple(module.platforms),
         device=devices[0] if len(devices) else None,
     )
+
+
+def _present_backend(module: Any) -> Any:
+    """The backend of the module's platform; None where it is not here or not one platform."""
+    try:
+        return module.get_backend(optional=True)
+    except RuntimeError:
+        return None
 
 
 def _type_nbytes(kind: Any) -> int:
