@@ -112,20 +112,22 @@ def _best_offset(group: list[_Segment], placed: IntArray) -> int:
 
     An offset is forbidden if a segment of the group would overlap a placed one in time and bytes.
     """
-    blocked: list[tuple[int, int]] = []
+    lows, highs = [], []
+    start, stop, offset, nbytes = placed
     for s in group:
-        if not s.nbytes:
-            continue
-        start, stop, offset, nbytes = placed
-        meets = (start < s.stop) & (s.start < stop)
-        low = offset[meets] - s.nbytes
-        high = offset[meets] + nbytes[meets]
-        blocked.extend(zip(low.tolist(), high.tolist(), strict=True))
-    blocked.sort()
-    best: tuple[int, int] | None = None
-    free_from = 0
-    for low, high in blocked:
-        if low >= free_from and (best is None or low - free_from < best[0]):
-            best = (low - free_from, free_from)
-        free_from = max(free_from, high)
-    return free_from if best is None else best[1]
+        if s.nbytes:
+            meets = np.flatnonzero((start < s.stop) & (s.start < stop))
+            lows.append(offset[meets] - s.nbytes)
+            highs.append(offset[meets] + nbytes[meets])
+    low = np.concatenate(lows) if lows else start[:0]
+    if not len(low):
+        return 0
+    order = np.argsort(low, kind="stable")
+    low = low[order]
+    reached = np.maximum.accumulate(np.concatenate(highs)[order])
+    free_from = np.concatenate((np.zeros(1, dtype=np.int64), reached[:-1]))
+    gap = low - free_from
+    fits = np.flatnonzero(gap >= 0)
+    if not len(fits):
+        return int(reached[-1])
+    return int(free_from[fits[np.argmin(gap[fits])]])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PLANNERS = ("auto", "window", "cut")
-UNITS_PER_OP = 400
+UNITS_PER_OP = 100
 LEAST_UNITS = 200_000
 
 
@@ -16,7 +16,7 @@ class PlannerConfig:
     Attributes:
         planner: "auto" (the cheaper of both), "window" or "cut".
         work_limit: how much work a search may do, in units of about a microsecond; None scales with the
-            program (about 0.2 s, and 400 us an op from 500 ops on). A planner finishes its first
+            program (about 0.2 s, and 100 us an op from 2000 ops on). A planner finishes its first
             attempt even where that takes longer.
         bound: whether to prove a lower bound on the overhead beside the plan.
         bound_moments: at how many moments of the program to look for the bound.

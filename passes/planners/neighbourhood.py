@@ -12,18 +12,20 @@ from passes.planners.cut import Descent, Style, Work, lower_to, rank
 from passes.planners.schedule import HOLE, Schedule, prune
 
 LARGEST_DROP = 30
+PATIENCE = 100
 
 
 def improve(
     graph: Graph, best: Descent, budget_bytes: int, floor_ns: int, work: Work, seed: int = 0
 ) -> Descent:
-    """Search around a sequence until the budget is kept at `floor_ns` or the work is done.
+    """Search around a sequence until the budget is kept at `floor_ns`, the work is done, or nothing helps.
 
     A sequence over the budget is first led below its own peak, a few percent at a time.
     """
     random_number = random.Random(seed)
     current = best
-    while work.left and (best.cost_ns > floor_ns or best.peak_bytes > budget_bytes):
+    stale = 0
+    while work.left and stale < PATIENCE and (best.cost_ns > floor_ns or best.peak_bytes > budget_bytes):
         schedule = Schedule(graph, current.steps)
         work.done += 8 * len(current.steps)
         reruns = schedule.rerun_positions()
@@ -43,6 +45,7 @@ def improve(
         found = lower_to(graph, schedule.compact(), level_bytes, work, style)
         if rank(found, budget_bytes) <= rank(current, budget_bytes):
             current = found
+        stale = 0 if rank(current, budget_bytes) < rank(best, budget_bytes) else stale + 1
         best = min(best, current, key=lambda d: rank(d, budget_bytes))
     return best
 

@@ -138,8 +138,13 @@ class Search:
         if best.peak_bytes > target_bytes:
             work = self.work()
             best = deepen(self.graph, best, target_bytes, work)
-        floor_ns = self.start.cost_ns * (1 + self.bound_ratio(budget_bytes))
-        return improve(self.graph, best, target_bytes, int(floor_ns), work)
+        return improve(self.graph, best, target_bytes, self._floor_ns(target_bytes), work)
+
+    def _floor_ns(self, budget_bytes: int) -> int:
+        """No sequence within the budget costs less; found at one moment only if no bound is wanted."""
+        if self._bound is None:
+            self._bound = Bound(self.graph, self.config.bound_moments if self.config.bound else 1)
+        return int(self.start.cost_ns * (1 + self._bound.ratio(budget_bytes)))
 
     def plan(self, found: Descent, budget_bytes: int, seconds: float, planner: str) -> Plan:
         """A plan of what was found, with its bound and status."""
