@@ -66,8 +66,8 @@ class Case:
         total_bytes: XLA's total of the program within the budget; None if it was refused.
         least_bytes: what the refusal says is the least budget.
         overhead_ratio: estimated.
-        difference: the largest difference of any result to the plain program's, over the largest value
-            of that result; None where the program cannot run here.
+        difference: the largest difference of loss or any gradient to the plain program's, over the largest
+            value of that array; None where the program cannot run here.
         seconds: tracing, planning and compiling.
     """
 
@@ -102,9 +102,17 @@ def build(problem: Problem, form: str, budget: int | None) -> tuple[Any, tuple[A
 
 
 def run_once(problem: Problem, form: str, compiled: Any) -> list[np.ndarray]:
-    """The results of a compiled program on made-up data, always the same."""
+    """Loss and gradients of a compiled program on made-up data, always the same.
+
+    A step's gradients are read from Adam's first moment. Its parameters are left out: the first update is
+    the gradient's sign times the rate, so that a gradient that is zero but for rounding moves them by it.
+    """
     params, batch = problem.init(jax.random.key(0)), problem.batch(jax.random.key(1))
-    results = compiled(adam_init(params) if form == "step" else params, batch)
+    if form == "step":
+        state, loss = compiled(adam_init(params), batch)
+        results = (state["mean"], loss)
+    else:
+        results = compiled(params, batch)
     return [np.asarray(leaf) for leaf in jax.tree.leaves(results)]
 
 
