@@ -86,8 +86,8 @@ def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Pl
     facts = module.module_facts(ctx)
     if facts.platforms not in (("cpu",), ("cuda",)):
         raise UnsupportedError(
-            f"a budget cannot be enforced on {' and '.join(facts.platforms)}: XLA calls back on cpu and on cuda "
-            "only, and on one of them at a time. Leave `coop.remat` out there."
+            f"a budget cannot be enforced on {' and '.join(facts.platforms)}: XLA calls back on cpu and on "
+            "cuda only, and on one of them at a time. Leave `coop.remat` out there."
         )
     device = _model(config, facts)
     baseline: list[_Baseline] = []

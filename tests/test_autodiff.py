@@ -17,6 +17,8 @@ import pytest
 from jax import lax
 
 import coop_jax.lowering
+from coop_jax import autodiff, lowering
+from coop_jax.budget import Budget
 from coop_jax.remat import remat
 from passes.jaxpr import compat
 from passes.jaxpr.stage import JaxprRequest, JointResult, plan_joint
