@@ -77,7 +77,9 @@ def test_views_and_barriers_are_free_and_looked_through() -> None:
 
     data, _ = h.scheduled(h.Example(name="views", fn=fn, args=(h.spec(16, 16),)))
     module = graph.read(proto.parse(data))
-    assert not any(i.opcode in graph.BARRIERS for i in module.entry.by_id.values() if i.id != module.entry.root)
+    assert not any(
+        i.opcode in graph.BARRIERS for i in module.entry.by_id.values() if i.id != module.entry.root
+    )
 
 
 def test_a_module_without_a_schedule_is_refused() -> None:

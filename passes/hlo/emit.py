@@ -18,7 +18,7 @@ from typing import Any
 from passes.hlo import proto
 from passes.hlo.graph import Computation
 from passes.hlo.lift import LiftedModule, is_view
-from passes.hlo.prune import prune_outputs
+from passes.hlo.prune import drop_uncalled, prune_outputs
 from passes.ir import OpId
 
 _ID_BITS = 32
@@ -182,6 +182,7 @@ class _Writer:
         place = next(n for n, c in enumerate(self.module.computations) if c.id == entry.id)
         del self.module.computations[place]
         self.module.computations.extend([*self.cloner.computations, entry])
+        drop_uncalled(self.module)
         prune_outputs(self.module)
         return self.module
 

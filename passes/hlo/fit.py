@@ -2,8 +2,8 @@
 
 Live bytes are not the heap: packing leaves holes, and temporaries that XLA kept inside results may no longer
 fit there. So every plan is written and its heap predicted; what does not fit is planned again, tighter by
-the excess. Where the planners find nothing from above, the plan of lowest peak is relaxed from below: its re-runs
-are taken out, costliest first, while the prediction keeps the budget.
+the excess. Where the planners find nothing from above, the plan of lowest peak is relaxed from below: its
+re-runs are taken out, costliest first, while the prediction keeps the budget.
 """
 
 from __future__ import annotations

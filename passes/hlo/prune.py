@@ -10,6 +10,25 @@ from typing import Any
 _OPERAND_NUMBERS = "xla.no_invariant_operands"
 
 
+def drop_uncalled(module: Any) -> None:
+    """Remove computations that nothing calls, in place: those of runs that were dropped."""
+    called = {
+        c.id: [i for x in c.instructions for i in x.called_computation_ids] for c in module.computations
+    }
+    needed: set[int] = set()
+    work = [module.entry_computation_id]
+    while work:
+        c = work.pop()
+        if c not in needed:
+            needed.add(c)
+            work.extend(called[c])
+    for n in reversed([n for n, c in enumerate(module.computations) if c.id not in needed]):
+        del module.computations[n]
+    sequences = module.schedule.sequences
+    for n in reversed([n for n, s in enumerate(sequences) if s.key not in needed]):
+        del sequences[n]
+
+
 def prune_outputs(module: Any) -> None:
     """Remove unread outputs of the entry's loop and input fusions, in place, and views nobody reads."""
     entry = next(c for c in module.computations if c.id == module.entry_computation_id)
