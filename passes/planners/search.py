@@ -6,6 +6,7 @@ Invariant: whatever is returned is a valid sequence of steps; the status says wh
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -16,6 +17,7 @@ from passes.offsets.best_fit import place_graph
 from passes.planners.bounds import Bound, forced_bytes, last_needs
 from passes.planners.config import PlannerConfig
 from passes.planners.cut import Descent, Style, Work, deepen, descend, lower_to, of_schedule, rank
+from passes.planners.greedy import evict_one_by_one
 from passes.planners.neighbourhood import improve
 from passes.planners.schedule import Schedule, reverse_delete
 from passes.planners.window import Walked, walk
@@ -36,6 +38,9 @@ PORTFOLIO = (
 DEEP_STYLES = (Style(stages=3, tilt_ratio=0.1), Style(stages=12, tilt_ratio=0.1))
 DEEP_RATIO = 0.3
 FIRST_LIMITS = 4
+GREEDY_UNITS_PER_OP = 1000
+RESTARTS = 3
+ROUNDING_NS = 1e-3
 LEAST_PEAK_EFFORT = 3.0
 WINDOW_EXPONENTS = (0.0, 1.0, 0.5)
 WINDOW_EXCESS = (1.0, 1.06, 1.2, 1.5)
@@ -101,9 +106,9 @@ class Search:
                 walked = walk(self.graph, int(budget_bytes * excess), exponent, work)
                 if walked is not None:
                     best = min(best, self._placed(walked, budget_bytes), key=lambda d: rank(d, budget_bytes))
-                if self.config.planner == "auto" or not work.left:
+                if not work.left:
                     return best
-            if best.peak_bytes <= budget_bytes:
+            if self.config.planner == "auto" or best.peak_bytes <= budget_bytes:
                 break
         return best
 
@@ -127,24 +132,39 @@ class Search:
         if self.start.peak_bytes > best.peak_bytes > target_bytes:
             found = lower_to(self.graph, best.steps, target_bytes, work)
             best = min(best, found, key=lambda d: rank(d, target_bytes))
-        deep = target_bytes < DEEP_RATIO * self.start.peak_bytes
-        for k, style in enumerate((*DEEP_STYLES, *PORTFOLIO) if deep else PORTFOLIO):
-            if k and not work.left:
-                break
-            part = Work(FIRST_LIMITS * work.limit if k == 0 else work.limit // 3)
-            found = descend(self.graph, self.start, target_bytes, part, style)
-            best = min(best, found, key=lambda d: rank(d, target_bytes))
-            work.done += part.done
+        tried = [best, *self._attempts(target_bytes, work)]
+        best = min(tried, key=lambda d: rank(d, target_bytes))
         if best.peak_bytes > target_bytes:
             work = self.work()
             best = deepen(self.graph, best, target_bytes, work)
-        return improve(self.graph, best, target_bytes, self._floor_ns(target_bytes), work)
+        floor_ns = self._floor_ns(target_bytes)
+        others = sorted((d for d in tried if d.steps != best.steps), key=lambda d: rank(d, target_bytes))
+        for seed, start in enumerate((best, *others[:RESTARTS])):
+            found = improve(self.graph, start, target_bytes, floor_ns, work, seed)
+            best = min(best, found, key=lambda d: rank(d, target_bytes))
+        return best
+
+    def _attempts(self, target_bytes: int, work: Work) -> list[Descent]:
+        """Descents in several styles until the work limit, the first one whatever it takes."""
+        found: list[Descent] = []
+        deep = target_bytes < DEEP_RATIO * self.start.peak_bytes
+        for style in (*DEEP_STYLES, *PORTFOLIO) if deep else PORTFOLIO:
+            part = Work(work.limit // 3 if found else FIRST_LIMITS * work.limit)
+            found.append(descend(self.graph, self.start, target_bytes, part, style))
+            work.done += part.done
+            if not work.left:
+                return found
+        if GREEDY_UNITS_PER_OP * len(self.graph.cost_ns) <= work.limit - work.done:
+            part = Work((work.limit - work.done) // 2)
+            found.append(evict_one_by_one(self.graph, self.start, target_bytes, part))
+            work.done += part.done
+        return found
 
     def _floor_ns(self, budget_bytes: int) -> int:
         """No sequence within the budget costs less; found at one moment only if no bound is wanted."""
         if self._bound is None:
             self._bound = Bound(self.graph, self.config.bound_moments if self.config.bound else 1)
-        return int(self.start.cost_ns * (1 + self._bound.ratio(budget_bytes)))
+        return _at_least_ns(self.start.cost_ns, self._bound.ratio(budget_bytes))
 
     def plan(self, found: Descent, budget_bytes: int, seconds: float, planner: str) -> Plan:
         """A plan of what was found, with its bound and status."""
@@ -154,7 +174,7 @@ class Search:
         if found.peak_bytes > budget_bytes:
             proved = budget_bytes < self.working_set_bytes
             status = Status.INFEASIBLE if proved else Status.UNKNOWN
-        elif overhead_ratio <= lower_bound_ratio:
+        elif found.cost_ns <= _at_least_ns(base_ns, lower_bound_ratio):
             status = Status.OPTIMAL
         else:
             status = Status.FEASIBLE
@@ -169,6 +189,11 @@ class Search:
             seconds=seconds,
             offsets=found.offsets,
         )
+
+
+def _at_least_ns(base_ns: int, lower_bound_ratio: float) -> int:
+    """What every sequence costs at least; costs are integers, so the bound may be rounded up."""
+    return base_ns + math.ceil(base_ns * lower_bound_ratio - ROUNDING_NS)
 
 
 def plan(program: Program, budget_bytes: int, config: PlannerConfig | None = None) -> Plan:
