@@ -186,7 +186,8 @@ def _advice(outcome: StageOutcome) -> tuple[str, ...]:
             "donate the arguments that the outputs replace, as in jax.jit(step, donate_argnums=0): "
             f"saves up to {format_bytes(donatable)}"
         )
-    temp = max(outcome.planned_temp_bytes, (outcome.least_total_bytes or 0) - outcome.fixed_bytes)
+    least = outcome.least_total_bytes
+    temp = outcome.planned_temp_bytes if least is None else least - outcome.fixed_bytes
     if temp > 0:
         advice.append(
             "a smaller batch, or a shorter sequence: the temporaries shrink with it, "

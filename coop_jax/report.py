@@ -71,8 +71,9 @@ class Report:
         }
 
     def __str__(self) -> str:
+        asked = format_bytes(self.budget_bytes)
         lines = [
-            f"budget {format_bytes(self.budget_bytes)}: {self.budget}",
+            f"budget {asked}" if self.budget == asked else f"budget {asked}: {self.budget}",
             format_table(("", "bytes", "", "of budget"), self._byte_rows()),
             self._recompute_text(),
         ]

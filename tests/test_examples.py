@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -68,3 +71,18 @@ def test_the_demo_keeps_its_budgets() -> None:
         assert demo.largest_difference(run.first_gradients, runs[0].first_gradients) < 1e-5
     assert text.count("\n") == 1 + len(found)
     assert "coop.remat, budget 0.35" in text
+
+
+def test_the_readme_shows_the_quickstart() -> None:
+    root = Path(demo.__file__).resolve().parent.parent
+    code = (root / "examples" / "quickstart.py").read_text()
+    readme = (root / "README.md").read_text()
+    assert f"```python\n{code}```" in readme
+
+
+def test_the_quickstart_keeps_its_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_module("examples.quickstart")
+    printed = capsys.readouterr().out
+    assert printed.startswith("budget 20.00 MiB (20971520 B)\n")
+    assert "dot_general at examples/quickstart.py:12" in printed
+    assert "loss 0.0313" in printed
