@@ -14,6 +14,8 @@ from passes.hlo.dataflow import Dataflow, Value, analyse
 from passes.hlo.inplace import Sharing
 from passes.hlo.liverange import Clock, Range, clock, live_ranges
 
+HOST = 5
+
 
 @dataclass(slots=True, eq=False)
 class Allocation:
@@ -21,14 +23,15 @@ class Allocation:
 
     nbytes: int
     kind: str
+    space: int = 0
     lives_out: bool = False
     values: list[int] = field(default_factory=list)
     busy: int = 0
 
     @property
     def is_temp(self) -> bool:
-        """True if its bytes count as temporaries."""
-        return self.kind == "tuple" and not self.lives_out
+        """True if its bytes count as temporaries of the device."""
+        return self.space != HOST and self.kind == "tuple" and not self.lives_out
 
 
 class Assigner:
@@ -57,6 +60,10 @@ class Assigner:
         self._sizes = [max(self.flow.values[v].nbytes for v in g) for g in self.flow.classes]
         for group in self._sorted():
             self._assign(group)
+
+    def space_of(self, group: int) -> int:
+        """The memory space of an alias class: 0 is the device's default one, `HOST` is the host's."""
+        return next((s for v in self.flow.classes[group] if (s := self.flow.values[v].memory_space)), 0)
 
     def _sorted(self) -> list[int]:
         place = self._positions()
@@ -110,7 +117,7 @@ class Assigner:
         return False
 
     def _new(self, group: int, kind: str) -> Allocation:
-        allocation = Allocation(self._sizes[group], kind)
+        allocation = Allocation(self._sizes[group], kind, self.space_of(group))
         self.allocations.append(allocation)
         return allocation
 
@@ -136,7 +143,7 @@ class Assigner:
         return found + self._reusable[::-1]
 
     def _fits(self, allocation: Allocation, group: int, lives_out: bool) -> bool:
-        if self._sizes[group] > allocation.nbytes:
+        if self._sizes[group] > allocation.nbytes or allocation.space != self.space_of(group):
             return False
         if lives_out and allocation.nbytes != self._sizes[group]:
             return False

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from passes.hlo import graph
-from passes.hlo.assign import Assigner
+from passes.hlo.assign import HOST, Assigner
 from passes.hlo.liverange import Range
 from passes.offsets.xla_heap import HeapLayout, Interval, pack
 
@@ -43,13 +43,14 @@ class HeapPrediction:
 class _Events:
     """Replays XLA's heap simulator: allocations, frees and operand reuse on one clock of events."""
 
-    def __init__(self, assigner: Assigner) -> None:
+    def __init__(self, assigner: Assigner, space: int) -> None:
         self.a = assigner
         self.flow = assigner.flow
         self.ranges = [Range(r.start, r.end, r.last) for r in assigner.ranges]
-        self.todo = {v for g in assigner.heap for v in self.flow.classes[g]}
+        groups = [g for g in assigner.heap if assigner.space_of(g) == space]
+        self.todo = {v for g in groups for v in self.flow.classes[g]}
         self.sizes = {v: max(self.flow.values[w].nbytes for w in self.flow.classes[g])
-                      for g in assigner.heap for v in self.flow.classes[g]}  # fmt: skip
+                      for g in groups for v in self.flow.classes[g]}  # fmt: skip
         self.start: dict[int, int] = {}
         self.end: dict[int, int] = {}
         self.leader: dict[int, int] = {}
@@ -170,9 +171,9 @@ def _local_values(module: graph.Module, reachable: list[int]) -> list[graph.Inst
     ]
 
 
-def layout(assigner: Assigner) -> tuple[HeapLayout, int]:
-    """Where the heap's values sit, and the largest sum of their bytes alive at once."""
-    events = _Events(assigner)
+def layout(assigner: Assigner, space: int = 0) -> tuple[HeapLayout, int]:
+    """Where a memory space's values sit, and the largest sum of their bytes alive at once."""
+    events = _Events(assigner, space)
     intervals = events.run()
     return pack(intervals, ALIGNMENT[assigner.platform]), events.peak
 
@@ -180,10 +181,13 @@ def layout(assigner: Assigner) -> tuple[HeapLayout, int]:
 def predict_assigned(assigner: Assigner) -> HeapPrediction:
     """What XLA will allocate, from a replayed buffer assignment."""
     module, platform = assigner.module, assigner.platform
-    heap, live = layout(assigner)
     order = [(a.nbytes, a.is_temp) for a in assigner.allocations]
-    if heap.offsets:
-        order.append((heap.size, True))
+    live = 0
+    for space in sorted({assigner.space_of(g) for g in assigner.heap}):
+        if space != HOST:
+            heap, peak = layout(assigner, space)
+            order.append((heap.size, True))
+            live += peak
     local = _local_values(module, assigner.flow.reachable)
     order += [(i.shape.nbytes, False) for i in local]
     temp = _concatenate(order, ALIGNMENT[platform])
@@ -191,6 +195,8 @@ def predict_assigned(assigner: Assigner) -> HeapPrediction:
     kinds = {"argument": 0, "donated": 0, "constant": 0, "output": 0}
     kinds["constant"] += sum(i.shape.nbytes for i in local if i.opcode == "constant")
     for a in assigner.allocations:
+        if a.space == HOST:
+            continue
         if a.kind == "tuple" and a.lives_out:
             kinds["output"] += a.nbytes
         elif a.kind in kinds:

@@ -13,7 +13,7 @@ from typing import Any
 
 from passes.cost import DeviceModel
 from passes.hlo import graph
-from passes.hlo.assign import Assigner
+from passes.hlo.assign import HOST, Assigner
 from passes.hlo.cost import instruction_ns
 from passes.hlo.graph import Instruction
 from passes.hlo.heap import HeapPrediction, predict_assigned
@@ -93,7 +93,7 @@ class _Lift:
         self.flow = self.assigner.flow
         self.entry = module.entry
         self.purity = Purity(module)
-        self.heap = set(self.assigner.heap)
+        self.heap = {g for g in self.assigner.heap if self.assigner.space_of(g) != HOST}
         self.buffer: dict[int, BufferId] = {}
         self.buffers: list[Buffer] = []
         self.values: list[int] = []
