@@ -33,7 +33,7 @@ MARK_FORMAT = "coop-mark/1"
 _RECORD = "coop.record"
 _FACTS = "coop.facts"
 _MODULE_ATTRIBUTES_FIELD = 19
-_NEWEST = 16
+_MOST_UNCHECKED = 256
 SAFE_SIDE_RATIO = 1.15
 
 
@@ -65,12 +65,12 @@ class Record:
 
 
 class _Registry:
-    """Records by id, and the programs that the callback has seen and the check has not. Thread-safe."""
+    """Records by id, and the ids of programs that were marked and are yet to be checked. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._records: dict[str, Record] = {}
-        self._unchecked: dict[str, StageOutcome] = {}
+        self._unchecked: dict[str, None] = {}
         self._platforms: set[str] = set()
         self._hooked = False
 
@@ -79,25 +79,20 @@ class _Registry:
             return self._records.get(record_id)
 
     def put(self, record: Record) -> None:
+        """Keep a record, and check the program that carries its mark when it has been compiled."""
         with self._lock:
             self._records[record.id] = record
-
-    def compiled(self, record_id: str, outcome: StageOutcome) -> None:
-        with self._lock:
-            record = self._records.get(record_id)
-            if record is not None:
-                self._records[record_id] = dataclasses.replace(record, hlo=outcome)
-            self._unchecked[record_id] = outcome
-            while len(self._unchecked) > _NEWEST:
+            self._unchecked[record.id] = None
+            while len(self._unchecked) > _MOST_UNCHECKED:
                 del self._unchecked[next(iter(self._unchecked))]
 
     def waiting(self) -> bool:
         with self._lock:
             return bool(self._unchecked)
 
-    def checked(self, record_id: str) -> StageOutcome | None:
+    def checked(self, record_id: str) -> None:
         with self._lock:
-            return self._unchecked.pop(record_id, None)
+            self._unchecked.pop(record_id, None)
 
     def first_use(self, platform: str) -> tuple[bool, bool]:
         """(this platform needs the callback, the process needs the hooks); says yes once each."""
@@ -191,8 +186,9 @@ def _callback(data: bytes, platform: str) -> bytes | None:
     )
     returned, outcome = enforce(data, request)
     if not outcome.status.found and not _leave_to_check(outcome):
+        REGISTRY.checked(record.id)
         raise RuntimeError(InfeasibleBudgetError.from_outcome(outcome).to_text())
-    REGISTRY.compiled(record.id, outcome)
+    REGISTRY.put(dataclasses.replace(record, hlo=outcome))
     return None if returned is data else returned
 
 
@@ -203,18 +199,18 @@ def _leave_to_check(outcome: StageOutcome) -> bool:
 
 
 def _check(executable: Any) -> None:
-    """Hold XLA's own count of a freshly compiled program against its budget."""
+    """Hold XLA's own count of a program that was just compiled, or found in the cache, against its budget."""
     if not REGISTRY.waiting():
         return
     record = _record_of_module(executable.hlo_modules()[0].as_serialized_hlo_module_proto())
-    outcome = None if record is None else REGISTRY.checked(record.id)
-    if outcome is None:
+    if record is None:
         return
+    REGISTRY.checked(record.id)
     total = int(executable.get_compiled_memory_stats().total_allocation_bytes)
-    if total > outcome.budget_bytes:
-        if not outcome.status.found:
-            raise InfeasibleBudgetError.from_outcome(outcome)
-        raise BudgetExceededError(budget_bytes=outcome.budget_bytes, compiled_bytes=total)
+    if total > record.budget_bytes:
+        if record.hlo is not None and not record.hlo.status.found:
+            raise InfeasibleBudgetError.from_outcome(record.hlo)
+        raise BudgetExceededError(budget_bytes=record.budget_bytes, compiled_bytes=total)
 
 
 def _facts(record: Record) -> dict[str, Any]:

@@ -206,6 +206,18 @@ def test_compiles_in_several_threads_keep_their_records_apart() -> None:
     assert all(r.hlo.budget_bytes == r.budget_bytes for r in found.values())
 
 
+def test_a_program_from_the_compilation_cache_is_checked_again() -> None:
+    """What the cache returns was not seen by the callback in this process; it is asked for its size."""
+    compiled = jax.jit(remat(step, budget="1TiB")).lower(PARAMS, BATCH).compile()
+    record = xla.record_of(compiled)
+    assert record is not None
+    small = xla.dataclasses.replace(record, budget_bytes=total_bytes(compiled) - 1)
+    xla.REGISTRY.put(small)
+    with pytest.raises(BudgetExceededError) as caught:
+        xla._check(compiled.runtime_executable())
+    assert caught.value.compiled_bytes == total_bytes(compiled)
+
+
 _CACHED = """
 import jax, jax.numpy as jnp
 jax.config.update("jax_compilation_cache_dir", {folder!r})
