@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import least_cost_ns, least_peak_bytes
-from strategies import chain, example, programs, random_program, small_gpt
+from strategies import Builder, chain, example, programs, random_program, small_gpt
 
 from passes.ir import Plan, Program, Status
 from passes.planners import PlannerConfig, cut_bound, frontier, least_peak, plan, working_set_bytes
@@ -222,6 +222,25 @@ def test_frontiers_of_drawn_programs_are_valid(program: Program, budgets: list[i
     found = sorted((p for p in plans if p.status.found), key=lambda p: p.budget_bytes)
     costs = [p.overhead_ratio for p in found]
     assert costs == sorted(costs, reverse=True)
+
+
+def test_many_equal_peaks_are_taken_off_one_by_one():
+    """A small value that every backward op reads must be run again at each of many equal peaks."""
+    b = Builder()
+    (small,) = b.op((), (4,), 1)
+    values = [b.op((), (64,), 5)[0]]
+    for _ in range(20):
+        values += b.op((values[-1],), (64,), 5)
+    (gradient,) = b.op((values[-1],), (64,), 5)
+    for value in reversed(values[:-1]):
+        (gradient,) = b.op((gradient, value, small), (64,), 5)
+        b.op((gradient,), (64,), 5)
+    program = b.build("equal peaks", (gradient,))
+    made = plan(program, int(0.5 * own_peak(program)))
+    check(program, made)
+    deeper = plan(program, made.peak_bytes - 4)
+    check(program, deeper)
+    assert deeper.status.found
 
 
 def test_the_least_peak_of_a_chain_is_its_working_set():

@@ -106,9 +106,9 @@ def cut_once(schedule: Schedule, level_bytes: int, style: Style, work: Work) -> 
 def lower_to(
     graph: Graph, steps: Sequence[int], level_bytes: int, work: Work, style: Style = PLAIN
 ) -> Descent:
-    """Cut at the peak until it fits, or until the peak has not gone down for `style.patience` cuts."""
+    """Cut at the peak until it fits, or until `style.patience` cuts have taken off none of its tops."""
     schedule = Schedule(graph, steps)
-    best = of_schedule(schedule)
+    best, lowest = of_schedule(schedule), schedule.tops
     stale = 0
     while schedule.peak_bytes > level_bytes and stale < style.patience and work.left:
         found = cut_once(schedule, level_bytes, style.bent(stale), work)
@@ -119,9 +119,10 @@ def lower_to(
         prune(schedule)
         now = of_schedule(schedule)
         schedule = Schedule(graph, now.steps) if len(now.steps) < len(schedule.steps) else schedule
-        stale = 0 if now.peak_bytes < best.peak_bytes else stale + 1
-        if now.peak_bytes < best.peak_bytes:
-            best = now
+        reached = schedule.tops
+        stale = 0 if reached < lowest else stale + 1
+        if reached < lowest:
+            best, lowest = now, reached
     if best.peak_bytes <= level_bytes:
         final = Schedule(graph, best.steps)
         reverse_delete(final, level_bytes)

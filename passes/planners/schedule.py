@@ -78,6 +78,12 @@ class Schedule:
         return int(self.live.max()) if len(self.live) else self.graph.argument_bytes
 
     @property
+    def tops(self) -> tuple[int, int]:
+        """The largest live bytes and at how many positions they are reached: what a cut should lower."""
+        peak_bytes = self.peak_bytes
+        return peak_bytes, int((self.live == peak_bytes).sum())
+
+    @property
     def peak_position(self) -> int:
         """The first position of the largest live bytes."""
         return int(self.live.argmax())

@@ -40,8 +40,10 @@ DEEP_RATIO = 0.3
 FIRST_LIMITS = 4
 GREEDY_UNITS_PER_OP = 1000
 RESTARTS = 3
+RUNG_RATIO = 0.9
+LADDER_LIMITS = 1
 ROUNDING_NS = 1e-3
-LEAST_PEAK_EFFORT = 3.0
+LEAST_PEAK_EFFORT = 2.0
 WINDOW_EXPONENTS = (0.0, 1.0, 0.5)
 WINDOW_EXCESS = (1.0, 1.06, 1.2, 1.5)
 WINDOW_UNITS_PER_OP = 1000
@@ -58,6 +60,7 @@ class Search:
             forced_bytes(self.graph, last_needs(self.graph)), default=self.graph.argument_bytes
         )
         self.effort = 1.0
+        self.only_deep = False
         self._bound: Bound | None = None
 
     def bound_ratio(self, budget_bytes: int) -> float:
@@ -126,16 +129,41 @@ class Search:
         return raw
 
     def _cuts(self, budget_bytes: int, best: Descent) -> Descent:
-        """A portfolio of descents, then a search around the best one, until the work limit."""
-        work = self.work()
+        """Cuts and a search around them; where they miss the budget, from rung to rung, then from below."""
         target_bytes = max(budget_bytes, self.working_set_bytes)
+        best = self._solve(target_bytes, best, self.work().limit, FIRST_LIMITS)
+        if best.peak_bytes <= target_bytes or self.only_deep or budget_bytes < self.working_set_bytes:
+            return best
+        found = self._ladder(target_bytes)
+        if found.peak_bytes > target_bytes > self.working_set_bytes:
+            middle_bytes = (target_bytes + self.working_set_bytes) // 2
+            lower = self._solve(
+                middle_bytes, min(best, found, key=lambda d: d.peak_bytes), self.work().limit // 2
+            )
+            found = min(found, self.relax(lower, target_bytes), key=lambda d: rank(d, target_bytes))
+        return min(best, found, key=lambda d: rank(d, target_bytes))
+
+    def _ladder(self, target_bytes: int) -> Descent:
+        """Down to the budget from rung to rung, with a search at each."""
+        ratio = max(1, target_bytes) / self.start.peak_bytes
+        rungs = max(1, math.ceil(math.log(ratio) / math.log(RUNG_RATIO)))
+        limit = LADDER_LIMITS * self.work().limit // rungs
+        found = self.start
+        for rung in range(1, rungs + 1):
+            level_bytes = int(self.start.peak_bytes * ratio ** (rung / rungs))
+            found = self._solve(target_bytes if rung == rungs else level_bytes, found, limit)
+        return found
+
+    def _solve(self, target_bytes: int, best: Descent, limit: int, first_limits: int = 1) -> Descent:
+        """A portfolio of descents, then a search around the best ones, within a work limit."""
+        work = Work(limit)
+        tried = [best]
         if self.start.peak_bytes > best.peak_bytes > target_bytes:
-            found = lower_to(self.graph, best.steps, target_bytes, work)
-            best = min(best, found, key=lambda d: rank(d, target_bytes))
-        tried = [best, *self._attempts(target_bytes, work)]
+            tried.append(lower_to(self.graph, best.steps, target_bytes, work))
+        tried += self._attempts(target_bytes, work, first_limits)
         best = min(tried, key=lambda d: rank(d, target_bytes))
         if best.peak_bytes > target_bytes:
-            work = self.work()
+            work = Work(limit)
             best = deepen(self.graph, best, target_bytes, work)
         floor_ns = self._floor_ns(target_bytes)
         others = sorted((d for d in tried if d.steps != best.steps), key=lambda d: rank(d, target_bytes))
@@ -144,12 +172,12 @@ class Search:
             best = min(best, found, key=lambda d: rank(d, target_bytes))
         return best
 
-    def _attempts(self, target_bytes: int, work: Work) -> list[Descent]:
-        """Descents in several styles until the work limit, the first one whatever it takes."""
+    def _attempts(self, target_bytes: int, work: Work, first_limits: int) -> list[Descent]:
+        """Descents in several styles until the work limit; the first one may take `first_limits` of it."""
         found: list[Descent] = []
         deep = target_bytes < DEEP_RATIO * self.start.peak_bytes
         for style in (*DEEP_STYLES, *PORTFOLIO) if deep else PORTFOLIO:
-            part = Work(work.limit // 3 if found else FIRST_LIMITS * work.limit)
+            part = Work(work.limit // 3 if found else first_limits * work.limit)
             found.append(descend(self.graph, self.start, target_bytes, part, style))
             work.done += part.done
             if not work.left:
@@ -218,6 +246,7 @@ def least_peak(program: Program, config: PlannerConfig | None = None) -> Plan:
     begin = time.perf_counter()
     search = Search(program, config or PlannerConfig())
     search.effort = LEAST_PEAK_EFFORT
+    search.only_deep = True
     found = search.best(search.working_set_bytes)
     made = search.plan(found, found.peak_bytes, 0.0, search.config.planner)
     proved = found.peak_bytes == search.working_set_bytes
