@@ -30,9 +30,9 @@ _HOOK: list[tuple[str, Transform]] = []
 MODEL = {"cpu": DEVICES["cpu"], "cuda": DEVICES["h200"]}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Example:
-    """A function with the shapes of its arguments."""
+    """A function with the shapes of its arguments; hashed by identity, so that compiles can be kept."""
 
     name: str
     fn: Callable[..., Any]
@@ -74,6 +74,7 @@ def compile_with(example: Example, transform: Transform, platform: str = "cpu") 
         _HOOK.clear()
 
 
+@functools.cache
 def scheduled(example: Example, platform: str = "cpu") -> tuple[bytes, Any]:
     """The module that XLA hands to the callback, and the program compiled from it as it is."""
     seen: list[bytes] = []
