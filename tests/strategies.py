@@ -1,12 +1,21 @@
-"""Hypothesis strategies for small programs with every feature of the IR."""
+"""Hypothesis strategies for small programs with every feature of the IR.
+
+Importing this module loads a profile without deadlines and with fixed seeds: tests must not depend on load.
+"""
 
 from __future__ import annotations
 
 import random
 
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from passes.ir import Buffer, BufferId, Op, OpId, Program
+
+settings.register_profile(
+    "coop", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("coop")
 
 
 @st.composite

@@ -141,6 +141,8 @@ class Search:
                 middle_bytes, min(best, found, key=lambda d: d.peak_bytes), self.work().limit // 2
             )
             found = min(found, self.relax(lower, target_bytes), key=lambda d: rank(d, target_bytes))
+        if found.peak_bytes <= target_bytes:
+            found = improve(self.graph, found, target_bytes, self._floor_ns(target_bytes), self.work())
         return min(best, found, key=lambda d: rank(d, target_bytes))
 
     def _ladder(self, target_bytes: int) -> Descent:
