@@ -40,7 +40,7 @@ def traced() -> LiftedJaxpr:
     closed = inline_calls(jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1)))(*arguments()))
     jaxpr, consts = compat.open_jaxpr(closed)
     assert not consts
-    return lift(compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars)), DEVICES["cpu"], store_expensive=False)
+    return lift(compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars)), DEVICES["cpu"], as_xla=False)
 
 
 LIFTED = traced()
@@ -126,7 +126,7 @@ def test_effects_happen_once():
 
     x = jnp.eye(4)
     jaxpr, _ = compat.open_jaxpr(inline_calls(jax.make_jaxpr(noisy)(x)))
-    lifted = lift(jaxpr, DEVICES["cpu"], store_expensive=False)
+    lifted = lift(jaxpr, DEVICES["cpu"], as_xla=False)
     ops = lifted.program.ops
     again = [op.id for op in ops[:-1] if op.recomputable]
     emitted = emit(lifted, (*(op.id for op in ops[:-1]), *again, ops[-1].id), EmitConfig())

@@ -20,11 +20,11 @@ WIDE = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 NBYTES = 64 * 64 * 4
 
 
-def lifted(function: Callable[..., Any], *specs: Any, store_expensive: bool = False) -> LiftedJaxpr:
+def lifted(function: Callable[..., Any], *specs: Any, as_xla: bool = False) -> LiftedJaxpr:
     closed = inline_calls(jax.make_jaxpr(function)(*specs))
     jaxpr, _ = compat.open_jaxpr(closed)
     jaxpr = compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    return lift(jaxpr, DEVICES["h200"], store_expensive=store_expensive)
+    return lift(jaxpr, DEVICES["h200"], as_xla=as_xla)
 
 
 def names(lift: LiftedJaxpr) -> list[str]:
@@ -58,8 +58,8 @@ def test_expensive_values_of_several_kernels_are_stored_only_as_xla_does_by_itse
         y = jnp.exp(x @ x)
         return y.sum(0) @ (y / y.sum(1, keepdims=True))
 
-    assert "exp" in names(lifted(twice, WIDE, store_expensive=True))
-    assert "exp" not in names(lifted(twice, WIDE, store_expensive=False))
+    assert "exp" in names(lifted(twice, WIDE, as_xla=True))
+    assert "exp" not in names(lifted(twice, WIDE, as_xla=False))
 
 
 def test_sum_of_many_values_does_not_keep_them_all():

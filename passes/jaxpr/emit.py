@@ -44,10 +44,12 @@ class EmitConfig:
     Attributes:
         shared: equations whose values XLA would store and share between distant kernels, though the plan
             computes them inside each.
+        apart: equations whose values are stored though XLA would compute them inside their one reader.
         reach: how many ops apart two kernels may be and still share such a value.
     """
 
     shared: frozenset[int] = frozenset()
+    apart: frozenset[int] = frozenset()
     reach: int = 8
 
 
@@ -219,6 +221,8 @@ class _Emitter:
                 self.current[b] = self.final[b] = new
                 self.version[b] += 1
                 self.run_at[b] = len(self.eqns)
+        if root in self.config.apart:
+            self._barrier(list(self.lifted.program.ops[op_id].outputs))
 
     def _append(self, i: int, local: dict[Any, Any]) -> list[Any]:
         """Emit equation `i` on the current copies; its first emission keeps its own variables."""

@@ -51,25 +51,26 @@ class LiftedJaxpr:
     var_of: tuple[Any, ...]
 
 
-def lift(jaxpr: Any, device: DeviceModel, *, store_expensive: bool) -> LiftedJaxpr:
+def lift(jaxpr: Any, device: DeviceModel, *, as_xla: bool) -> LiftedJaxpr:
     """Lift an open jaxpr (calls inlined, dead code removed) for one kind of device.
 
     Args:
-        store_expensive: True for what XLA does by itself: an expensive elementwise value (exp, tanh) that
-            several kernels read is stored. False for what it can be made to do: compute it in each of them.
+        as_xla: True for what XLA does by itself: on a GPU it stores an expensive elementwise value (exp, tanh)
+            that several kernels read, on a CPU any elementwise value that several kernels read, and it
+            keeps all terms of a long sum until the end. False for what it can be made to do.
 
     Complexity: linear in equations times the size of a kernel.
     """
-    return _Lift(jaxpr, device, store_expensive).run()
+    return _Lift(jaxpr, device, as_xla).run()
 
 
 class _Lift:
     """The state of one lift: storage decided on a forward walk, then ops built from the roots."""
 
-    def __init__(self, jaxpr: Any, device: DeviceModel, store_expensive: bool) -> None:
+    def __init__(self, jaxpr: Any, device: DeviceModel, as_xla: bool) -> None:
         self.jaxpr = jaxpr
         self.device = device
-        self.store_expensive = store_expensive
+        self.as_xla = as_xla
         self.producer: dict[Any, int] = {}
         self.readers: dict[Any, list[int]] = {}
         self.results: set[Any] = {v for v in jaxpr.outvars if not isinstance(v, compat.Literal)}
@@ -162,12 +163,16 @@ class _Lift:
             return True
         if kind is Kind.VIEW:
             return False
-        nbytes, traffic = compat.aval_nbytes(v.aval), sum(reads.values())
+        nbytes, traffic = max(compat.aval_nbytes(v.aval), 1), sum(reads.values())
         if len(self.kernels.get(v, ())) > 1:
-            if self.store_expensive and is_expensive(eqn.primitive.name):
-                return True
-            return traffic > SEVERAL_READERS_RATIO * max(nbytes, 1)
-        return traffic > ONE_READER_RATIO * max(nbytes, 1) and len(reads) > 2
+            return self._shares(eqn, reads) or traffic > SEVERAL_READERS_RATIO * nbytes
+        return not self.as_xla and len(reads) > 2 and traffic > ONE_READER_RATIO * nbytes
+
+    def _shares(self, eqn: Any, reads: dict[Any, int]) -> bool:
+        """True if XLA by itself stores an elementwise value that several kernels read."""
+        if not self.as_xla or not reads:
+            return False
+        return self.device.name == "cpu" or is_expensive(eqn.primitive.name)
 
     def _is_unstored_kernel(self, v: Any) -> bool:
         """True for a kernel's result that is stored only in the form that its one reader gives it."""
@@ -254,13 +259,11 @@ class _Lift:
 
     def _as_late_as_free(self, roots: list[int], bodies: dict[int, tuple[int, ...]]) -> list[int]:
         """Move a fusible op to just before its first reader where its leaves are alive until then."""
-        last_read: dict[Any, int] = {}
-        first_read: dict[Any, int] = {}
         reads = {root: self._eqn_reads(self.jaxpr.eqns[root]) for root in roots}
+        readers: dict[Any, list[int]] = {}
         for root in roots:
             for leaf in reads[root]:
-                last_read[leaf] = root
-                first_read.setdefault(leaf, root)
+                readers.setdefault(leaf, []).append(root)
         arguments = {*self.jaxpr.constvars, *self.jaxpr.invars}
         place: dict[int, tuple[float, int]] = {}
         for root in reversed(roots):
@@ -268,11 +271,13 @@ class _Lift:
             eqn = self.jaxpr.eqns[root]
             if self.kinds[root] not in (Kind.FUSIBLE, Kind.VIEW) or eqn.effects:
                 continue
-            if any(v in self.results or v not in first_read for v in eqn.outvars):
+            if any(v in self.results or v not in readers for v in eqn.outvars):
                 continue
-            first = min(first_read[v] for v in eqn.outvars)
-            if all(leaf in arguments or last_read[leaf] >= first for leaf in reads[root]):
-                place[root] = (place[first][0] - 1e-4, root)
+            first = min(place[r] for v in eqn.outvars for r in readers[v])
+            # Its leaves' readers before it have no place yet; those keep theirs or move towards it.
+            lasts = [max(readers[leaf]) for leaf in reads[root] if leaf not in arguments]
+            if all(last > root and place[last] >= first for last in lasts):
+                place[root] = (first[0] - 1e-4, root)
         return sorted(roots, key=place.__getitem__)
 
     def _op(
@@ -354,7 +359,7 @@ def inner_peak_bytes(jaxpr: Any, device: DeviceModel) -> int:
     """Peak of the temporaries of a body of control flow, its results counted too."""
     from passes.simulate import simulate
 
-    program = lift(jaxpr, device, store_expensive=True).program
+    program = lift(jaxpr, device, as_xla=True).program
     results = sum(compat.aval_nbytes(v.aval) for v in jaxpr.outvars)
     return int(simulate(program, tuple(op.id for op in program.ops)).peak_bytes) + results
 
