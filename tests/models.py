@@ -1,4 +1,4 @@
-"""Small sizes of the example models: compiled in seconds, large enough that recomputation pays."""
+"""Small sizes of the example models: compiled in seconds, large batches so that activations dominate."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from examples.models import ConvConfig, GPTConfig, LSTMConfig, MLPConfig, Proble
 
 def small_gpt() -> Problem:
     """Two layers, 64 wide."""
-    return gpt.problem(GPTConfig(layers=2, width=64, heads=2, seq=64, batch=4, vocab=64))
+    return gpt.problem(GPTConfig(layers=2, width=64, heads=2, seq=64, batch=16, vocab=64))
 
 
 def small_mlp() -> Problem:
     """Eight narrow layers on a large batch: activations dominate."""
-    return mlp.problem(MLPConfig(layers=8, width=64, batch=512, classes=16))
+    return mlp.problem(MLPConfig(layers=8, width=64, batch=2048, classes=16))
 
 
 def small_conv() -> Problem:
     """Two stages of two convolutions with batch norm."""
-    return convnet.problem(ConvConfig(stages=2, depth=2, channels=8, image=16, batch=8))
+    return convnet.problem(ConvConfig(stages=2, depth=2, channels=8, image=32, batch=32))
 
 
 def small_lstm() -> Problem:
     """Six unrolled time steps."""
-    return lstm.problem(LSTMConfig(steps=6, width=32, batch=64))
+    return lstm.problem(LSTMConfig(steps=6, width=32, batch=1024))
 
 
 SMALL = {"gpt": small_gpt, "mlp": small_mlp, "conv": small_conv, "lstm": small_lstm}
