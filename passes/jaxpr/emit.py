@@ -44,12 +44,14 @@ class EmitConfig:
     Attributes:
         shared: equations whose values XLA would store and share between distant kernels, though the plan
             computes them inside each.
-        apart: equations whose values are stored though XLA would compute them inside their one reader.
+        apart: equations whose values are stored though XLA would compute them inside their readers.
+        held_back: equations that read nothing but arguments and must not run before their turn.
         reach: how many ops apart two kernels may be and still share such a value.
     """
 
     shared: frozenset[int] = frozenset()
     apart: frozenset[int] = frozenset()
+    held_back: frozenset[int] = frozenset()
     reach: int = 8
 
 
@@ -136,6 +138,7 @@ class _Emitter:
                     self._run_op(again)
                 segment = []
             self._part_from_distant_kernels(op)
+            self._hold_back(op)
             self._run_op(op)
             first_runs += 1
 
@@ -183,6 +186,12 @@ class _Emitter:
         if operands:
             trigger = self._trigger(op_id, set())
             self._barrier(list(operands | ({} if trigger is None else {trigger: None})))
+
+    def _hold_back(self, op_id: OpId) -> None:
+        """A barrier before an op that XLA could otherwise run, or merge with its like, at any time."""
+        trigger = self._trigger(op_id, set())
+        if self.lifted.bodies[op_id][-1] in self.config.held_back and trigger is not None:
+            self._barrier([*dict.fromkeys(self.lifted.program.ops[op_id].inputs), trigger])
 
     def _key(self, i: int) -> tuple[int, tuple[int, ...]]:
         return i, tuple(self.version[b] for b in self.lifted.leaves[i])

@@ -55,9 +55,9 @@ def lift(jaxpr: Any, device: DeviceModel, *, as_xla: bool) -> LiftedJaxpr:
     """Lift an open jaxpr (calls inlined, dead code removed) for one kind of device.
 
     Args:
-        as_xla: True for what XLA does by itself: on a GPU it stores an expensive elementwise value (exp, tanh)
-            that several kernels read, on a CPU any elementwise value that several kernels read, and it
-            keeps all terms of a long sum until the end. False for what it can be made to do.
+        as_xla: True for what XLA does by itself: on a GPU it stores an expensive elementwise value (exp,
+            tanh) that several kernels read, on a CPU any elementwise value that several kernels read, and
+            it keeps all terms of a long sum until the end. False for what it can be made to do.
 
     Complexity: linear in equations times the size of a kernel.
     """
@@ -142,8 +142,10 @@ class _Lift:
             for leaf, nbytes in self.reads[v].items():
                 read = nbytes if limit is None else min(nbytes, limit)
                 reads[leaf] = max(reads.get(leaf, 0), read)
+        # Results of one equation are stored together or not at all.
+        stored = any(self._is_stored(i, eqn, kind, v, reads, needed) for v in eqn.outvars)
         for v in eqn.outvars:
-            if self._is_stored(i, eqn, kind, v, reads, needed):
+            if stored:
                 self.stored.add(v)
                 self.reads[v] = {v: compat.aval_nbytes(v.aval)}
             else:

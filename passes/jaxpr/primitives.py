@@ -36,7 +36,7 @@ _FUSIBLE = """
     convert_element_type dynamic_slice empty empty2 eq eq_to floor ge ge_to gt gt_to imag integer_pow iota
     is_finite le le_to lt lt_to max min mul ne neg nextafter not one_minus_square or pad population_count real
     reduce_precision rem rev round select_n select_and shift_left shift_right_arithmetic shift_right_logical
-    sign slice square sub xor div sqrt rsqrt
+    sign slice split square sub xor div sqrt rsqrt
     random_wrap random_unwrap
 """
 

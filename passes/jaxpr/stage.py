@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from passes.cost import DeviceModel
-from passes.ir import OpId, Plan, Program, Status
+from passes.ir import BufferId, Op, OpId, Plan, Program, Status
 from passes.jaxpr import compat
 from passes.jaxpr.emit import EmitConfig, emit, emit_split
 from passes.jaxpr.lift import LiftedJaxpr, lift
@@ -26,6 +26,8 @@ from passes.simulate import simulate
 
 RUNG_RATIO = 0.97
 MAX_CANDIDATES = 8
+SMALL_DOT_ELEMENTS = 2 << 20
+MOVES = frozenset({"slice", "dynamic_slice", "split", "gather", "convert_element_type"})
 MAX_TIGHTEST = 12
 
 
@@ -190,7 +192,8 @@ def _choose(jaxpr: Any, request: JaxprRequest) -> _Choice:
         lifted=as_is, steps=steps, config=EmitConfig(), emitted=jaxpr, peak_bytes=before.peak_bytes
     )
     if not _fits_as_it_is(before.peak_bytes, request):
-        candidate = _search(lift(jaxpr, request.device, as_xla=False), as_is, request)
+        scale = _scale(before.peak_bytes, request)
+        candidate = _search(lift(jaxpr, request.device, as_xla=False), as_is, request, scale)
     outcome = _outcome(as_is, before.peak_bytes, candidate, request)
     return _Choice(candidate=candidate, outcome=replace(outcome, seconds=time.perf_counter() - started))
 
@@ -205,15 +208,22 @@ def _fits_as_it_is(peak_bytes: int, request: JaxprRequest) -> bool:
     return peak_bytes <= request.temp_budget_bytes
 
 
-def _search(lifted: LiftedJaxpr, as_is: LiftedJaxpr, request: JaxprRequest) -> Candidate:
-    """Judge candidates of growing depth until one fits.
+def _scale(peak_bytes: int, request: JaxprRequest) -> float:
+    """Expected over real bytes of the program as it is, where XLA is known to need more than expected."""
+    if request.baseline_total_bytes is None:
+        return 1.0
+    return min(1.0, peak_bytes / max(request.baseline_total_bytes - request.fixed_bytes, 1))
+
+
+def _search(lifted: LiftedJaxpr, as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate:
+    """Judge candidates of growing depth until one fits `scale` times what the budget leaves.
 
     The depths are steps of a fixed ladder below the peak without re-runs, whatever the budget is, so
     that a larger budget takes the same rung or a higher one.
     """
     peak_bytes = simulate(lifted.program, _identity(lifted)).peak_bytes
-    target_bytes = max(request.temp_budget_bytes, 1)
-    written = emit_config(lifted, as_is)
+    target_bytes = max(int(request.temp_budget_bytes * scale), 1)
+    written = emit_config(lifted, as_is, request.device)
     config = PlannerConfig(planner=request.planner, bound=False)
     best: Candidate | None = None
     rung = _rungs_down(target_bytes / max(peak_bytes, 1))
@@ -237,11 +247,46 @@ def _rungs_down(ratio: float) -> int:
     return max(0, math.ceil(math.log(ratio) / math.log(RUNG_RATIO) - 1e-9))
 
 
-def emit_config(lifted: LiftedJaxpr, as_is: LiftedJaxpr) -> EmitConfig:
-    """What has to be said to XLA so that it stores what `lifted` stores and not what it would by itself."""
+def emit_config(lifted: LiftedJaxpr, as_is: LiftedJaxpr, device: DeviceModel) -> EmitConfig:
+    """What has to be said to XLA so that it stores what `lifted` stores and not what it would by itself.
+
+    On a GPU a small dot is split along its depth, and XLA leaves the sum of the parts, which are several
+    times the result, to the readers; small dots that share an operand are merged into one. Neither happens
+    through a barrier.
+    """
     wanted = {body[-1] for body in lifted.bodies}
     own = {body[-1] for body in as_is.bodies}
-    return EmitConfig(shared=frozenset(own - wanted), apart=frozenset(wanted - own))
+    apart, held_back = wanted - own, set()
+    if device.name != "cpu":
+        small = small_dots(lifted)
+        apart |= {root for root, op in small.items() if _is_read_late(lifted.program, op)}
+        ready = _ready_from_the_start(lifted.program)
+        held_back = {root for root, op in small.items() if ready.issuperset(op.inputs)}
+    return EmitConfig(shared=frozenset(own - wanted), apart=frozenset(apart), held_back=frozenset(held_back))
+
+
+def small_dots(lifted: LiftedJaxpr) -> dict[int, Op]:
+    """Root equations and ops of dots whose result does not fill a GPU."""
+    small = {}
+    for op, body in zip(lifted.program.ops, lifted.bodies, strict=True):
+        eqn = lifted.jaxpr.eqns[body[-1]]
+        if eqn.primitive.name == "dot_general" and math.prod(eqn.outvars[0].aval.shape) <= SMALL_DOT_ELEMENTS:
+            small[body[-1]] = op
+    return small
+
+
+def _ready_from_the_start(program: Program) -> set[BufferId]:
+    """Arguments and what follows from them by moving data alone."""
+    ready = set(program.arguments)
+    for op in program.ops:
+        if op.name in MOVES and ready.issuperset(op.inputs):
+            ready.update(op.outputs)
+    return ready
+
+
+def _is_read_late(program: Program, op: Op) -> bool:
+    readers = [other.id for other in program.ops[op.id :] if set(op.outputs) & set(other.inputs)]
+    return bool(readers) and readers[-1] > op.id + EmitConfig().reach
 
 
 def judge(lifted: LiftedJaxpr, made: Plan, config: EmitConfig, device: DeviceModel) -> Candidate:
