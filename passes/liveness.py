@@ -31,6 +31,8 @@ class Graph:
         shares: `may_share` of every op without arguments.
         cost_ns: cost of every op.
         workspace_bytes: scratch memory of every op.
+        local_bytes: what every op holds while it runs: inputs, outputs and scratch, less what it may
+            save by sharing.
         is_output: whether a buffer must survive the last op.
         argument_bytes: bytes of all arguments, alive throughout.
     """
@@ -43,6 +45,7 @@ class Graph:
     shares: list[tuple[tuple[int, int], ...]]
     cost_ns: list[int]
     workspace_bytes: list[int]
+    local_bytes: list[int]
     is_output: list[bool]
     argument_bytes: int
 
@@ -53,15 +56,19 @@ class Graph:
         is_output = [False] * len(producer)
         for b in program.outputs:
             is_output[b] = True
+        nbytes = [b.nbytes for b in program.buffers]
+        inputs = [_distinct(op.inputs, producer) for op in program.ops]
+        outputs = [tuple(dict.fromkeys(op.outputs)) for op in program.ops]
         return cls(
             program=program,
-            nbytes=[b.nbytes for b in program.buffers],
+            nbytes=nbytes,
             producer=producer,
-            inputs=[_distinct(op.inputs, producer) for op in program.ops],
-            outputs=[tuple(dict.fromkeys(op.outputs)) for op in program.ops],
+            inputs=inputs,
+            outputs=outputs,
             shares=[_shares(op, producer) for op in program.ops],
             cost_ns=[op.cost_ns for op in program.ops],
             workspace_bytes=[op.workspace_bytes for op in program.ops],
+            local_bytes=[_local_bytes(op, nbytes, producer) for op in program.ops],
             is_output=is_output,
             argument_bytes=sum(program.buffers[b].nbytes for b in program.arguments),
         )
@@ -73,6 +80,19 @@ def _distinct(inputs: tuple[BufferId, ...], producer: list[int]) -> tuple[int, .
 
 def _shares(op: Op, producer: list[int]) -> tuple[tuple[int, int], ...]:
     return tuple((o, i) for o, i in op.may_share if producer[i] >= 0)
+
+
+def _local_bytes(op: Op, nbytes: list[int], producer: list[int]) -> int:
+    """Distinct inputs, outputs and scratch of an op, every place being taken once."""
+    total = op.workspace_bytes + sum(
+        [nbytes[b] for b in dict.fromkeys((*op.inputs, *op.outputs)) if producer[b] >= 0]
+    )
+    taken: list[int] = []
+    for out, inp in _shares(op, producer):
+        if out not in taken and inp not in taken:
+            total -= min(nbytes[out], nbytes[inp])
+            taken += (out, inp)
+    return total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

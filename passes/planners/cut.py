@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from passes.liveness import Graph
-from passes.planners.flow import cheapest_within, missing_runs, moment_at
+from passes.planners.flow import cheapest_within, filled_up, missing_runs, moment_at
 from passes.planners.schedule import Schedule, prune, reverse_delete
 
 BEND_RATIO = 0.02
@@ -63,6 +63,7 @@ class Style:
     reserve_ratio: float = 0.0
     tilt_ratio: float = 0.0
     patience: int = 12
+    filled: bool = True
 
     def bent(self, stale: int) -> Style:
         """The style after `stale` cuts in vain: more reserve, so that the same state is cut differently."""
@@ -89,17 +90,17 @@ def insert(steps: Sequence[int], position_ops: dict[int, list[int]]) -> list[int
 
 def cut_once(schedule: Schedule, level_bytes: int, style: Style, work: Work) -> list[int] | None:
     """Cut at the peak so that it fits `level_bytes`; the new sequence, None if nothing can be evicted."""
-    position = schedule.peak_position
-    moment = moment_at(schedule, position, tilt_ratio=style.tilt_ratio)
+    position = schedule.tightest_position(level_bytes)
     reserve_bytes = int(style.reserve_ratio * level_bytes)
-    if not moment.demanded:
-        return None
-    capacity_bytes = level_bytes - reserve_bytes - moment.forced_bytes
-    hull = cheapest_within(moment, capacity_bytes)
-    if hull.bound_ns is None and reserve_bytes:
-        hull = cheapest_within(moment, level_bytes - moment.forced_bytes)
-    work.done += (hull.flows + 2) * (len(moment.tails) + 100)
-    inserts = missing_runs(schedule, position, moment, hull.fits.ops)
+    for limit_bytes, left_bytes in ((level_bytes, reserve_bytes), (None, reserve_bytes), (None, 0)):
+        moment = moment_at(schedule, position, tilt_ratio=style.tilt_ratio, level_bytes=limit_bytes)
+        capacity_bytes = level_bytes - left_bytes - moment.forced_bytes
+        hull = cheapest_within(moment, capacity_bytes)
+        work.done += (hull.flows + 2) * (len(moment.tails) + 100)
+        if hull.bound_ns is not None:
+            break
+    chosen = filled_up(schedule.graph, moment, hull, capacity_bytes) if style.filled else hull.fits
+    inserts = missing_runs(schedule, position, moment, chosen.ops)
     return insert(schedule.steps, dict(inserts)) if inserts else None
 
 

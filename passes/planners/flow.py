@@ -26,6 +26,7 @@ SCALE = 10**12
 INFINITE = 4 * SCALE
 SOURCE, SINK = 0, 1
 COST_UNITS = 1000
+MAX_FILLED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,12 @@ class Moment:
 
 
 def moment_at(
-    schedule: Schedule, position: int, *, slot: int | None = None, tilt_ratio: float = 0.0
+    schedule: Schedule,
+    position: int,
+    *,
+    slot: int | None = None,
+    tilt_ratio: float = 0.0,
+    level_bytes: int | None = None,
 ) -> Moment:
     """The cut problem at `position`; O(buffers + ops that might be run again).
 
@@ -84,6 +90,7 @@ def moment_at(
             bounds ask for the earliest one.
         tilt_ratio: how much dearer the last op counts than it is; a little of it makes equal layers
             flip one after the other instead of all at once.
+        level_bytes: do not let go of values that could not come back within this level.
     """
     graph = schedule.graph
     op_now = schedule.steps[position]
@@ -99,6 +106,8 @@ def moment_at(
             continue
         producer = graph.producer[b]
         if _can_rerun(schedule, producer, need, slot):
+            if level_bytes is not None and not _can_return(schedule, b, need, level_bytes):
+                continue
             moment.demanded[b] = need
             moment.forced_bytes -= graph.nbytes[b]
             needs[producer] = min(need, needs.get(producer, need))
@@ -123,6 +132,23 @@ def _can_rerun(schedule: Schedule, op: int, position: int, slot: int | None = No
         at_end = position >= len(schedule.steps)
         slot = len(schedule.graph.program.ops) if at_end else schedule.slots[position]
     return op < slot and schedule.graph.program.ops[op].can_rerun(slot)
+
+
+def _can_return(schedule: Schedule, buffer: int, need: int, level_bytes: int) -> bool:
+    """False if making `buffer` again just before `need`, a position within the level, breaks the level.
+
+    Counts what is alive there now, and the inputs of the producer that are not; their own closures not.
+    """
+    if need >= len(schedule.steps) or schedule.live[need] > level_bytes:
+        return True
+    graph = schedule.graph
+    op = graph.producer[buffer]
+    total_bytes = schedule.crossing_bytes(need) + graph.workspace_bytes[op]
+    total_bytes += sum([graph.nbytes[b] for b in graph.outputs[op] if b != buffer])
+    missing = [b for b in graph.inputs[op] if schedule.last_position(b, schedule.copy_at(b, need)) < need]
+    total_bytes += sum([graph.nbytes[b] for b in missing])
+    total_bytes -= sum([min(graph.nbytes[o], graph.nbytes[i]) for o, i in graph.shares[op] if i in missing])
+    return total_bytes <= level_bytes
 
 
 def runs_between(schedule: Schedule, buffer: int, after: int, before: int) -> bool:
@@ -231,11 +257,13 @@ class Hull:
 
     Attributes:
         fits: the cheapest vertex of the hull within the capacity, or the one of least bytes.
+        over: the vertex before it, which is cheaper and does not fit; None if everything fits.
         bound_ns: no choice within the capacity costs less; None if no choice fits.
         flows: how many flows were solved.
     """
 
     fits: Choice
+    over: Choice | None = None
     bound_ns: float | None
     flows: int
 
@@ -266,7 +294,61 @@ def cheapest_within(moment: Moment, capacity_bytes: int, max_flows: int = 24) ->
             below = middle
         else:
             above = middle
-    return Hull(fits=below, bound_ns=max(0.0, bound - moment.free_ops) / COST_UNITS, flows=cutter.solved)
+    bound_ns = max(0.0, bound - moment.free_ops) / COST_UNITS
+    return Hull(fits=below, over=above, bound_ns=bound_ns, flows=cutter.solved)
+
+
+def filled_up(graph: Graph, moment: Moment, hull: Hull, capacity_bytes: int) -> Choice:
+    """A choice between the hull's vertices, where a few small values make up what is missing cheaply.
+
+    The next vertex may let go of far more than a small excess asks for, and be far dearer.
+    """
+    if hull.over is None:
+        return hull.fits
+    again = set(hull.over.ops)
+    reads: dict[int, list[int]] = {}
+    for op, b in moment.reads:
+        reads.setdefault(op, []).append(b)
+    cost, kept_bytes = hull.over.cost, hull.over.kept_bytes
+    weight = {head: moment.arc_cost[k] for k, head in enumerate(moment.tails) if moment.heads[k] == SINK}
+    cost_of = {op: weight.get(2 + k, 0) for k, op in enumerate(moment.ops)}
+    for _ in range(MAX_FILLED):
+        if kept_bytes <= capacity_bytes:
+            break
+        best: tuple[float, int, list[int]] | None = None
+        for b in moment.demanded:
+            producer = graph.producer[b]
+            if producer in again:
+                continue
+            closure = _new_runs(graph, reads, producer, again, cost_of)
+            price = sum([cost_of[op] for op in closure])
+            if cost + price >= hull.fits.cost:
+                continue
+            score = price / min(graph.nbytes[b], kept_bytes - capacity_bytes)
+            if best is None or score < best[0]:
+                best = (score, price, closure)
+        if best is None:
+            return hull.fits
+        cost += best[1]
+        again.update(best[2])
+        freed = [b for b in moment.demanded if graph.producer[b] in best[2]]
+        kept_bytes -= sum([graph.nbytes[b] for b in freed])
+    if kept_bytes > capacity_bytes:
+        return hull.fits
+    return Choice(kept_bytes=kept_bytes, cost=cost, ops=tuple(sorted(again)))
+
+
+def _new_runs(
+    graph: Graph, reads: Mapping[int, list[int]], op: int, again: set[int], cost_of: Mapping[int, int]
+) -> list[int]:
+    """The ops to run besides `again` so that `op` can run once more, every demanded input being kept."""
+    closure = [op]
+    for top in closure:
+        for b in reads.get(top, ()):
+            producer = graph.producer[b]
+            if producer not in again and producer not in closure and producer in cost_of:
+                closure.append(producer)
+    return closure
 
 
 def missing_runs(

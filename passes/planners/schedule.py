@@ -15,6 +15,7 @@ import numpy as np
 from passes.liveness import Graph, IntArray
 
 HOLE = -1
+NEARLY_RATIO = 0.002
 
 
 class Schedule:
@@ -87,6 +88,25 @@ class Schedule:
     def peak_position(self) -> int:
         """The first position of the largest live bytes."""
         return int(self.live.argmax())
+
+    def tightest_position(self, level_bytes: int) -> int:
+        """Where to cut: of the highest positions, all but equal, the one whose op needs most for itself.
+
+        It leaves the least room for a choice; what another one of them lets go of may be needed there.
+        """
+        peak_bytes = self.peak_bytes
+        high = np.flatnonzero(self.live > max(level_bytes, peak_bytes - int(NEARLY_RATIO * peak_bytes)))
+        if not len(high):
+            return self.peak_position
+        local_bytes = self.graph.local_bytes
+        return max((int(p) for p in high), key=lambda p: (local_bytes[self.steps[p]], -p))
+
+    def crossing_bytes(self, position: int) -> int:
+        """Bytes of the copies that are alive just before `position` and still at it."""
+        op = self.steps[position]
+        made_bytes = sum([self.graph.nbytes[b] for b in self.graph.outputs[op]])
+        made_bytes += self.graph.workspace_bytes[op]
+        return int(self.live[position]) - made_bytes + self.shared_bytes(position)
 
     def compact(self) -> list[int]:
         """The steps without holes."""
