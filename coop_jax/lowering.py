@@ -24,6 +24,7 @@ import numpy as np
 from coop_jax import aot, xla
 from coop_jax.budget import Budget
 from coop_jax.errors import InfeasibleBudgetError, UnsupportedError
+from coop_jax.trial import Attempt, settle
 from passes.cost import DEVICES, DeviceModel
 from passes.ir import Status
 from passes.jaxpr import compat, module
@@ -102,7 +103,7 @@ def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Pl
     known = baseline[0].total_bytes if baseline and baseline[0].compiled else None
     request = _request(facts, device, config, budget_bytes, known)
     if planned is None:
-        jaxpr, outcome = _plan_whole(_inlined(jaxpr), request)
+        jaxpr, outcome = _plan_whole(_inlined(jaxpr), request, facts, config)
     else:
         outcome = _as_planned(planned, request)
     if request is not None and outcome is not None and request.fixed_bytes > budget_bytes:
@@ -135,7 +136,7 @@ def plan_pair(forward: Any, backward: Any, n_outs: int, config: RematConfig) -> 
         argument_bytes=_nbytes([*forward.in_avals, *cotangents]),
         output_bytes=_nbytes([*forward.out_avals[:n_outs], *backward.out_avals]),
         alias_bytes=0,
-        device=DEVICES[config.device] if config.device else _default_model(),
+        device=_expected_model(config, forward.in_avals),
         planner=config.planner,
     )
 
@@ -145,13 +146,43 @@ def plan_pair(forward: Any, backward: Any, n_outs: int, config: RematConfig) -> 
 
     memory_bytes = _expected_memory_bytes(config) if config.budget.needs_device else None
     budget_bytes = config.budget.resolve(device_bytes=memory_bytes, baseline_bytes=predicted_bytes)
-    joint = plan_joint(forward, backward, n_outs, dataclasses.replace(request, budget_bytes=budget_bytes))
-    return joint, Planned(outcome=joint.outcome, forward=forward, backward=backward, n_outs=n_outs)
+    request = dataclasses.replace(request, budget_bytes=budget_bytes)
+
+    def attempt(asked: JaxprRequest) -> Attempt:
+        joint = plan_joint(forward, backward, n_outs, asked)
+        program = _joined_programs(joint.forward, joint.backward, n_outs)[0]
+        return Attempt(made=joint, program=program, outcome=joint.outcome)
+
+    device = _expected_device(forward.in_avals)
+    joint, outcome = settle(attempt, request, _trial_record(config, request), device)
+    return joint, Planned(outcome=outcome, forward=forward, backward=backward, n_outs=n_outs)
 
 
-def _plan_whole(plain: Any, request: JaxprRequest | None) -> tuple[Any, StageOutcome | None]:
+def _plan_whole(
+    plain: Any, request: JaxprRequest | None, facts: module.ModuleFacts, config: RematConfig
+) -> tuple[Any, StageOutcome | None]:
     """Plan a whole function; a program over several devices is left to the enforcing stage."""
-    return (plain, None) if request is None else plan_program(plain, request)
+    if request is None:
+        return plain, None
+    if facts.device is None or not _is_whole(plain, facts):
+        return plan_program(plain, request)
+    donated = tuple(i for i, alias in enumerate(facts.aliased) if alias is not None)
+
+    def attempt(asked: JaxprRequest) -> Attempt:
+        jaxpr, outcome = plan_program(plain, asked)
+        return Attempt(made=jaxpr, program=jaxpr, outcome=outcome)
+
+    made, outcome = settle(attempt, request, _trial_record(config, request), facts.device, donated)
+    return made, outcome
+
+
+def _trial_record(config: RematConfig, request: JaxprRequest) -> xla.Record:
+    return xla.Record(
+        budget=str(config.budget),
+        budget_bytes=request.budget_bytes,
+        planner=config.planner,
+        device_name=request.device.name,
+    )
 
 
 def _as_planned(planned: Planned, request: JaxprRequest | None) -> StageOutcome:
@@ -210,9 +241,22 @@ def _expected_memory_bytes(config: RematConfig) -> int | None:
     return aot.device_memory_bytes(jax.devices()[0])
 
 
-def _default_model() -> DeviceModel:
-    device = jax.devices()[0]
+def _expected_model(config: RematConfig, avals: Sequence[Any]) -> DeviceModel:
+    """The cost model of the device that a program is probably for; sure only when it is lowered."""
+    if config.device is not None:
+        return DEVICES[config.device]
+    device = _expected_device(avals)
     return aot.model_for(device.platform, device.device_kind)
+
+
+def _expected_device(avals: Sequence[Any]) -> Any:
+    """A device like the one that arguments of these abstract values live on, present or absent."""
+    kind = compat.device_kind(avals)
+    present = jax.devices()[0]
+    if kind is None or kind == present.device_kind:
+        return present
+    name = aot.model_for("cuda", kind).name
+    return aot.devices(name)[0]
 
 
 @compat.cached_by_jaxpr

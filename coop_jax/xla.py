@@ -32,6 +32,7 @@ from passes.outcome import LiveValue, Recomputed, StageOutcome
 MARK_FORMAT = "coop-mark/1"
 _RECORD = "coop.record"
 _FACTS = "coop.facts"
+_TRIAL = "coop.trial"
 _MODULE_ATTRIBUTES_FIELD = 19
 _MOST_UNCHECKED = 256
 SAFE_SIDE_RATIO = 1.15
@@ -71,6 +72,7 @@ class _Registry:
         self._lock = threading.Lock()
         self._records: dict[str, Record] = {}
         self._unchecked: dict[str, None] = {}
+        self._trials: dict[str, StageOutcome | None] = {}
         self._platforms: set[str] = set()
         self._hooked = False
 
@@ -93,6 +95,21 @@ class _Registry:
     def checked(self, record_id: str) -> None:
         with self._lock:
             self._unchecked.pop(record_id, None)
+
+    def new_trial(self) -> str:
+        """A name for a trial, which has no outcome yet."""
+        with self._lock:
+            name = f"trial-{len(self._trials)}"
+            self._trials[name] = None
+            return name
+
+    def end_trial(self, name: str, outcome: StageOutcome) -> None:
+        with self._lock:
+            self._trials[name] = outcome
+
+    def trial(self, name: str) -> StageOutcome | None:
+        with self._lock:
+            return self._trials.get(name)
 
     def first_use(self, platform: str) -> tuple[bool, bool]:
         """(this platform needs the callback, the process needs the hooks); says yes once each."""
@@ -147,6 +164,24 @@ def mark(ctx: Any, record: Record, digest: str) -> Record:
     return record
 
 
+def mark_trial(ctx: Any, record: Record) -> str:
+    """Mark the program that is being lowered as one to try out; the name of the trial.
+
+    Its compile ends in the callback, with an error, when the enforcing stage has spoken.
+    """
+    for platform in module.module_facts(ctx).platforms:
+        install(platform)
+    name = REGISTRY.new_trial()
+    text = json.dumps(_facts(record), sort_keys=True)
+    module.set_module_attributes(ctx, {_RECORD: name, _FACTS: text, _TRIAL: name})
+    return name
+
+
+def outcome_of_trial(name: str) -> StageOutcome | None:
+    """What the enforcing stage said; None if XLA failed before it was asked."""
+    return REGISTRY.trial(name)
+
+
 def record_of(compiled: Any) -> Record | None:
     """The record of a compiled program (`jax.stages.Compiled`); None if it holds no decorated function."""
     modules = compiled.runtime_executable().hlo_modules()
@@ -183,8 +218,12 @@ def _callback(data: bytes, platform: str) -> bytes | None:
         device=DEVICES[record.device_name],
         platform="cpu" if platform == "cpu" else "cuda",
         planner=record.planner,
+        counts_local=compat.COUNTS_LOCAL,
     )
     returned, outcome = enforce(data, request)
+    if _TRIAL in attributes:
+        REGISTRY.end_trial(attributes[_TRIAL], outcome)
+        raise RuntimeError("coop_jax: the trial is over")
     if not outcome.status.found and not _leave_to_check(outcome):
         REGISTRY.checked(record.id)
         raise RuntimeError(InfeasibleBudgetError.from_outcome(outcome).to_text())

@@ -132,9 +132,7 @@ def test_joint_plan_splits_where_the_cotangents_arrive():
     def backward(*values: Any) -> list[Any]:
         return jax.tree.leaves(jax.tree.unflatten(pullbacks[-1], values[:-1])(values[-1]))
 
-    second = inline_calls(
-        compat.trace(backward, [*first.out_avals[1:], first.out_avals[0]])
-    )
+    second = inline_calls(compat.trace(backward, [*first.out_avals[1:], first.out_avals[0]]))
     request = request_for(gradient(), 1 << 40, "cpu")
     whole = plan_joint(first, second, 1, request)
     assert whole.forward is first

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import jax
 from jax._src import (
     api_util,
     compiler,
@@ -33,6 +34,9 @@ from jax._src.util import weakref_lru_cache
 from jax.extend.core import ClosedJaxpr
 
 _REPORTING_FRAMES = 6
+
+# XLA's total of a program counts the scalars of its reducers (a few bytes) before 0.12.
+COUNTS_LOCAL = jax.__version_info__ < (0, 12)
 
 Var = core.Var
 Literal = core.Literal
@@ -131,6 +135,16 @@ def trace(function: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Any:
 def hoist_consts(closed: Any) -> tuple[Any, list[Any]]:
     """`closed` with its constants as its first inputs, and the constants."""
     return pe.convert_constvars_jaxpr(closed), list(closed.consts)
+
+
+def device_kind(avals: Sequence[Any]) -> str | None:
+    """The kind of device, such as "NVIDIA H200", that the first of `avals` with a mesh says; else None."""
+    for aval in avals:
+        mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+        kind = getattr(getattr(mesh, "abstract_device", None), "device_kind", None)
+        if kind is not None:
+            return str(kind)
+    return None
 
 
 def typeof(value: Any) -> Any:

@@ -41,6 +41,7 @@ class JaxprRequest:
         device: cost model.
         planner: "auto", "window" or "cut".
         baseline_total_bytes: what the program needs without this stage, where that was compiled.
+        bytes_ratio: XLA's bytes of temporaries over this stage's estimate, where a trial has told.
     """
 
     budget_bytes: int
@@ -50,6 +51,7 @@ class JaxprRequest:
     device: DeviceModel
     planner: str = "auto"
     baseline_total_bytes: int | None = None
+    bytes_ratio: float = 1.0
 
     @property
     def fixed_bytes(self) -> int:
@@ -205,14 +207,15 @@ def _identity(lifted: LiftedJaxpr) -> tuple[OpId, ...]:
 def _fits_as_it_is(peak_bytes: int, request: JaxprRequest) -> bool:
     if request.baseline_total_bytes is not None:
         return request.baseline_total_bytes <= request.budget_bytes
-    return peak_bytes <= request.temp_budget_bytes
+    return peak_bytes * request.bytes_ratio <= request.temp_budget_bytes
 
 
 def _scale(peak_bytes: int, request: JaxprRequest) -> float:
-    """Expected over real bytes of the program as it is, where XLA is known to need more than expected."""
-    if request.baseline_total_bytes is None:
-        return 1.0
-    return min(1.0, peak_bytes / max(request.baseline_total_bytes - request.fixed_bytes, 1))
+    """Estimated over real bytes of temporaries, where XLA is known to need more than estimated."""
+    ratio = request.bytes_ratio
+    if request.baseline_total_bytes is not None:
+        ratio = max(ratio, (request.baseline_total_bytes - request.fixed_bytes) / max(peak_bytes, 1))
+    return 1 / max(ratio, 1.0)
 
 
 def _search(lifted: LiftedJaxpr, as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate:

@@ -1,0 +1,133 @@
+"""Try a program out: compile it as far as XLA's schedule, and hear what the enforcing stage says of it.
+
+The compile is broken off there, before code is generated. What is learned is exact, where the jaxpr stage
+only estimates: small programs, in which XLA's own choices (merged dots, split sums, layouts) outweigh the
+plan's, are settled this way; see `coop_jax.lowering`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from coop_jax import aot, xla
+from passes.jaxpr import compat
+from passes.jaxpr.stage import JaxprRequest
+from passes.outcome import StageOutcome
+
+SMALL_BYTES = 256 << 20
+MAX_TRIALS = 3
+
+coop_trial_p = compat.new_primitive("coop_trial")
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _Trial:
+    """What is tried, and where its record is found afterwards. Compared by identity."""
+
+    record: xla.Record
+    names: list[str] = field(default_factory=list)
+
+
+def try_out(closed: Any, record: xla.Record, device: Any, donated: Sequence[int] = ()) -> StageOutcome | None:
+    """What the enforcing stage makes of `closed` with the budget of `record`, compiled for `device`.
+
+    Args:
+        closed: the whole program, a closed jaxpr.
+        record: budget, planner and cost model.
+        device: present, or absent (see `coop_jax.aot`).
+        donated: indices of arguments that are donated.
+
+    Returns:
+        The enforcing stage's outcome; None if XLA failed before it was asked.
+    """
+    trial = _Trial(record=record)
+    specs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.in_avals]
+
+    def run(*values: Any) -> Sequence[Any]:
+        return list(coop_trial_p.bind(*values, jaxpr=closed, trial=trial))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        jitted = jax.jit(run, donate_argnums=tuple(donated), keep_unused=True)
+        lowered = jitted.lower(*aot.sharded_specs(specs, device))
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            lowered.compile()
+    return xla.outcome_of_trial(trial.names[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One answer of the jaxpr stage.
+
+    Attributes:
+        made: what the caller goes on with.
+        program: the whole program that comes of it, a closed jaxpr.
+        outcome: the jaxpr stage's.
+    """
+
+    made: Any
+    program: Any
+    outcome: StageOutcome
+
+
+def settle(
+    attempt: Callable[[JaxprRequest], Attempt],
+    request: JaxprRequest,
+    record: xla.Record,
+    device: Any,
+    donated: Sequence[int] = (),
+) -> tuple[Any, StageOutcome]:
+    """The jaxpr stage's answer; for a small program the best of a few, tried out on `device`.
+
+    Best is what keeps the budget at the least estimated cost of its final kernels, else what comes nearest.
+    A program is asked for again, for fewer bytes, as long as the enforcing stage has to change it.
+    """
+    first = attempt(request)
+    if first.outcome.before_temp_bytes > SMALL_BYTES or request.temp_budget_bytes <= 0:
+        return first.made, first.outcome
+    if not first.outcome.changed and request.baseline_total_bytes is not None:
+        return first.made, first.outcome
+    best, found = None, first
+    for _ in range(MAX_TRIALS):
+        verdict = try_out(found.program, record, device, donated)
+        if verdict is None:
+            break
+        rank = _rank(verdict)
+        if best is None or rank < best[0]:
+            best = (rank, found)
+        if verdict.status.found and not verdict.changed:
+            break
+        needed = verdict.before_temp_bytes if verdict.status.found else _least_temp_bytes(verdict)
+        ratio = max(needed / request.temp_budget_bytes, 1.05)
+        request = dataclasses.replace(request, bytes_ratio=request.bytes_ratio * ratio)
+        found = attempt(request)
+    chosen = first if best is None else best[1]
+    return chosen.made, chosen.outcome
+
+
+def _rank(verdict: StageOutcome) -> tuple[bool, int]:
+    """Within the budget by cost, else by bytes; smaller is better."""
+    if verdict.status.found:
+        return False, verdict.cost_ns + verdict.recompute_ns
+    return True, _least_temp_bytes(verdict)
+
+
+def _least_temp_bytes(verdict: StageOutcome) -> int:
+    least = verdict.least_total_bytes
+    return verdict.before_temp_bytes if least is None else max(least - verdict.fixed_bytes, 1)
+
+
+def _lower(ctx: Any, *operands: Any, jaxpr: Any, trial: _Trial) -> Any:
+    trial.names.append(xla.mark_trial(ctx, trial.record))
+    return compat.lower_inline(ctx, jaxpr, operands)
+
+
+compat.define_abstract(coop_trial_p, lambda *, jaxpr, trial: (jaxpr.out_avals, jaxpr))
+compat.register_lowering(coop_trial_p, _lower)
