@@ -20,13 +20,18 @@ from jax.extend.xla import PipelineStage, register_hlo_module_transformation
 
 from passes.cost import DEVICES
 from passes.hlo import graph, proto
+from passes.hlo.assign import Assigner
+from passes.hlo.barriers import drop_barriers
 from passes.hlo.emit import emit
-from passes.hlo.heap import HeapPrediction, predict
+from passes.hlo.heap import HeapPrediction
+from passes.hlo.heap import predict as predict_heap
 from passes.hlo.lift import LiftedModule, lift
 from passes.ir import OpId, Program
+from passes.jaxpr import compat
 
 Transform = Callable[[bytes], bytes]
 _HOOK: list[tuple[str, Transform]] = []
+COUNTS_LOCAL = compat.COUNTS_LOCAL
 MODEL = {"cpu": DEVICES["cpu"], "cuda": DEVICES["h200"]}
 
 
@@ -38,6 +43,11 @@ class Example:
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     donate: tuple[int, ...] = ()
+
+
+def _without_barriers(data: bytes) -> bytes:
+    module = proto.parse(data)
+    return proto.serialize(module) if drop_barriers(module) else data
 
 
 @functools.cache
@@ -53,14 +63,19 @@ def _install(platform: str) -> None:
     )
 
 
-def compile_with(example: Example, transform: Transform, platform: str = "cpu") -> Any:
-    """Compile an example; `transform` gets its scheduled module and returns the one to use."""
+def compile_with(
+    example: Example, transform: Transform, platform: str = "cpu", *, barriers: bool = False
+) -> Any:
+    """Compile an example; `transform` gets its scheduled module and returns the one to use.
+
+    Unless `barriers` the module has lost its barriers before, as the enforcing stage does it.
+    """
     _install(platform)
 
     def program(*args: Any) -> Any:
         return example.fn(*args)
 
-    _HOOK[:] = [("jit_program", transform)]
+    _HOOK[:] = [("jit_program", transform if barriers else lambda data: transform(_without_barriers(data)))]
     try:
         if platform == "cuda":
             from coop_jax import aot
@@ -90,7 +105,13 @@ def scheduled(example: Example, platform: str = "cpu") -> tuple[bytes, Any]:
 
 def lifted(data: bytes, platform: str = "cpu") -> LiftedModule:
     """Parse and lift a scheduled module."""
-    return lift(graph.read(proto.parse(data)), MODEL[platform], platform)
+    view = graph.read(proto.parse(data))
+    return lift(view, MODEL[platform], platform, assigner=Assigner(view, platform, counts_local=COUNTS_LOCAL))
+
+
+def predict(module: Any, platform: str) -> HeapPrediction:
+    """What the installed XLA will allocate for a parsed module."""
+    return predict_heap(module, platform, counts_local=COUNTS_LOCAL)
 
 
 def with_steps(

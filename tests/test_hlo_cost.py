@@ -71,17 +71,6 @@ def test_loops_count_their_trips() -> None:
     assert [trip_count(module, loop) for loop in loops] == [7]
 
 
-def test_views_and_barriers_are_free_and_looked_through() -> None:
-    def fn(a: Any) -> Any:
-        return lax.optimization_barrier((a * 2.0, a + 1.0))
-
-    data, _ = h.scheduled(h.Example(name="views", fn=fn, args=(h.spec(16, 16),)))
-    module = graph.read(proto.parse(data))
-    assert not any(
-        i.opcode in graph.BARRIERS for i in module.entry.by_id.values() if i.id != module.entry.root
-    )
-
-
 def test_a_module_without_a_schedule_is_refused() -> None:
     data, _ = h.scheduled(h.example("mlp", "grad"))
     module = proto.parse(data)

@@ -15,7 +15,11 @@ from passes.outcome import StageOutcome
 
 def _request(budget_bytes: int, platform: str = "cpu", planner: str = "auto") -> EnforceRequest:
     return EnforceRequest(
-        budget_bytes=budget_bytes, device=h.MODEL[platform], platform=platform, planner=planner
+        budget_bytes=budget_bytes,
+        device=h.MODEL[platform],
+        platform=platform,
+        planner=planner,
+        counts_local=h.COUNTS_LOCAL,
     )
 
 

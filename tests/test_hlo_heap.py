@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from passes.hlo import proto
-from passes.hlo.heap import predict
 from passes.offsets.xla_heap import Interval, pack
 
 CASES = [(model, "donated") for model in h.MODELS] + [("gpt", "grad"), ("scan", "adam"), ("cond", "adam")]
@@ -18,7 +17,7 @@ H200_CASES = [("mlp", "adam"), ("gpt_checkpoint", "grad"), ("scan", "donated"), 
 @pytest.mark.parametrize(("model", "kind"), CASES)
 def test_prediction_is_what_xla_allocates_on_cpu(model: str, kind: str) -> None:
     data, compiled = h.scheduled(h.example(model, kind))
-    found = predict(proto.parse(data), "cpu")
+    found = h.predict(proto.parse(data), "cpu")
     assert h.predicted(found) == h.totals(compiled)
     assert found.live_bytes <= found.temp_bytes
 
@@ -26,7 +25,7 @@ def test_prediction_is_what_xla_allocates_on_cpu(model: str, kind: str) -> None:
 @pytest.mark.parametrize(("model", "kind"), H200_CASES)
 def test_prediction_is_what_xla_allocates_on_h200(h200: str, model: str, kind: str) -> None:
     data, compiled = h.scheduled(h.example(model, kind), "cuda")
-    assert h.predicted(predict(proto.parse(data), "cuda")) == h.totals(compiled)
+    assert h.predicted(h.predict(proto.parse(data), "cuda")) == h.totals(compiled)
 
 
 @pytest.mark.parametrize("model", ["gpt", "lstm", "conv", "scan", "mixed"])

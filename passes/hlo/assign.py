@@ -41,11 +41,13 @@ class Assigner:
         flow, ticks, ranges: what is alive when.
         home: alias class -> allocation outside the heap, for those that got one.
         heap: alias classes that the packer places.
+        counts_local: True if XLA's total counts the scalars of reducers (jaxlib before 0.12).
     """
 
-    def __init__(self, module: graph.Module, platform: str) -> None:
+    def __init__(self, module: graph.Module, platform: str, *, counts_local: bool = False) -> None:
         self.module = module
         self.platform = platform
+        self.counts_local = counts_local
         self.flow: Dataflow = analyse(module)
         self.ticks: Clock = clock(self.flow)
         self.ranges: list[Range] = live_ranges(self.flow, self.ticks)

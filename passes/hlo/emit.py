@@ -2,9 +2,8 @@
 
 A use reads the latest earlier run of what it needs. Views (get-tuple-element, bitcast, tuple) have no run of
 their own: they are re-made before their first use for every version of their operands. A clone brings clones
-of all computations it calls. Optimization barriers were looked through when the module was read; runs that
-nobody reads and outputs of fusions that nobody reads are dropped: XLA would do all of that after us, and the
-prediction must describe what XLA allocates.
+of all computations it calls. Runs that nobody reads and outputs of fusions that nobody reads are dropped: XLA
+would do that after us, and the prediction must describe what XLA allocates.
 
 The arithmetic of every kernel is untouched. What can still differ by a rounding on CPU: LLVM may contract a
 multiply and an add differently when a kernel's buffers no longer overlap.

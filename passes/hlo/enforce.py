@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from passes.cost import DeviceModel
 from passes.hlo import graph, proto
 from passes.hlo.assign import Assigner
+from passes.hlo.barriers import drop_barriers
 from passes.hlo.cost import computation_ns
 from passes.hlo.fit import Task, Written, fit
 from passes.hlo.heap import HeapPrediction, predict_assigned
@@ -40,12 +41,14 @@ class EnforceRequest:
         device: cost model.
         platform: "cpu" or "cuda"; decides XLA's alignment and sharing rules.
         planner: "auto", "window" or "cut".
+        counts_local: True if XLA's total counts the scalars of reducers (jaxlib before 0.12).
     """
 
     budget_bytes: int
     device: DeviceModel
     platform: str
     planner: str = "auto"
+    counts_local: bool = False
 
 
 def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageOutcome]:
@@ -56,12 +59,16 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
         request: see `EnforceRequest`.
 
     Returns:
-        The bytes to hand back to XLA (the same object unless the outcome says `changed`), and what was found.
-        `outcome.status.found` is False if the budget cannot be kept; then the bytes are the original ones.
+        The bytes to hand back to XLA and what was found. Unless the outcome says `changed` every kernel is
+        as it was, in its place, and but for barriers (`passes.hlo.barriers`) the bytes are the same object;
+        so too if the budget cannot be kept: then `outcome.status.found` is False.
     """
     begin = time.perf_counter()
-    view = graph.read(proto.parse(module_bytes))
-    before = Assigner(view, request.platform)
+    module = proto.parse(module_bytes)
+    if drop_barriers(module):
+        module_bytes = proto.serialize(module)
+    view = graph.read(module)
+    before = Assigner(view, request.platform, counts_local=request.counts_local)
     prediction = predict_assigned(before)
     if prediction.total_bytes <= request.budget_bytes:
         cost_ns = computation_ns(view, view.entry, request.device)

@@ -61,7 +61,10 @@ class Task:
     def write(self, made: Plan) -> Written:
         """Emit a plan and predict its heap."""
         module = emit(self.lifted, made.steps)
-        assigner = Assigner(graph.read(module, self.lifted.module), self.lifted.platform)
+        assigner = Assigner(
+            graph.read(module, self.lifted.module), self.lifted.platform,
+            counts_local=self.lifted.assigner.counts_local,
+        )  # fmt: skip
         return Written(
             plan=made, module=module, prediction=predict_assigned(assigner), spilled=self._spilled(assigner)
         )

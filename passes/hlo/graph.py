@@ -6,7 +6,7 @@ attributes are read and from which `passes.hlo.emit` clones. Operands and callee
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -195,46 +195,11 @@ def post_order(by_id: dict[int, Instruction]) -> list[int]:
     return order
 
 
-BARRIERS = frozenset({"optimization-barrier", "opt-barrier"})
-_VIEWS = frozenset({"get-tuple-element", "tuple", "bitcast"})
-_LEAVES = _VIEWS | frozenset(
-    {"parameter", "constant", "broadcast", "reshape", "convert", "add", "subtract", "multiply", "divide",
-     "copy", "slice", "dynamic-slice", "select", "compare", "negate", "transpose", "iota", "exponential",
-     "maximum"}
+_LEAVES = frozenset(
+    {"get-tuple-element", "tuple", "bitcast", "parameter", "constant", "broadcast", "reshape", "convert",
+     "add", "subtract", "multiply", "divide", "copy", "slice", "dynamic-slice", "select", "compare",
+     "negate", "transpose", "iota", "exponential", "maximum"}
 )  # fmt: skip
-
-
-def _without_barriers(by_id: dict[int, Instruction], root: int) -> dict[int, Instruction]:
-    """Look through barriers and elements of tuples, and drop views that nobody reads: XLA does so later."""
-    if not any(i.opcode in BARRIERS for i in by_id.values()):
-        return by_id
-    known: dict[int, int] = {}
-
-    def resolve(i: int) -> int:
-        if i not in known:
-            at = by_id[i]
-            known[i] = i
-            if at.opcode in BARRIERS and i != root:
-                known[i] = resolve(at.operands[0])
-            elif at.opcode == "get-tuple-element":
-                source = by_id[resolve(at.operands[0])]
-                if source.opcode == "tuple":
-                    known[i] = resolve(source.operands[at.number])
-        return known[i]
-
-    found = {
-        i: replace(at, operands=tuple(resolve(o) for o in at.operands))
-        for i, at in by_id.items()
-        if resolve(i) == i or i == root
-    }
-    while True:
-        used = {o for at in found.values() for o in at.operands}
-        dead = [i for i, at in found.items() if at.opcode in _VIEWS and i not in used and i != root]
-        if not dead:
-            break
-        for i in dead:
-            del found[i]
-    return {i: replace(at, control=tuple(c for c in at.control if c in found)) for i, at in found.items()}
 
 
 def _computation(proto: Any, schedule: dict[int, tuple[int, ...]], shapes: _Shapes) -> Computation:
@@ -249,10 +214,7 @@ def _computation(proto: Any, schedule: dict[int, tuple[int, ...]], shapes: _Shap
             number=i.tuple_index if opcode == "get-tuple-element" else i.parameter_number, proto=i,
         )  # fmt: skip
     by_id = {i: by_id[i] for i in sorted(by_id)}
-    by_id = _without_barriers(by_id, proto.root_id)
     order = schedule.get(proto.id)
-    if order is not None:
-        order = tuple(i for i in order if i in by_id)
     return Computation(
         id=proto.id, name=proto.name, by_id=by_id, root=proto.root_id,
         order=tuple(by_id) if order is None else order,

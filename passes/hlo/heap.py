@@ -24,7 +24,7 @@ class HeapPrediction:
     Attributes:
         temp_bytes: the heap and the tables of pointers inside the program.
         argument_bytes, output_bytes, alias_bytes: as XLA counts them; `alias` is in both of the others.
-        constant_bytes: constants that get storage.
+        constant_bytes: constants that get storage, and scalars of reducers where XLA counts them.
         total_bytes: arguments + outputs - aliased + constants + temps.
         live_bytes: largest sum of temporaries alive at once, without fragmentation.
         exact: False where the module has something that is only bounded.
@@ -193,7 +193,8 @@ def predict_assigned(assigner: Assigner) -> HeapPrediction:
     temp = _concatenate(order, ALIGNMENT[platform])
     tables = sum(a.nbytes for a in assigner.allocations if a.is_temp)
     kinds = {"argument": 0, "donated": 0, "constant": 0, "output": 0}
-    kinds["constant"] += sum(i.shape.nbytes for i in local if i.opcode == "constant")
+    counted = (i for i in local if assigner.counts_local or i.opcode == "constant")
+    kinds["constant"] += sum(i.shape.nbytes for i in counted)
     for a in assigner.allocations:
         if a.space == HOST:
             continue
@@ -210,11 +211,12 @@ def predict_assigned(assigner: Assigner) -> HeapPrediction:
     )  # fmt: skip
 
 
-def predict(module: Any, platform: str) -> HeapPrediction:
+def predict(module: Any, platform: str, *, counts_local: bool = False) -> HeapPrediction:
     """What XLA will allocate for a scheduled module.
 
     Args:
-        module: a parsed HloModuleProto with a schedule.
+        module: a parsed HloModuleProto with a schedule, without barriers (`passes.hlo.barriers`).
         platform: "cpu" or "cuda".
+        counts_local: see `Assigner`.
     """
-    return predict_assigned(Assigner(graph.read(module), platform))
+    return predict_assigned(Assigner(graph.read(module), platform, counts_local=counts_local))

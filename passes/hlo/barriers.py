@@ -1,0 +1,77 @@
+"""Take optimization barriers out of a scheduled module, as XLA does before it assigns buffers.
+
+At this stage a barrier orders nothing any more: the schedule does. It still costs memory. XLA removes it
+after us, but jaxlib 0.11 leaves the tuple behind it, and a kernel that reads its operand out of a tuple does
+not take that operand's place; jaxlib 0.12 looks through the tuple. Without barriers and their tuples both
+versions allocate the same, and no more than either of them would.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+BARRIERS = frozenset({"optimization-barrier", "opt-barrier"})
+_VIEWS = frozenset({"get-tuple-element", "tuple", "bitcast"})
+
+
+def drop_barriers(module: Any) -> bool:
+    """Remove the barriers of a parsed module, in place, with the views that only they needed.
+
+    Returns:
+        True if there were any.
+    """
+    schedule = {s.key: s.value for s in module.schedule.sequences}
+    found = False
+    for computation in module.computations:
+        if any(i.opcode in BARRIERS for i in computation.instructions):
+            found = True
+            removed = _drop(computation)
+            sequence = schedule.get(computation.id)
+            if sequence is not None:
+                sequence.instruction_ids[:] = [i for i in sequence.instruction_ids if i not in removed]
+    return found
+
+
+def _drop(computation: Any) -> set[int]:
+    """Let every reader read what is behind the barriers; returns the ids of what is gone."""
+    by_id = {i.id: i for i in computation.instructions}
+    known = _resolved(computation, by_id)
+    computation.root_id = known[computation.root_id]
+    removed = {i for i, source in known.items() if source != i}
+    kept = [i for i in computation.instructions if i.id not in removed]
+    for instruction in kept:
+        instruction.operand_ids[:] = [known[o] for o in instruction.operand_ids]
+    removed |= _unread_views(kept, computation.root_id)
+    for n in reversed(range(len(computation.instructions))):
+        if computation.instructions[n].id in removed:
+            del computation.instructions[n]
+    for instruction in computation.instructions:
+        control = instruction.control_predecessor_ids
+        control[:] = [c for c in control if c not in removed]
+    return removed
+
+
+def _resolved(computation: Any, by_id: dict[int, Any]) -> dict[int, int]:
+    """For every instruction the one that its readers can read instead; operands come first in the message."""
+    known: dict[int, int] = {}
+    for instruction in computation.instructions:
+        known[instruction.id] = instruction.id
+        if instruction.opcode in BARRIERS:
+            known[instruction.id] = known[instruction.operand_ids[0]]
+        elif instruction.opcode == "get-tuple-element":
+            source = by_id[known[instruction.operand_ids[0]]]
+            if source.opcode == "tuple":
+                known[instruction.id] = known[source.operand_ids[instruction.tuple_index]]
+    return known
+
+
+def _unread_views(instructions: list[Any], root: int) -> set[int]:
+    """Views that nothing reads, and views that only those read; readers come later in the message."""
+    read: set[int] = {root}
+    unread: set[int] = set()
+    for instruction in reversed(instructions):
+        if instruction.opcode in _VIEWS and instruction.id not in read:
+            unread.add(instruction.id)
+        else:
+            read.update(instruction.operand_ids)
+    return unread

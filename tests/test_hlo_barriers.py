@@ -1,0 +1,83 @@
+"""Barriers are taken out of a scheduled module: the numbers stay, and its heap is predicted to the byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hlo_support as h
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from passes.hlo import graph, proto
+from passes.hlo.barriers import BARRIERS, drop_barriers
+
+
+def _straight(x: Any, ws: Any) -> Any:
+    for n in range(3):
+        y, x = lax.optimization_barrier((x @ ws[n], x))
+        x = jnp.tanh(y) + x
+    return lax.optimization_barrier((x @ ws[0], x + 1.0))
+
+
+def _loop(x: Any, ws: Any) -> Any:
+    def body(x: Any, w: Any) -> Any:
+        y, x = lax.optimization_barrier((jnp.sin(x @ w), x))
+        return jnp.sin(y + x) @ w, (y @ w).sum()
+
+    return lax.scan(body, x, ws)
+
+
+ARGS = (h.spec(256, 32), h.spec(4, 32, 32))
+STRAIGHT = h.Example(name="straight", fn=_straight, args=ARGS)
+LOOP = h.Example(name="loop", fn=_loop, args=ARGS)
+
+
+def _untouched(example: h.Example, platform: str) -> tuple[bytes, Any]:
+    seen: list[bytes] = []
+    compiled = h.compile_with(example, lambda data: seen.append(data) or data, platform, barriers=True)
+    return seen[0], compiled
+
+
+def _count(module: Any) -> int:
+    return sum(i.opcode in BARRIERS for c in module.computations for i in c.instructions)
+
+
+def test_every_barrier_is_removed_once_in_every_computation() -> None:
+    data, _ = _untouched(LOOP, "cpu")
+    module = proto.parse(data)
+    assert _count(module) == 1
+    before = {i.id for c in module.computations for i in c.instructions}
+    assert drop_barriers(module)
+    assert _count(module) == 0
+    assert not drop_barriers(module)
+    left = {i.id for c in module.computations for i in c.instructions}
+    assert left < before
+    for computation in graph.read(module).computations.values():
+        assert {*computation.order} == {*computation.by_id}
+        assert all(o in computation.by_id for i in computation.by_id.values() for o in i.operands)
+
+
+def test_a_module_without_barriers_stays_as_it_is() -> None:
+    data, _ = h.scheduled(h.example("mlp", "grad"))
+    module = proto.parse(data)
+    assert not drop_barriers(module)
+    assert module == proto.parse(data)
+
+
+@pytest.mark.parametrize("example", [STRAIGHT, LOOP], ids=lambda e: e.name)
+def test_without_barriers_xla_computes_the_same_in_no_more_bytes(example: h.Example) -> None:
+    _, with_barriers = _untouched(example, "cpu")
+    data, without = h.scheduled(example)
+    assert h.predicted(h.predict(proto.parse(data), "cpu")) == h.totals(without)
+    assert h.totals(without)["total"] <= h.totals(with_barriers)["total"]
+    args = h.data_for(example)
+    for a, b in zip(h.run(with_barriers, args), h.run(without, args), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("example", [STRAIGHT, LOOP], ids=lambda e: e.name)
+def test_without_barriers_prediction_is_what_xla_allocates_on_h200(h200: str, example: h.Example) -> None:
+    data, compiled = h.scheduled(example, "cuda")
+    assert h.predicted(h.predict(proto.parse(data), "cuda")) == h.totals(compiled)
