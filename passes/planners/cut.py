@@ -56,14 +56,17 @@ class Style:
         stages: through how many geometric levels it goes.
         reserve_ratio: share of the level left free at every cut, for the re-runs' own needs.
         tilt_ratio: see `passes.planners.flow.moment_at`.
+        filled: whether small excesses are made up by single values, see `passes.planners.flow.filled_up`.
+        fitting: whether values that could not come back within the level are kept.
         patience: after how many cuts in a row that did not lower the peak it gives up.
     """
 
     stages: int = 1
     reserve_ratio: float = 0.0
     tilt_ratio: float = 0.0
-    patience: int = 12
     filled: bool = True
+    fitting: bool = True
+    patience: int = 12
 
     def bent(self, stale: int) -> Style:
         """The style after `stale` cuts in vain: more reserve, so that the same state is cut differently."""
@@ -92,13 +95,15 @@ def cut_once(schedule: Schedule, level_bytes: int, style: Style, work: Work) -> 
     """Cut at the peak so that it fits `level_bytes`; the new sequence, None if nothing can be evicted."""
     position = schedule.tightest_position(level_bytes)
     reserve_bytes = int(style.reserve_ratio * level_bytes)
-    for limit_bytes, left_bytes in ((level_bytes, reserve_bytes), (None, reserve_bytes), (None, 0)):
+    tries = ((level_bytes, reserve_bytes), (None, reserve_bytes), (None, 0))
+    for limit_bytes, left_bytes in tries if style.fitting else tries[1:]:
         moment = moment_at(schedule, position, tilt_ratio=style.tilt_ratio, level_bytes=limit_bytes)
         capacity_bytes = level_bytes - left_bytes - moment.forced_bytes
         hull = cheapest_within(moment, capacity_bytes)
-        work.done += (hull.flows + 2) * (len(moment.tails) + 100)
+        work.done += (hull.flows + 4) * (len(moment.tails) + 100) // 3
         if hull.bound_ns is not None:
             break
+    work.done += len(moment.tails) if style.filled else 0
     chosen = filled_up(schedule.graph, moment, hull, capacity_bytes) if style.filled else hull.fits
     inserts = missing_runs(schedule, position, moment, chosen.ops)
     return insert(schedule.steps, dict(inserts)) if inserts else None
@@ -116,7 +121,7 @@ def lower_to(
         if found is None:
             break
         schedule = Schedule(graph, found)
-        work.done += 8 * len(found)
+        work.done += 4 * len(found)
         prune(schedule)
         now = of_schedule(schedule)
         schedule = Schedule(graph, now.steps) if len(now.steps) < len(schedule.steps) else schedule
@@ -127,7 +132,7 @@ def lower_to(
     if best.peak_bytes <= level_bytes:
         final = Schedule(graph, best.steps)
         reverse_delete(final, level_bytes)
-        work.done += 8 * len(best.steps)
+        work.done += 4 * len(best.steps)
         best = of_schedule(final)
     return best
 

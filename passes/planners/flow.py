@@ -26,7 +26,7 @@ SCALE = 10**12
 INFINITE = 4 * SCALE
 SOURCE, SINK = 0, 1
 COST_UNITS = 1000
-MAX_FILLED = 4
+MAX_FILLED = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,50 +305,52 @@ def filled_up(graph: Graph, moment: Moment, hull: Hull, capacity_bytes: int) -> 
     """
     if hull.over is None:
         return hull.fits
+    prices = _Prices(graph, moment)
     again = set(hull.over.ops)
-    reads: dict[int, list[int]] = {}
-    for op, b in moment.reads:
-        reads.setdefault(op, []).append(b)
     cost, kept_bytes = hull.over.cost, hull.over.kept_bytes
-    weight = {head: moment.arc_cost[k] for k, head in enumerate(moment.tails) if moment.heads[k] == SINK}
-    cost_of = {op: weight.get(2 + k, 0) for k, op in enumerate(moment.ops)}
     for _ in range(MAX_FILLED):
         if kept_bytes <= capacity_bytes:
-            break
+            return Choice(kept_bytes=kept_bytes, cost=cost, ops=tuple(sorted(again)))
         best: tuple[float, int, list[int]] | None = None
         for b in moment.demanded:
-            producer = graph.producer[b]
-            if producer in again:
-                continue
-            closure = _new_runs(graph, reads, producer, again, cost_of)
-            price = sum([cost_of[op] for op in closure])
-            if cost + price >= hull.fits.cost:
-                continue
-            score = price / min(graph.nbytes[b], kept_bytes - capacity_bytes)
-            if best is None or score < best[0]:
-                best = (score, price, closure)
+            if graph.producer[b] not in again:
+                price, closure = prices.of(graph.producer[b], again, hull.fits.cost - cost)
+                score = price / min(graph.nbytes[b], kept_bytes - capacity_bytes)
+                if price < hull.fits.cost - cost and (best is None or score < best[0]):
+                    best = (score, price, closure)
         if best is None:
-            return hull.fits
+            break
         cost += best[1]
         again.update(best[2])
         freed = [b for b in moment.demanded if graph.producer[b] in best[2]]
         kept_bytes -= sum([graph.nbytes[b] for b in freed])
-    if kept_bytes > capacity_bytes:
-        return hull.fits
-    return Choice(kept_bytes=kept_bytes, cost=cost, ops=tuple(sorted(again)))
+    return hull.fits
 
 
-def _new_runs(
-    graph: Graph, reads: Mapping[int, list[int]], op: int, again: set[int], cost_of: Mapping[int, int]
-) -> list[int]:
-    """The ops to run besides `again` so that `op` can run once more, every demanded input being kept."""
-    closure = [op]
-    for top in closure:
-        for b in reads.get(top, ()):
-            producer = graph.producer[b]
-            if producer not in again and producer not in closure and producer in cost_of:
-                closure.append(producer)
-    return closure
+class _Prices:
+    """What it costs to run one more op of a moment, every demanded input being kept."""
+
+    def __init__(self, graph: Graph, moment: Moment) -> None:
+        self._graph = graph
+        self._reads: dict[int, list[int]] = {}
+        for op, b in moment.reads:
+            self._reads.setdefault(op, []).append(b)
+        weights = zip(moment.tails, moment.heads, moment.arc_cost, strict=True)
+        of_node = {tail: cost for tail, head, cost in weights if head == SINK}
+        self._cost = {op: of_node[2 + k] for k, op in enumerate(moment.ops)}
+
+    def of(self, op: int, again: set[int], limit: int) -> tuple[int, list[int]]:
+        """The ops to run besides `again` and their cost; cut short where it reaches `limit`."""
+        closure, price = [op], self._cost[op]
+        for top in closure:
+            if price >= limit:
+                break
+            for b in self._reads.get(top, ()):
+                producer = self._graph.producer[b]
+                if producer in self._cost and producer not in again and producer not in closure:
+                    closure.append(producer)
+                    price += self._cost[producer]
+        return price, closure
 
 
 def missing_runs(

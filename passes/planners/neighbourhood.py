@@ -27,7 +27,7 @@ def improve(
     stale = 0
     while work.left and stale < PATIENCE and (best.cost_ns > floor_ns or best.peak_bytes > budget_bytes):
         schedule = Schedule(graph, current.steps)
-        work.done += 8 * len(current.steps)
+        work.done += 4 * len(current.steps)
         reruns = schedule.rerun_positions()
         if not reruns:
             break

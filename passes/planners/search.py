@@ -24,19 +24,19 @@ from passes.planners.window import Walked, walk
 
 PORTFOLIO = (
     Style(tilt_ratio=0.1),
-    Style(stages=3, tilt_ratio=0.1),
+    Style(tilt_ratio=0.1, filled=False, fitting=False),
+    Style(stages=4, filled=False, fitting=False),
     Style(reserve_ratio=0.06),
-    Style(tilt_ratio=-0.3),
+    Style(tilt_ratio=-0.3, filled=False),
+    Style(stages=3, tilt_ratio=0.1, fitting=False),
     Style(stages=4),
-    Style(reserve_ratio=0.1),
+    Style(reserve_ratio=0.1, filled=False, fitting=False),
     Style(stages=2),
     Style(stages=12, tilt_ratio=0.1),
-    Style(stages=6),
+    Style(stages=6, filled=False),
     Style(stages=4, reserve_ratio=0.1),
     Style(reserve_ratio=0.2),
 )
-DEEP_STYLES = (Style(stages=3, tilt_ratio=0.1), Style(stages=12, tilt_ratio=0.1))
-DEEP_RATIO = 0.3
 FIRST_LIMITS = 4
 GREEDY_UNITS_PER_OP = 1000
 RESTARTS = 3
@@ -177,8 +177,7 @@ class Search:
     def _attempts(self, target_bytes: int, work: Work, first_limits: int) -> list[Descent]:
         """Descents in several styles until the work limit; the first one may take `first_limits` of it."""
         found: list[Descent] = []
-        deep = target_bytes < DEEP_RATIO * self.start.peak_bytes
-        for style in (*DEEP_STYLES, *PORTFOLIO) if deep else PORTFOLIO:
+        for style in PORTFOLIO:
             part = Work(work.limit // 3 if found else first_limits * work.limit)
             found.append(descend(self.graph, self.start, target_bytes, part, style))
             work.done += part.done
