@@ -104,9 +104,8 @@ def settle(
             best = (rank, found)
         if verdict.status.found and not verdict.changed:
             break
-        needed = verdict.before_temp_bytes if verdict.status.found else _least_temp_bytes(verdict)
-        ratio = max(needed / request.temp_budget_bytes, 1.05)
-        request = dataclasses.replace(request, bytes_ratio=request.bytes_ratio * ratio)
+        ratio = verdict.before_temp_bytes / max(found.outcome.planned_temp_bytes, 1)
+        request = dataclasses.replace(request, bytes_ratio=max(ratio, 1.05 * request.bytes_ratio))
         found = attempt(request)
     chosen = first if best is None else best[1]
     return chosen.made, chosen.outcome

@@ -226,9 +226,16 @@ def _callback(data: bytes, platform: str) -> bytes | None:
         raise RuntimeError("coop_jax: the trial is over")
     if not outcome.status.found and not _leave_to_check(outcome):
         REGISTRY.checked(record.id)
-        raise RuntimeError(InfeasibleBudgetError.from_outcome(outcome).to_text())
+        raise RuntimeError(InfeasibleBudgetError.from_outcome(_of_the_program(outcome)).to_text())
     REGISTRY.put(dataclasses.replace(record, hlo=outcome))
     return None if returned is data else returned
+
+
+def _of_the_program(outcome: StageOutcome) -> StageOutcome:
+    """A proof about the kernels of one module says nothing about other ways to write the program."""
+    if outcome.budget_bytes < outcome.fixed_bytes:
+        return outcome
+    return dataclasses.replace(outcome, status=Status.UNKNOWN, least_proved=False)
 
 
 def _leave_to_check(outcome: StageOutcome) -> bool:
@@ -248,7 +255,7 @@ def _check(executable: Any) -> None:
     total = int(executable.get_compiled_memory_stats().total_allocation_bytes)
     if total > record.budget_bytes:
         if record.hlo is not None and not record.hlo.status.found:
-            raise InfeasibleBudgetError.from_outcome(record.hlo)
+            raise InfeasibleBudgetError.from_outcome(_of_the_program(record.hlo))
         raise BudgetExceededError(budget_bytes=record.budget_bytes, compiled_bytes=total)
 
 
