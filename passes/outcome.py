@@ -5,10 +5,14 @@ Both stages that plan (the jaxpr stage and the enforcing stage) return one `Stag
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from passes.ir import Status
+from passes.ir import OpId, Program, Status
+from passes.simulate import simulate
+
+MAX_TIGHTEST = 12
 
 Stage = Literal["jaxpr", "hlo"]
 
@@ -62,7 +66,7 @@ class StageOutcome:
         recomputed: what is run again, in program order.
         tightest: the largest values alive at the tightest point, largest first.
         least_total_bytes: the least whole-program budget that this stage could meet; filled when
-            `status` is not found, else None.
+            `status` is not found, else None. The enforcing stage meets it if it is asked for.
         least_proved: True if no plan of this stage's program goes below `least_total_bytes`.
     """
 
@@ -94,3 +98,33 @@ class StageOutcome:
     def planned_total_bytes(self) -> int:
         """The whole program's predicted peak."""
         return self.fixed_bytes + self.planned_temp_bytes
+
+
+def recomputed_by(program: Program, steps: Sequence[OpId], stage: Stage) -> tuple[Recomputed, ...]:
+    """The ops that a sequence of steps runs again, once for every re-run, in the order of the steps."""
+    seen: set[OpId] = set()
+    found = []
+    for step in steps:
+        if step in seen:
+            op = program.ops[step]
+            nbytes = sum(program.buffers[b].nbytes for b in op.outputs)
+            found.append(
+                Recomputed(op=op.name, source=op.source, nbytes=nbytes, cost_ns=op.cost_ns, stage=stage)
+            )
+        seen.add(step)
+    return tuple(found)
+
+
+def tightest_values(program: Program, steps: Sequence[OpId]) -> tuple[LiveValue, ...]:
+    """The largest values that ops of the program keep alive at the peak of a sequence of steps."""
+    timeline = simulate(program, steps)
+    lives = zip(timeline.copies.buffer, timeline.copies.start, timeline.copies.stop, strict=True)
+    alive = [program.buffers[b] for b, start, stop in lives if start <= timeline.peak_step < stop]
+    alive.sort(key=lambda buffer: (-buffer.nbytes, buffer.id))
+    values = []
+    for buffer in alive[:MAX_TIGHTEST]:
+        producer = program.producer[buffer.id]
+        if producer is not None and buffer.nbytes:
+            op = program.ops[producer]
+            values.append(LiveValue(op=op.name, source=op.source, nbytes=buffer.nbytes))
+    return tuple(values)

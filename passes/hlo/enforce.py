@@ -12,7 +12,6 @@ must be XLA's total.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from passes.cost import DeviceModel
@@ -23,13 +22,9 @@ from passes.hlo.cost import computation_ns
 from passes.hlo.fit import Task, Written, fit
 from passes.hlo.heap import HeapPrediction, predict_assigned
 from passes.hlo.lift import lift
-from passes.ir import OpId, Plan, Program, Status
-from passes.liveness import Graph, copies_of
-from passes.outcome import LiveValue, Recomputed, StageOutcome
+from passes.ir import Status
+from passes.outcome import StageOutcome, recomputed_by, tightest_values
 from passes.planners import PlannerConfig, working_set_bytes
-from passes.simulate import simulate
-
-MAX_TIGHTEST = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,15 +75,16 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
     if task.excess_bytes(written):
         return module_bytes, _refusal(request, task, written, begin)
     outcome = _outcome(request, prediction, written.prediction, lifted.program.cost_ns, begin)
+    again = recomputed_by(lifted.program, written.plan.steps, "hlo")
     return proto.serialize(written.module), replace(
         outcome,
         changed=True,
-        recompute_ns=sum(r.cost_ns for r in recomputed(lifted.program, written.plan)),
+        recompute_ns=sum(r.cost_ns for r in again),
         lower_bound_ratio=written.plan.lower_bound_ratio,
         status=Status.FEASIBLE,
         planner=written.plan.planner,
         seconds=time.perf_counter() - begin,
-        recomputed=recomputed(lifted.program, written.plan),
+        recomputed=again,
     )
 
 
@@ -106,51 +102,19 @@ def _outcome(
 
 
 def _refusal(request: EnforceRequest, task: Task, least: Written, begin: float) -> StageOutcome:
-    """The outcome for a budget that was not met."""
+    """The outcome for a budget that was not met; `least` is what a second call could be asked for."""
     program = task.lifted.program
     bound = task.fixed_bytes + working_set_bytes(program)
     proved = bound > task.budget_bytes
     before = task.lifted.prediction
+    least_bytes = min(least.prediction.total_bytes, before.total_bytes)
     outcome = _outcome(request, before, before, program.cost_ns, begin)
     return replace(
         outcome,
         status=Status.INFEASIBLE if proved else Status.UNKNOWN,
         planner=least.plan.planner,
         seconds=time.perf_counter() - begin,
-        tightest=tightest(program, least.plan.steps),
-        least_total_bytes=least.prediction.total_bytes,
-        least_proved=least.prediction.total_bytes <= bound,
+        tightest=tightest_values(program, least.plan.steps),
+        least_total_bytes=least_bytes,
+        least_proved=least_bytes <= bound,
     )
-
-
-def recomputed(program: Program, made: Plan) -> tuple[Recomputed, ...]:
-    """The re-runs of a plan, in program order."""
-    found = []
-    for step in made.reruns():
-        op = program.ops[made.steps[step]]
-        nbytes = sum(program.buffers[b].nbytes for b in op.outputs)
-        found.append(Recomputed(op=op.name, source=op.source, nbytes=nbytes, cost_ns=op.cost_ns, stage="hlo"))
-    return tuple(found)
-
-
-def tightest(program: Program, steps: Sequence[OpId]) -> tuple[LiveValue, ...]:
-    """The largest values alive at the peak of a sequence of steps, largest first."""
-    peak = simulate(program, steps).peak_step
-    copies = copies_of(Graph.of(program), steps)
-    alive = [
-        b
-        for b, start, stop in zip(copies.buffer, copies.start, copies.stop, strict=True)
-        if start <= peak < stop and program.buffers[b].nbytes
-    ]
-    alive.sort(key=lambda b: (-program.buffers[b].nbytes, b))
-    values = []
-    for b in alive[:MAX_TIGHTEST]:
-        producer = program.producer[b]
-        op = program.ops[producer] if producer is not None else None
-        values.append(
-            LiveValue(
-                op=op.name if op else program.buffers[b].name, source=op.source if op else "",
-                nbytes=program.buffers[b].nbytes,
-            )
-        )  # fmt: skip
-    return tuple(values)

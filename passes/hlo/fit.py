@@ -24,6 +24,7 @@ from passes.simulate import simulate
 
 MAX_ROUNDS = 7
 MAX_RELAXED = 4
+MAX_LOWEST = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -95,19 +96,23 @@ class Task:
 
 
 def fit(task: Task) -> Written:
-    """The first plan whose predicted total keeps the budget, else the one of lowest total."""
+    """The first plan whose predicted total keeps the budget, else the lowest that does not depend on it.
+
+    A second call with the total of a plan that did not keep its budget keeps that one: what is reported as
+    least can be asked for.
+    """
     program, spilled = task.lifted.program, frozenset[int]()
     config = task.config
     target = task.budget_bytes - task.fixed_bytes
-    tried: list[Written] = []
+    bound_ratio = 0.0
     for n in range(MAX_ROUNDS):
         if target < working_set_bytes(program):
             break
         written = task.write(plan(program, target, config))
-        tried.append(written)
+        bound_ratio = max(bound_ratio, written.plan.lower_bound_ratio)
         excess = task.excess_bytes(written)
         if not excess:
-            return _with_bound(written, tried)
+            return _with_bound(written, bound_ratio)
         if not written.plan.status.found:
             break
         config = task.for_retries()
@@ -117,21 +122,31 @@ def fit(task: Task) -> Written:
             peak = simulate(program, written.plan.steps).peak_bytes
             excess = max(0, excess - max(0, peak - written.plan.peak_bytes))
         target = min(target, written.plan.peak_bytes) - (excess << max(0, n - 1))
-    tried.append(_from_below(task, program))
-    return _with_bound(min(tried, key=lambda w: (task.excess_bytes(w), w.plan.overhead_ratio)), tried)
+    program, least = lowest(task)
+    return _with_bound(least if task.excess_bytes(least) else _from_below(task, program, least), bound_ratio)
 
 
-def _with_bound(written: Written, tried: list[Written]) -> Written:
+def _with_bound(written: Written, bound_ratio: float) -> Written:
     """What is proved for the whole budget holds for every tighter one."""
-    bound = max(w.plan.lower_bound_ratio for w in tried)
-    return replace(written, plan=replace(written.plan, lower_bound_ratio=bound))
+    return replace(written, plan=replace(written.plan, lower_bound_ratio=bound_ratio))
 
 
-def _from_below(task: Task, program: Program) -> Written:
-    """The plan of lowest peak, relaxed as far as the budget allows."""
-    best = task.write(least_peak(program, task.for_retries()))
-    if task.excess_bytes(best):
-        return best
+def lowest(task: Task) -> tuple[Program, Written]:
+    """The plan of lowest total that is found whatever the budget is, and the program that it is for."""
+    program, spilled = task.lifted.program, frozenset[int]()
+    tried: list[tuple[Program, Written]] = []
+    for _ in range(MAX_LOWEST):
+        written = task.write(least_peak(program, task.for_retries()))
+        tried.append((program, written))
+        if written.spilled <= spilled:
+            break
+        spilled |= written.spilled
+        program = task.program_with(spilled)
+    return min(tried, key=lambda t: t[1].prediction.total_bytes)
+
+
+def _from_below(task: Task, program: Program, best: Written) -> Written:
+    """`best`, which keeps the budget, with as few re-runs as the budget allows."""
     least = best.plan
     low, limit = least.peak_bytes, task.budget_bytes - task.fixed_bytes
     high = limit

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +19,7 @@ from passes.ir import BufferId, Op, OpId, Plan, Program, Status
 from passes.jaxpr import compat
 from passes.jaxpr.emit import EmitConfig, emit, emit_split
 from passes.jaxpr.lift import LiftedJaxpr, lift
-from passes.outcome import LiveValue, Recomputed, StageOutcome
+from passes.outcome import StageOutcome, recomputed_by, tightest_values
 from passes.planners import PlannerConfig, plan
 from passes.simulate import simulate
 
@@ -28,7 +27,6 @@ RUNG_RATIO = 0.97
 MAX_CANDIDATES = 8
 SMALL_DOT_ELEMENTS = 2 << 20
 MOVES = frozenset({"slice", "dynamic_slice", "split", "gather", "convert_element_type"})
-MAX_TIGHTEST = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,17 +314,7 @@ def _outcome(
     as_is: LiftedJaxpr, before_bytes: int, candidate: Candidate, request: JaxprRequest
 ) -> StageOutcome:
     program = candidate.lifted.program
-    timeline = simulate(program, candidate.steps)
-    first = set()
-    recomputed = []
-    for op_id in candidate.steps:
-        if op_id in first:
-            op = program.ops[op_id]
-            nbytes = sum(program.buffers[b].nbytes for b in op.outputs)
-            recomputed.append(
-                Recomputed(op=op.name, source=op.source, nbytes=nbytes, cost_ns=op.cost_ns, stage="jaxpr")
-            )
-        first.add(op_id)
+    recomputed = recomputed_by(program, candidate.steps, "jaxpr")
     fits = candidate.peak_bytes <= request.temp_budget_bytes or candidate.plan is None
     return StageOutcome(
         stage="jaxpr",
@@ -343,28 +331,7 @@ def _outcome(
         status=Status.FEASIBLE if fits else Status.UNKNOWN,
         planner="none" if candidate.plan is None else candidate.plan.planner,
         seconds=0.0,
-        recomputed=tuple(recomputed),
-        tightest=tightest_values(program, candidate.steps, timeline.peak_step),
+        recomputed=recomputed,
+        tightest=tightest_values(program, candidate.steps),
         least_total_bytes=None if fits else request.fixed_bytes + candidate.peak_bytes,
     )
-
-
-def tightest_values(program: Program, steps: Sequence[OpId], peak_step: int) -> tuple[LiveValue, ...]:
-    """The largest values that are alive when `steps[peak_step]` runs, largest first."""
-    last_use: dict[int, int] = {}
-    for at, op_id in enumerate(steps):
-        for b in program.ops[op_id].inputs:
-            last_use[b] = at
-    alive = {
-        b
-        for at, op_id in enumerate(steps[: peak_step + 1])
-        for b in program.ops[op_id].outputs
-        if last_use.get(b, at) >= peak_step
-    }
-    values = []
-    for b in sorted(alive, key=lambda b: (-program.buffers[b].nbytes, b))[:MAX_TIGHTEST]:
-        producer = program.producer[b]
-        if producer is not None and program.buffers[b].nbytes:
-            op = program.ops[producer]
-            values.append(LiveValue(op=op.name, source=op.source, nbytes=program.buffers[b].nbytes))
-    return tuple(values)
