@@ -56,6 +56,7 @@ class Style:
         stages: through how many geometric levels it goes.
         reserve_ratio: share of the level left free at every cut, for the re-runs' own needs.
         tilt_ratio: see `passes.planners.flow.moment_at`.
+        below_ratio: how far below the budget it goes before it takes re-runs out up to the budget.
         filled: whether small excesses are made up by single values, see `passes.planners.flow.filled_up`.
         fitting: whether values that could not come back within the level are kept.
         patience: after how many cuts in a row that did not lower the peak it gives up.
@@ -64,6 +65,7 @@ class Style:
     stages: int = 1
     reserve_ratio: float = 0.0
     tilt_ratio: float = 0.0
+    below_ratio: float = 0.0
     filled: bool = True
     fitting: bool = True
     patience: int = 12
@@ -138,17 +140,27 @@ def lower_to(
 
 
 def descend(graph: Graph, start: Descent, budget_bytes: int, work: Work, style: Style = PLAIN) -> Descent:
-    """Lower the peak to the budget through the style's geometric levels."""
+    """Lower the peak to the budget, or below it and up again, through the style's geometric levels."""
     best = start
+    target_bytes = int(budget_bytes * (1 - style.below_ratio))
     for stage in range(1, style.stages + 1):
-        level_bytes = budget_bytes
-        if stage < style.stages and budget_bytes > 0:
-            ratio = budget_bytes / start.peak_bytes
+        level_bytes = target_bytes
+        if stage < style.stages and target_bytes > 0:
+            ratio = target_bytes / start.peak_bytes
             level_bytes = int(start.peak_bytes * ratio ** (stage / style.stages))
         if best.peak_bytes > level_bytes:
             found = lower_to(graph, best.steps, level_bytes, work, style)
             best = found if found.peak_bytes < best.peak_bytes else best
-    return best
+    return relax(graph, best, budget_bytes) if style.below_ratio else best
+
+
+def relax(graph: Graph, found: Descent, budget_bytes: int) -> Descent:
+    """A sequence after reverse delete to a larger budget."""
+    if found.peak_bytes > budget_bytes:
+        return found
+    schedule = Schedule(graph, found.steps)
+    reverse_delete(schedule, budget_bytes)
+    return of_schedule(schedule) if schedule.cost_ns < found.cost_ns else found
 
 
 def deepen(graph: Graph, best: Descent, budget_bytes: int, work: Work) -> Descent:

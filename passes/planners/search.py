@@ -16,7 +16,7 @@ from passes.liveness import Graph
 from passes.offsets.best_fit import place_graph
 from passes.planners.bounds import Bound, forced_bytes, last_needs
 from passes.planners.config import PlannerConfig
-from passes.planners.cut import Descent, Style, Work, deepen, descend, lower_to, of_schedule, rank
+from passes.planners.cut import Descent, Style, Work, deepen, descend, lower_to, of_schedule, rank, relax
 from passes.planners.greedy import evict_one_by_one
 from passes.planners.neighbourhood import improve
 from passes.planners.schedule import Schedule, reverse_delete
@@ -29,6 +29,7 @@ PORTFOLIO = (
     Style(reserve_ratio=0.06),
     Style(tilt_ratio=-0.3, filled=False),
     Style(stages=3, tilt_ratio=0.1, fitting=False),
+    Style(tilt_ratio=0.1, below_ratio=0.04),
     Style(stages=4),
     Style(reserve_ratio=0.1, filled=False, fitting=False),
     Style(stages=2),
@@ -37,11 +38,17 @@ PORTFOLIO = (
     Style(stages=4, reserve_ratio=0.1),
     Style(reserve_ratio=0.2),
 )
+LOW_STYLES = (
+    Style(tilt_ratio=0.1),
+    Style(reserve_ratio=0.06),
+    Style(stages=4, tilt_ratio=0.1),
+    Style(tilt_ratio=-0.3, fitting=False),
+)
+NEAR_RATIO = 0.004
 FIRST_LIMITS = 4
 GREEDY_UNITS_PER_OP = 1000
 RESTARTS = 3
-RUNG_RATIO = 0.9
-LADDER_LIMITS = 1
+BELOW_SHARES = (0.05, 0.2, 0.5)
 ROUNDING_NS = 1e-3
 LEAST_PEAK_EFFORT = 2.0
 WINDOW_EXPONENTS = (0.0, 1.0, 0.5)
@@ -74,14 +81,6 @@ class Search:
     def work(self) -> Work:
         """A fresh clock."""
         return Work(int(self.config.units(len(self.graph.cost_ns)) * self.effort))
-
-    def relax(self, found: Descent, budget_bytes: int) -> Descent:
-        """A sequence after reverse delete to a larger budget."""
-        if found.peak_bytes > budget_bytes:
-            return found
-        schedule = Schedule(self.graph, found.steps)
-        reverse_delete(schedule, budget_bytes)
-        return of_schedule(schedule) if schedule.cost_ns < found.cost_ns else found
 
     def best(self, budget_bytes: int, known: Sequence[Descent] = ()) -> Descent:
         """The cheapest sequence within the budget, or the one of lowest peak.
@@ -129,32 +128,28 @@ class Search:
         return raw
 
     def _cuts(self, budget_bytes: int, best: Descent) -> Descent:
-        """Cuts and a search around them; where they miss the budget, from rung to rung, then from below."""
+        """Cuts and a search around them; where they miss the budget, from below."""
         target_bytes = max(budget_bytes, self.working_set_bytes)
         best = self._solve(target_bytes, best, self.work().limit, FIRST_LIMITS)
         if best.peak_bytes <= target_bytes or self.only_deep or budget_bytes < self.working_set_bytes:
             return best
-        found = self._ladder(target_bytes)
-        if found.peak_bytes > target_bytes > self.working_set_bytes:
-            middle_bytes = (target_bytes + self.working_set_bytes) // 2
-            lower = self._solve(
-                middle_bytes, min(best, found, key=lambda d: d.peak_bytes), self.work().limit // 2
-            )
-            found = min(found, self.relax(lower, target_bytes), key=lambda d: rank(d, target_bytes))
+        found = self._from_below(target_bytes, best)
         if found.peak_bytes <= target_bytes:
             found = improve(self.graph, found, target_bytes, self._floor_ns(target_bytes), self.work())
         return min(best, found, key=lambda d: rank(d, target_bytes))
 
-    def _ladder(self, target_bytes: int) -> Descent:
-        """Down to the budget from rung to rung, with a search at each."""
-        ratio = max(1, target_bytes) / self.start.peak_bytes
-        rungs = max(1, math.ceil(math.log(ratio) / math.log(RUNG_RATIO)))
-        limit = LADDER_LIMITS * self.work().limit // rungs
-        found = self.start
-        for rung in range(1, rungs + 1):
-            level_bytes = int(self.start.peak_bytes * ratio ** (rung / rungs))
-            found = self._solve(target_bytes if rung == rungs else level_bytes, found, limit)
-        return found
+    def _from_below(self, target_bytes: int, best: Descent) -> Descent:
+        """Descents below the budget, from nearby to half-way to the working set, and up again."""
+        work = self.work()
+        room_ratio = 1 - self.working_set_bytes / max(1, target_bytes)
+        for share in BELOW_SHARES:
+            for style in LOW_STYLES:
+                below = dataclasses.replace(style, below_ratio=share * room_ratio)
+                for start in (self.start, best):
+                    if best.peak_bytes > target_bytes and work.left:
+                        found = descend(self.graph, start, target_bytes, work, below)
+                        best = min(best, found, key=lambda d: rank(d, target_bytes))
+        return best
 
     def _solve(self, target_bytes: int, best: Descent, limit: int, first_limits: int = 1) -> Descent:
         """A portfolio of descents, then a search around the best ones, within a work limit."""
@@ -166,12 +161,28 @@ class Search:
         best = min(tried, key=lambda d: rank(d, target_bytes))
         if best.peak_bytes > target_bytes:
             work = Work(limit)
-            best = deepen(self.graph, best, target_bytes, work)
+            best = self._lowest(target_bytes, deepen(self.graph, best, target_bytes, Work(limit // 3)), work)
         floor_ns = self._floor_ns(target_bytes)
         others = sorted((d for d in tried if d.steps != best.steps), key=lambda d: rank(d, target_bytes))
         for seed, start in enumerate((best, *others[:RESTARTS])):
             found = improve(self.graph, start, target_bytes, floor_ns, work, seed)
             best = min(best, found, key=lambda d: rank(d, target_bytes))
+        return best
+
+    def _lowest(self, target_bytes: int, best: Descent, work: Work) -> Descent:
+        """Bisect for the lowest level that a descent from the start, or from the best so far, reaches."""
+        low_bytes = target_bytes
+        while best.peak_bytes - low_bytes > NEAR_RATIO * best.peak_bytes and work.left:
+            level_bytes = (best.peak_bytes + low_bytes) // 2
+            tried = [best]
+            for style in LOW_STYLES:
+                if tried[-1].peak_bytes > level_bytes and work.left:
+                    tried.append(descend(self.graph, self.start, level_bytes, work, style))
+            if tried[-1].peak_bytes > level_bytes:
+                tried.append(lower_to(self.graph, best.steps, level_bytes, work))
+            best = min(tried, key=lambda d: d.peak_bytes)
+            if best.peak_bytes > level_bytes:
+                low_bytes = level_bytes
         return best
 
     def _attempts(self, target_bytes: int, work: Work, first_limits: int) -> list[Descent]:
@@ -271,7 +282,7 @@ def frontier(
         known = (search.best(budget_bytes, known),)
         found[budget_bytes] = known[0]
     for small, large in pairwise(levels):
-        relaxed = search.relax(found[small], large)
+        relaxed = relax(search.graph, found[small], large)
         found[large] = min(found[large], relaxed, key=lambda d: rank(d, large))
     plans = tuple(search.plan(found[b], b, 0.0, search.config.planner) for b in budgets_bytes)
     return tuple(_timed(p, begin) for p in plans)
