@@ -32,17 +32,22 @@ from passes.jaxpr import compat
 Transform = Callable[[bytes], bytes]
 _HOOK: list[tuple[str, Transform]] = []
 COUNTS_LOCAL = compat.COUNTS_LOCAL
+_FAST = {"xla_backend_optimization_level": "0"}
 MODEL = {"cpu": DEVICES["cpu"], "cuda": DEVICES["h200"]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Example:
-    """A function with the shapes of its arguments; hashed by identity, so that compiles can be kept."""
+    """A function with the shapes of its arguments; hashed by identity, so that compiles can be kept.
+
+    Kernels are compiled without LLVM's optimizations, in half of the time, unless `optimized`.
+    """
 
     name: str
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     donate: tuple[int, ...] = ()
+    optimized: bool = False
 
 
 def _without_barriers(data: bytes) -> bytes:
@@ -84,7 +89,7 @@ def compile_with(
             lowered = aot.lower_for(jitted, example.args, device="h200")
         else:
             lowered = jax.jit(program, donate_argnums=example.donate).lower(*example.args)
-        return lowered.compile()
+        return lowered.compile(compiler_options=None if example.optimized else _FAST)
     finally:
         _HOOK.clear()
 

@@ -8,6 +8,7 @@ import hlo_support as h
 import numpy as np
 import pytest
 
+from passes.hlo import proto
 from passes.hlo.enforce import EnforceRequest, enforce
 from passes.ir import Status
 from passes.outcome import StageOutcome
@@ -103,14 +104,29 @@ def test_an_impossible_budget_is_refused_with_numbers() -> None:
     assert any("hlo_support.py:" in v.source for v in outcome.tightest)
 
 
-def test_the_least_total_is_reached_when_it_is_asked_for() -> None:
-    example = h.example("lstm", "grad")
+@pytest.mark.parametrize("model", ["gpt", "lstm", "conv"])
+def test_the_least_total_is_reached_when_it_is_asked_for(model: str) -> None:
+    example = h.example(model, "grad")
     data, _ = h.scheduled(example)
     _, refused = enforce(data, _request(1))
     assert refused.least_total_bytes is not None
     compiled, outcome = _enforced(example, _request(refused.least_total_bytes))
     assert outcome.status.found
     assert h.totals(compiled)["total"] <= refused.least_total_bytes
+
+
+@pytest.mark.parametrize("model", ["mlp", "conv"])
+def test_the_least_total_does_not_depend_on_what_was_asked_for(h200: str, model: str) -> None:
+    data, _ = h.scheduled(h.example(model, "donated"), "cuda")
+    _, refused = enforce(data, _request(1, "cuda"))
+    least = refused.least_total_bytes
+    assert least is not None
+    _, missed = enforce(data, _request(least - 1, "cuda"))
+    assert missed.status.found or missed.least_total_bytes == least
+    changed, outcome = enforce(data, _request(least, "cuda"))
+    assert outcome.status.found
+    assert outcome.planned_total_bytes <= least
+    assert h.predict(proto.parse(changed), "cuda").total_bytes == outcome.planned_total_bytes
 
 
 def test_enforcing_is_deterministic() -> None:
