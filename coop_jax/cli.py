@@ -20,7 +20,7 @@ from passes.planners.config import PLANNERS
 from passes.simulate import simulate
 from passes.validate import validate
 
-UNITS_PER_SECOND = 1_000_000
+UNITS_PER_SECOND = 200_000
 FRACTION = re.compile(r"[01]?\.\d+|[01]\.")
 
 
@@ -71,10 +71,10 @@ def _solve(arguments: argparse.Namespace) -> int:
 
 def _config(planner: str, time_limit_s: float | None) -> PlannerConfig:
     if time_limit_s is None:
-        return PlannerConfig(planner=planner)
+        return PlannerConfig(planner=planner, placed=True)
     if not 0 < time_limit_s <= 86_400:
         raise ValueError(f"--time-limit is {time_limit_s}; give seconds above 0, at most 86400")
-    return PlannerConfig(planner=planner, work_limit=int(time_limit_s * UNITS_PER_SECOND))
+    return PlannerConfig(planner=planner, placed=True, work_limit=int(time_limit_s * UNITS_PER_SECOND))
 
 
 def _read(path: Path) -> Program:

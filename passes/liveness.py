@@ -58,7 +58,7 @@ class Graph:
             is_output[b] = True
         nbytes = [b.nbytes for b in program.buffers]
         inputs = [_distinct(op.inputs, producer) for op in program.ops]
-        outputs = [tuple(dict.fromkeys(op.outputs)) for op in program.ops]
+        outputs: list[tuple[int, ...]] = [tuple(dict.fromkeys(op.outputs)) for op in program.ops]
         return cls(
             program=program,
             nbytes=nbytes,

@@ -1,4 +1,4 @@
-"""An independent check of a plan: plain, quadratic, and knowing only the program and the steps.
+"""An independent check of a plan: plain, quadratic, and knowing only the program and the plan.
 
 It shares no helper with `passes.simulate` so that one can catch the other's mistakes.
 """
@@ -26,6 +26,8 @@ def validate(program: Program, plan: Plan) -> None:
             f"the plan is {plan.status.value} for {plan.budget_bytes} bytes, it says, but needs {peak_bytes}"
         )
     _check_overhead(program, plan)
+    if plan.offsets:
+        _check_offsets(program, plan)
 
 
 def _check_order(program: Program, plan: Plan) -> None:
@@ -100,3 +102,24 @@ def _check_overhead(program: Program, plan: Plan) -> None:
         raise ValueError(f"the plan says its overhead is {plan.overhead_ratio}, but its re-runs cost {ratio}")
     if plan.lower_bound_ratio > ratio + 1e-6 and plan.status.found:
         raise ValueError(f"the plan's lower bound {plan.lower_bound_ratio} is above its overhead {ratio}")
+
+
+def _check_offsets(program: Program, plan: Plan) -> None:
+    """No two copies that are alive at once overlap, but for an output in the place of a dying input."""
+    copies: list[tuple[int, int, int, int, int]] = []
+    for now, (step, offsets) in enumerate(zip(plan.steps, plan.offsets, strict=True)):
+        op = program.ops[step]
+        outputs = tuple(dict.fromkeys(op.outputs))
+        for buffer, offset in zip(outputs, offsets, strict=True):
+            nbytes = program.buffers[buffer].nbytes
+            last = _dies_at(program, plan.steps, now, buffer)
+            for other, begin, end, low, high in copies:
+                apart = end < now or offset + nbytes <= low or high <= offset
+                in_place = end == now and (buffer, other) in op.may_share
+                if not apart and not (in_place and end < len(plan.steps)):
+                    raise ValueError(
+                        f"step {now} puts buffer {buffer} at bytes {offset} to {offset + nbytes}, where "
+                        f"buffer {other} of step {begin} lies at {low} to {high} until step {end}"
+                    )
+            if nbytes:
+                copies.append((buffer, now, last, offset, offset + nbytes))

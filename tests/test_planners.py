@@ -17,8 +17,11 @@ from oracle import least_cost_ns, least_peak_bytes
 from strategies import Builder, chain, example, programs, random_program, small_gpt
 
 from passes.ir import Plan, Program, Status
+from passes.liveness import Graph
 from passes.planners import PlannerConfig, cut_bound, frontier, least_peak, plan, working_set_bytes
 from passes.planners.config import PLANNERS
+from passes.planners.schedule import Schedule
+from passes.planners.search import TOTAL_LIMITS, Search
 from passes.simulate import simulate
 from passes.validate import validate
 
@@ -300,3 +303,76 @@ def test_published_graphs(graph: str, ratio: float, at_most: float):
     check(program, made)
     assert made.status.found
     assert made.overhead_ratio <= at_most
+
+
+def with_head(layers: int) -> Program:
+    """Layers whose loss needs two large values at once; either one alone can be made again for little."""
+    b = Builder()
+    x = b.op((), (4,), 5)
+    saved = [x]
+    for _ in range(layers):
+        x = b.op(x, (4,), 100)
+        saved.append(x)
+    logits = b.op(x, (64,), 20)
+    wide = b.op((), (128,), 10)
+    sums = b.op((*logits, *wide), (1,), 5)
+    grad = b.op((*logits, *wide, *sums), (4,), 20)
+    for value in reversed(saved):
+        grad = b.op((*grad, *value), (4,), 100)
+    return b.build("head", grad)
+
+
+def test_of_equal_peaks_the_op_that_needs_most_is_cut_at():
+    b = Builder()
+    first = b.op((), (8,), 1)
+    second = b.op((), (8,), 1)
+    program = b.build("tie", b.op((*first, *second), (0,), 1))
+    schedule = Schedule(Graph.of(program), range(3))
+    assert list(schedule.live) == [8, 16, 16]
+    assert schedule.peak_position == 1
+    assert schedule.tightest_position(10) == 2
+
+
+@pytest.mark.parametrize("room", [0, 8, 16, 24, 40])
+def test_what_the_tightest_op_needs_is_not_let_go_of(room: int):
+    program = with_head(12)
+    budget_bytes = working_set_bytes(program) + 8 + room
+    made = plan(program, budget_bytes, QUICK)
+    check(program, made)
+    assert made.status.found
+    reruns = [made.steps[i] for i in made.reruns()]
+    assert not {13, 14, 15} & set(reruns)
+
+
+def test_overlapping_offsets_are_refused():
+    program = small_gpt(2)
+    made = plan(program, own_peak(program), dataclasses.replace(QUICK, placed=True))
+    nowhere = tuple(tuple(0 for _ in offsets) for offsets in made.offsets)
+    with pytest.raises(ValueError, match="lies at"):
+        validate(program, dataclasses.replace(made, offsets=nowhere))
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("ratio", [0.9, 0.7, 0.5, 0.2])
+def test_a_placed_plan_keeps_the_budget_holes_included(planner: str, ratio: float):
+    program = small_gpt(4)
+    budget_bytes = int(ratio * own_peak(program))
+    made = plan(program, budget_bytes, dataclasses.replace(quick(planner), placed=True))
+    validate(program, made)
+    ends = [
+        offset + program.buffers[b].nbytes
+        for op, offsets in zip(made.steps, made.offsets, strict=True)
+        for b, offset in zip(program.ops[op].outputs, offsets, strict=True)
+    ]
+    assert made.status.found == (max(ends) <= budget_bytes)
+    assert made.status.found == (ratio > 0.2)
+
+
+@pytest.mark.parametrize("limit", [20_000, 100_000])
+def test_a_call_that_fails_does_a_bounded_amount_of_work(limit: int):
+    program = random_program(random.Random(3), 120)
+    search = Search(program, PlannerConfig(work_limit=limit))
+    budget_bytes = search.working_set_bytes
+    found = search.best(budget_bytes)
+    assert found.peak_bytes > budget_bytes
+    assert limit < search.done < 1.5 * TOTAL_LIMITS * limit

@@ -16,14 +16,17 @@ class PlannerConfig:
     Attributes:
         planner: "auto" (the cheaper of both), "window" or "cut".
         work_limit: how much work a search may do, in units of about a microsecond; None scales with the
-            program (about 0.2 s, and 100 us an op from 2000 ops on). A planner finishes its first
-            attempt even where that takes longer.
+            program (about 0.2 s, and 100 us an op from 2000 ops on). Where the first search misses the
+            budget, up to `passes.planners.search.TOTAL_LIMITS` times as much is done in all.
+        placed: whether the budget is for the plan placed by best fit, holes included, instead of its live
+            bytes; the plan then carries offsets.
         bound: whether to prove a lower bound on the overhead beside the plan.
         bound_moments: at how many moments of the program to look for the bound.
     """
 
     planner: str = "auto"
     work_limit: int | None = None
+    placed: bool = False
     bound: bool = True
     bound_moments: int = 8
 

@@ -105,9 +105,8 @@ def moment_at(
         if need is None:
             continue
         producer = graph.producer[b]
-        if _can_rerun(schedule, producer, need, slot):
-            if level_bytes is not None and not _can_return(schedule, b, need, level_bytes):
-                continue
+        returns = level_bytes is None or _can_return(schedule, b, need, level_bytes)
+        if returns and _can_rerun(schedule, producer, need, slot):
             moment.demanded[b] = need
             moment.forced_bytes -= graph.nbytes[b]
             needs[producer] = min(need, needs.get(producer, need))

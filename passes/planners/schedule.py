@@ -95,7 +95,8 @@ class Schedule:
         It leaves the least room for a choice; what another one of them lets go of may be needed there.
         """
         peak_bytes = self.peak_bytes
-        high = np.flatnonzero(self.live > max(level_bytes, peak_bytes - int(NEARLY_RATIO * peak_bytes)))
+        least_bytes = max(level_bytes + 1, peak_bytes - int(NEARLY_RATIO * peak_bytes))
+        high = np.flatnonzero(self.live >= least_bytes)
         if not len(high):
             return self.peak_position
         local_bytes = self.graph.local_bytes

@@ -45,10 +45,13 @@ LOW_STYLES = (
     Style(tilt_ratio=-0.3, fitting=False),
 )
 NEAR_RATIO = 0.004
-FIRST_LIMITS = 4
+FIRST_LIMITS = 3
+TOTAL_LIMITS = 4
 GREEDY_UNITS_PER_OP = 1000
 RESTARTS = 3
 BELOW_SHARES = (0.05, 0.2, 0.5)
+MAX_PLACED = 8
+WALKS_LIMITS = 0.5
 ROUNDING_NS = 1e-3
 LEAST_PEAK_EFFORT = 2.0
 WINDOW_EXPONENTS = (0.0, 1.0, 0.5)
@@ -68,6 +71,8 @@ class Search:
         )
         self.effort = 1.0
         self.only_deep = False
+        self.total_limits = TOTAL_LIMITS
+        self._clocks: list[Work] = []
         self._bound: Bound | None = None
 
     def bound_ratio(self, budget_bytes: int) -> float:
@@ -78,9 +83,21 @@ class Search:
             self._bound = Bound(self.graph, self.config.bound_moments)
         return self._bound.ratio(budget_bytes)
 
-    def work(self) -> Work:
-        """A fresh clock."""
-        return Work(int(self.config.units(len(self.graph.cost_ns)) * self.effort))
+    def work(self, limits: float = 1.0) -> Work:
+        """A fresh clock, of what all clocks together may still use."""
+        limit = self.config.units(len(self.graph.cost_ns)) * self.effort
+        left = self.total_limits * limit - self.done
+        self._clocks.append(Work(int(max(0.0, min(limits * limit, left)))))
+        return self._clocks[-1]
+
+    @property
+    def done(self) -> int:
+        """The work of all clocks."""
+        return sum(clock.done for clock in self._clocks)
+
+    def again(self) -> None:
+        """Forget what was used: another budget begins."""
+        self._clocks.clear()
 
     def best(self, budget_bytes: int, known: Sequence[Descent] = ()) -> Descent:
         """The cheapest sequence within the budget, or the one of lowest peak.
@@ -96,6 +113,48 @@ class Search:
         if self.config.planner != "window":
             best = self._cuts(budget_bytes, best)
         return best
+
+    def placed(self, found: Descent, budget_bytes: int) -> tuple[Descent, int]:
+        """A sequence with the offsets of its copies, planned tighter until they fit; also their heap."""
+        best: tuple[Descent, int] | None = None
+        target_bytes = budget_bytes
+        for tries in range(MAX_PLACED):
+            placement = place_graph(self.graph, found.steps)
+            offsets, heap_bytes = placement.offsets, placement.heap_bytes
+            if found.offsets and self._end(found) < heap_bytes:
+                offsets, heap_bytes = found.offsets, self._end(found)
+            if best is None or heap_bytes < best[1]:
+                best = dataclasses.replace(found, offsets=offsets), heap_bytes
+            excess = heap_bytes - budget_bytes
+            if excess <= 0 or found.peak_bytes > target_bytes:
+                break
+            target_bytes = min(target_bytes, found.peak_bytes) - (excess << max(0, tries - 1))
+            if target_bytes < self.working_set_bytes:
+                break
+            if not tries:
+                self.effort, self.total_limits = self.effort / 3, self.total_limits * 3
+            found = self.best(target_bytes)
+        assert best is not None, "at least one placement is made"
+        if self.config.planner == "auto" and budget_bytes >= self.working_set_bytes:
+            for found in self._walks(budget_bytes):
+                best = min(best, (found, self._end(found)), key=lambda d: (d[1] > budget_bytes, d[0].cost_ns))
+        return best
+
+    def _walks(self, budget_bytes: int) -> list[Descent]:
+        """Walks in a pool of the budget's size, with offsets."""
+        work = self.work(WALKS_LIMITS)
+        walks = [walk(self.graph, budget_bytes, exponent, work) for exponent in WINDOW_EXPONENTS]
+        return [self._with_offsets(walked, budget_bytes) for walked in walks if walked is not None]
+
+    def _end(self, found: Descent) -> int:
+        """The end of the highest copy of a sequence with offsets."""
+        graph = self.graph
+        ends = [
+            offset + graph.nbytes[b]
+            for op, offsets in zip(found.steps, found.offsets, strict=True)
+            for b, offset in zip(graph.outputs[op], offsets, strict=True)
+        ]
+        return max(ends, default=graph.argument_bytes)
 
     def _windows(self, budget_bytes: int, best: Descent) -> Descent:
         """The best of a few walks over the pool; larger pools only if the budget's own is too small."""
@@ -115,13 +174,19 @@ class Search:
         return best
 
     def _placed(self, walked: Walked, budget_bytes: int) -> Descent:
+        """A walk after reverse delete; with its offsets where only windows are wanted."""
+        if self.config.planner != "auto":
+            return self._with_offsets(walked, budget_bytes)
+        schedule = Schedule(self.graph, walked.steps)
+        reverse_delete(schedule, max(budget_bytes, schedule.peak_bytes))
+        return of_schedule(schedule)
+
+    def _with_offsets(self, walked: Walked, budget_bytes: int) -> Descent:
         """A walk after reverse delete if best fit still places it, else the walk at its own offsets."""
         schedule = Schedule(self.graph, walked.steps)
         raw = dataclasses.replace(of_schedule(schedule), offsets=walked.offsets)
         reverse_delete(schedule, max(budget_bytes, schedule.peak_bytes))
         shorter = of_schedule(schedule)
-        if self.config.planner == "auto":
-            return shorter
         placement = place_graph(self.graph, shorter.steps)
         if placement.heap_bytes <= max(budget_bytes, shorter.peak_bytes):
             return dataclasses.replace(shorter, offsets=placement.offsets)
@@ -130,7 +195,7 @@ class Search:
     def _cuts(self, budget_bytes: int, best: Descent) -> Descent:
         """Cuts and a search around them; where they miss the budget, from below."""
         target_bytes = max(budget_bytes, self.working_set_bytes)
-        best = self._solve(target_bytes, best, self.work().limit, FIRST_LIMITS)
+        best = self._solve(target_bytes, best)
         if best.peak_bytes <= target_bytes or self.only_deep or budget_bytes < self.working_set_bytes:
             return best
         found = self._from_below(target_bytes, best)
@@ -151,17 +216,18 @@ class Search:
                         best = min(best, found, key=lambda d: rank(d, target_bytes))
         return best
 
-    def _solve(self, target_bytes: int, best: Descent, limit: int, first_limits: int = 1) -> Descent:
-        """A portfolio of descents, then a search around the best ones, within a work limit."""
-        work = Work(limit)
+    def _solve(self, target_bytes: int, best: Descent) -> Descent:
+        """A portfolio of descents, then a search around the best ones."""
+        work = self.work()
         tried = [best]
         if self.start.peak_bytes > best.peak_bytes > target_bytes:
             tried.append(lower_to(self.graph, best.steps, target_bytes, work))
-        tried += self._attempts(target_bytes, work, first_limits)
+        tried += self._attempts(target_bytes, work)
         best = min(tried, key=lambda d: rank(d, target_bytes))
         if best.peak_bytes > target_bytes:
-            work = Work(limit)
-            best = self._lowest(target_bytes, deepen(self.graph, best, target_bytes, Work(limit // 3)), work)
+            best = deepen(self.graph, best, target_bytes, self.work(1 / 3))
+            work = self.work()
+            best = self._lowest(target_bytes, best, work)
         floor_ns = self._floor_ns(target_bytes)
         others = sorted((d for d in tried if d.steps != best.steps), key=lambda d: rank(d, target_bytes))
         for seed, start in enumerate((best, *others[:RESTARTS])):
@@ -185,11 +251,11 @@ class Search:
                 low_bytes = level_bytes
         return best
 
-    def _attempts(self, target_bytes: int, work: Work, first_limits: int) -> list[Descent]:
-        """Descents in several styles until the work limit; the first one may take `first_limits` of it."""
+    def _attempts(self, target_bytes: int, work: Work) -> list[Descent]:
+        """Descents in several styles until the work limit; the first one may take more."""
         found: list[Descent] = []
         for style in PORTFOLIO:
-            part = Work(work.limit // 3 if found else first_limits * work.limit)
+            part = Work(work.limit // 3 if found else FIRST_LIMITS * work.limit)
             found.append(descend(self.graph, self.start, target_bytes, part, style))
             work.done += part.done
             if not work.left:
@@ -246,8 +312,12 @@ def plan(program: Program, budget_bytes: int, config: PlannerConfig | None = Non
     begin = time.perf_counter()
     search = Search(program, config or PlannerConfig())
     found = search.best(budget_bytes)
+    if not search.config.placed:
+        return _timed(search.plan(found, budget_bytes, 0.0, search.config.planner), begin)
+    found, heap_bytes = search.placed(found, budget_bytes)
     made = search.plan(found, budget_bytes, 0.0, search.config.planner)
-    return _timed(made, begin)
+    misses = made.status.found and heap_bytes > budget_bytes
+    return _timed(made, begin, Status.UNKNOWN if misses else None)
 
 
 def least_peak(program: Program, config: PlannerConfig | None = None) -> Plan:
@@ -279,6 +349,7 @@ def frontier(
     found: dict[int, Descent] = {}
     known: tuple[Descent, ...] = ()
     for budget_bytes in reversed(levels):
+        search.again()
         known = (search.best(budget_bytes, known),)
         found[budget_bytes] = known[0]
     for small, large in pairwise(levels):
