@@ -197,7 +197,8 @@ def _advice(outcome: StageOutcome) -> tuple[str, ...]:
 
 
 def _infeasible_text(error: InfeasibleBudgetError) -> str:
-    word = "no plan can keep" if error.proved else "no plan was found that keeps"
+    impossible = error.proved or error.budget_bytes < error.fixed_bytes
+    word = "no plan can keep" if impossible else "no plan was found that keeps"
     lines = [f"{word} this program within its budget of {format_bytes(error.budget_bytes)}."]
     if error.least_bytes is None:
         lines.append("The least feasible budget is not known.")

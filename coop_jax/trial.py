@@ -23,6 +23,7 @@ from passes.outcome import StageOutcome
 
 SMALL_BYTES = 256 << 20
 MAX_TRIALS = 3
+CHEAP_REPAIR_RATIO = 0.02
 
 coop_trial_p = compat.new_primitive("coop_trial")
 
@@ -102,7 +103,7 @@ def settle(
         rank = _rank(verdict)
         if best is None or rank < best[0]:
             best = (rank, found)
-        if verdict.status.found and not verdict.changed:
+        if verdict.status.found and verdict.recompute_ns <= CHEAP_REPAIR_RATIO * verdict.cost_ns:
             break
         ratio = verdict.before_temp_bytes / max(found.outcome.planned_temp_bytes, 1)
         request = dataclasses.replace(request, bytes_ratio=max(ratio, 1.05 * request.bytes_ratio))
