@@ -223,7 +223,7 @@ def _mlp() -> tuple[Any, Any, Any]:
 def _gpt(checkpoint: bool = False) -> tuple[Any, Any, Any]:
     d, seq, batch, vocab, heads = 32, 16, 2, 64, 2
     block = {"qkv": spec(d, 3 * d), "o": spec(d, d), "up": spec(d, 4 * d), "down": spec(4 * d, d)}
-    params = {"embed": spec(vocab, d), "blocks": [block, block]}
+    params = {"embed": spec(vocab, d), "blocks": [block]}
 
     def norm(x: Any) -> Any:
         return (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)

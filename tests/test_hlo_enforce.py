@@ -104,7 +104,7 @@ def test_an_impossible_budget_is_refused_with_numbers() -> None:
     assert any("hlo_support.py:" in v.source for v in outcome.tightest)
 
 
-@pytest.mark.parametrize("model", ["gpt", "lstm", "conv"])
+@pytest.mark.parametrize("model", ["mlp", "lstm", "conv"])
 def test_the_least_total_is_reached_when_it_is_asked_for(model: str) -> None:
     example = h.example(model, "grad")
     data, _ = h.scheduled(example)
@@ -115,13 +115,13 @@ def test_the_least_total_is_reached_when_it_is_asked_for(model: str) -> None:
     assert h.totals(compiled)["total"] <= refused.least_total_bytes
 
 
-@pytest.mark.parametrize("model", ["mlp", "conv"])
-def test_the_least_total_does_not_depend_on_what_was_asked_for(h200: str, model: str) -> None:
+@pytest.mark.parametrize(("model", "below"), [("mlp", 1), ("conv", 10_000)])
+def test_the_least_total_does_not_depend_on_what_was_asked_for(h200: str, model: str, below: int) -> None:
     data, _ = h.scheduled(h.example(model, "donated"), "cuda")
     _, refused = enforce(data, _request(1, "cuda"))
     least = refused.least_total_bytes
     assert least is not None
-    _, missed = enforce(data, _request(least - 1, "cuda"))
+    _, missed = enforce(data, _request(least - below, "cuda"))
     assert missed.status.found or missed.least_total_bytes == least
     changed, outcome = enforce(data, _request(least, "cuda"))
     assert outcome.status.found
