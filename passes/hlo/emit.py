@@ -181,8 +181,8 @@ class _Writer:
         place = next(n for n, c in enumerate(self.module.computations) if c.id == entry.id)
         del self.module.computations[place]
         self.module.computations.extend([*self.cloner.computations, entry])
-        drop_uncalled(self.module)
         prune_outputs(self.module)
+        drop_uncalled(self.module)
         return self.module
 
 

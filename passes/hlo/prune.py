@@ -11,7 +11,7 @@ _OPERAND_NUMBERS = "xla.no_invariant_operands"
 
 
 def drop_uncalled(module: Any) -> None:
-    """Remove computations that nothing calls, in place: those of runs that were dropped."""
+    """Remove computations that nothing calls, in place: those of runs and outputs that were dropped."""
     called = {
         c.id: [i for x in c.instructions for i in x.called_computation_ids] for c in module.computations
     }
