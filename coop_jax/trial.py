@@ -93,6 +93,8 @@ def settle(
     first = attempt(request)
     if first.outcome.before_temp_bytes > SMALL_BYTES or request.temp_budget_bytes <= 0:
         return first.made, first.outcome
+    if first.program.effects:  # such as a named axis, which only the enclosing program binds
+        return first.made, first.outcome
     if not first.outcome.changed and request.baseline_total_bytes is not None:
         return first.made, first.outcome
     best, found = None, first

@@ -10,15 +10,15 @@ import pytest
 from benchmarks.promise import FORMS, Case, cases
 from tests.models import SMALL
 
-FRACTIONS = {"cpu": [0.75, 0.5], "h200": [0.85, 0.6]}
+FRACTIONS = {"cpu": [0.6], "h200": [0.7]}
 
 # Floating-point sums may associate differently where XLA fuses recomputed values into other kernels.
 TOLERANCE = 1e-5
 
 # What every version must reach; a refusal below these is allowed, a refusal above is a failure.
 MUST_REACH = {
-    "cpu": {"gpt": 0.5, "mlp": 0.75, "conv": 0.5, "lstm": 0.75},
-    "h200": {"gpt": 0.85, "mlp": 0.85, "conv": 0.85, "lstm": 0.85},
+    "cpu": {"gpt": 0.6, "mlp": 0.6, "conv": 0.6, "lstm": 0.6},
+    "h200": {"gpt": 0.7, "mlp": 0.7, "conv": 0.7, "lstm": 0.7},
 }
 
 
@@ -45,8 +45,9 @@ def test_on_this_cpu(model: str, form: str) -> None:
         check(case)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("model", SMALL)
+@pytest.mark.parametrize(
+    ("model", "form"), [("gpt", "step"), ("mlp", "grad"), ("conv", "step"), ("lstm", "grad")]
+)
 def test_on_an_absent_gpu(h200: str, model: str, form: str) -> None:
     for case in cases(SMALL[model](), form, h200, FRACTIONS[h200]):
         check(case)

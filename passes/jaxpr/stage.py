@@ -20,7 +20,7 @@ from passes.jaxpr import compat
 from passes.jaxpr.emit import EmitConfig, emit, emit_split
 from passes.jaxpr.lift import LiftedJaxpr, lift
 from passes.outcome import StageOutcome, recomputed_by, tightest_values
-from passes.planners import PlannerConfig, plan
+from passes.planners import PlannerConfig, cut_bound, plan
 from passes.simulate import simulate
 
 RUNG_RATIO = 0.97
@@ -260,7 +260,11 @@ def emit_config(lifted: LiftedJaxpr, as_is: LiftedJaxpr, device: DeviceModel) ->
     apart, held_back = wanted - own, set()
     if device.name != "cpu":
         small = small_dots(lifted)
-        apart |= {root for root, op in small.items() if _is_read_late(lifted.program, op)}
+        last = _last_readers(lifted.program)
+        reach = EmitConfig().reach
+        apart |= {
+            root for root, op in small.items() if any(last.get(b, 0) > op.id + reach for b in op.outputs)
+        }
         ready = _ready_from_the_start(lifted.program)
         held_back = {root for root, op in small.items() if ready.issuperset(op.inputs)}
     return EmitConfig(shared=frozenset(own - wanted), apart=frozenset(apart), held_back=frozenset(held_back))
@@ -285,9 +289,8 @@ def _ready_from_the_start(program: Program) -> set[BufferId]:
     return ready
 
 
-def _is_read_late(program: Program, op: Op) -> bool:
-    readers = [other.id for other in program.ops[op.id :] if set(op.outputs) & set(other.inputs)]
-    return bool(readers) and readers[-1] > op.id + EmitConfig().reach
+def _last_readers(program: Program) -> dict[BufferId, OpId]:
+    return {b: op.id for op in program.ops for b in op.inputs}
 
 
 def judge(lifted: LiftedJaxpr, made: Plan, config: EmitConfig, device: DeviceModel) -> Candidate:
@@ -310,6 +313,14 @@ def judge(lifted: LiftedJaxpr, made: Plan, config: EmitConfig, device: DeviceMod
     )
 
 
+def _lower_bound_ratio(candidate: Candidate, cost_ns: int) -> float:
+    """The bound for what was planned, as a ratio of the program's cost as it is; 0.0 if nothing is proved."""
+    if candidate.plan is None or not candidate.plan.status.found:
+        return 0.0
+    program = candidate.lifted.program
+    return cut_bound(program, candidate.plan.budget_bytes, moments=2) * program.cost_ns / max(cost_ns, 1)
+
+
 def _outcome(
     as_is: LiftedJaxpr, before_bytes: int, candidate: Candidate, request: JaxprRequest
 ) -> StageOutcome:
@@ -327,7 +338,7 @@ def _outcome(
         planned_temp_bytes=candidate.peak_bytes,
         cost_ns=as_is.program.cost_ns,
         recompute_ns=sum(r.cost_ns for r in recomputed),
-        lower_bound_ratio=0.0,
+        lower_bound_ratio=_lower_bound_ratio(candidate, as_is.program.cost_ns),
         status=Status.FEASIBLE if fits else Status.UNKNOWN,
         planner="none" if candidate.plan is None else candidate.plan.planner,
         seconds=0.0,
