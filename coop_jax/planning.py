@@ -119,6 +119,7 @@ def minimum_budget(
         InfeasibleBudgetError: no budget was met within `max_compiles`.
     """
     asked, failed, compiles = 1, 0, 0
+    refusals: list[int] = []
     best: Report | None = None
     error: InfeasibleBudgetError | None = None
     while compiles < max(2, max_compiles):
@@ -126,10 +127,13 @@ def minimum_budget(
         try:
             found = plan(fn, *specs, budget=asked, device=device, **options)
         except InfeasibleBudgetError as refused:
-            error, failed = refused, max(failed, asked)
+            error = refused
+            refusals.append(asked)
         else:
             best = found
-        if best is not None and (error is None or error.proved or _close(failed, best.compiled_total_bytes)):
+        # A larger budget can be refused though a smaller one is met: the planners are not monotone.
+        failed = max((n for n in refusals if best is None or n < best.budget_bytes), default=0)
+        if best is not None and (error is None or error.proved or _close(failed, best.budget_bytes)):
             break
         asked = _next(error, best, failed)
     if best is None:
@@ -142,13 +146,13 @@ def _next(error: InfeasibleBudgetError | None, best: Report | None, failed: int)
     """The next budget to try: the planners' own least while none was met, then the middle."""
     assert error is not None, "the first budget is impossible"
     if best is not None:
-        return (max(failed, error.fixed_bytes) + best.compiled_total_bytes) // 2
+        return (max(failed, error.fixed_bytes) + best.budget_bytes) // 2
     least = error.least_bytes or 2 * error.fixed_bytes
     return least if least > failed else failed + failed // 8 + 1
 
 
 def _answer(best: Report, error: InfeasibleBudgetError | None, failed: int, compiles: int) -> MinimumBudget:
-    least = best.compiled_total_bytes
+    least = best.budget_bytes
     proved = error is None or (error.proved and error.least_bytes is not None and error.least_bytes >= least)
     return MinimumBudget(
         least_bytes=least,

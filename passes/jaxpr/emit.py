@@ -44,14 +44,12 @@ class EmitConfig:
     Attributes:
         shared: equations whose values XLA would store and share between distant kernels, though the plan
             computes them inside each.
-        parted: those of `shared` that no two kernels may share, however near.
         apart: equations whose values are stored though XLA would compute them inside their readers.
         held_back: equations that read nothing but arguments and must not run before their turn.
         reach: how many ops apart two kernels may be and still share such a value.
     """
 
     shared: frozenset[int] = frozenset()
-    parted: frozenset[int] = frozenset()
     apart: frozenset[int] = frozenset()
     held_back: frozenset[int] = frozenset()
     reach: int = 8
@@ -183,8 +181,7 @@ class _Emitter:
             if i not in self.config.shared:
                 continue
             made_at = self.made_at.get(self._key(i))
-            reach = 0 if i in self.config.parted else self.config.reach
-            if made_at is not None and self.step - made_at > reach:
+            if made_at is not None and self.step - made_at > self.config.reach:
                 operands.update(dict.fromkeys(b for b in self.lifted.leaves[i] if b not in self.arguments))
         if operands:
             trigger = self._trigger(op_id, set())

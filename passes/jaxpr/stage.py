@@ -25,7 +25,6 @@ from passes.simulate import simulate
 
 RUNG_RATIO = 0.97
 MAX_CANDIDATES = 8
-LARGE_RATIO = 0.15
 SMALL_DOT_ELEMENTS = 2 << 20
 MOVES = frozenset({"slice", "dynamic_slice", "split", "gather", "convert_element_type"})
 
@@ -226,7 +225,6 @@ def _search(lifted: LiftedJaxpr, as_is: LiftedJaxpr, request: JaxprRequest, scal
     peak_bytes = simulate(lifted.program, _identity(lifted)).peak_bytes
     target_bytes = max(int(request.temp_budget_bytes * scale), 1)
     written = emit_config(lifted, as_is, request.device)
-    written = replace(written, parted=_larger(lifted, written.shared, LARGE_RATIO * target_bytes))
     config = PlannerConfig(planner=request.planner, bound=False)
     best: Candidate | None = None
     rung = _rungs_down(target_bytes / max(peak_bytes, 1))
@@ -270,12 +268,6 @@ def emit_config(lifted: LiftedJaxpr, as_is: LiftedJaxpr, device: DeviceModel) ->
         ready = _ready_from_the_start(lifted.program)
         held_back = {root for root, op in small.items() if ready.issuperset(op.inputs)}
     return EmitConfig(shared=frozenset(own - wanted), apart=frozenset(apart), held_back=frozenset(held_back))
-
-
-def _larger(lifted: LiftedJaxpr, eqns: frozenset[int], nbytes: float) -> frozenset[int]:
-    """Those of some equations whose values have more than `nbytes`."""
-    sizes = {i: sum(compat.aval_nbytes(v.aval) for v in lifted.jaxpr.eqns[i].outvars) for i in eqns}
-    return frozenset(i for i, size in sizes.items() if size > nbytes)
 
 
 def small_dots(lifted: LiftedJaxpr) -> dict[int, Op]:
