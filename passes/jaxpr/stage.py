@@ -238,7 +238,9 @@ def _search(lifted: LiftedJaxpr, as_is: LiftedJaxpr, request: JaxprRequest, scal
             break
         if not made.status.found:
             break
-        rung += max(1, _rungs_down(target_bytes / candidate.peak_bytes))
+        # What XLA is expected to need beyond the plan changes little from rung to rung.
+        beyond_bytes = candidate.peak_bytes - made.peak_bytes
+        rung = max(rung + 1, _rungs_down(max(target_bytes - beyond_bytes, 1) / max(peak_bytes, 1)))
     assert best is not None, "at least one candidate is judged"
     return best
 
