@@ -73,6 +73,7 @@ class _Registry:
         self._records: dict[str, Record] = {}
         self._unchecked: dict[str, None] = {}
         self._trials: dict[str, StageOutcome | None] = {}
+        self._n_trials = 0
         self._platforms: set[str] = set()
         self._hooked = False
 
@@ -99,7 +100,8 @@ class _Registry:
     def new_trial(self) -> str:
         """A name for a trial, which has no outcome yet."""
         with self._lock:
-            name = f"trial-{len(self._trials)}"
+            name = f"trial-{self._n_trials}"
+            self._n_trials += 1
             self._trials[name] = None
             return name
 
@@ -107,9 +109,10 @@ class _Registry:
         with self._lock:
             self._trials[name] = outcome
 
-    def trial(self, name: str) -> StageOutcome | None:
+    def take_trial(self, name: str) -> StageOutcome | None:
+        """What a trial said, which is then forgotten."""
         with self._lock:
-            return self._trials.get(name)
+            return self._trials.pop(name, None)
 
     def first_use(self, platform: str) -> tuple[bool, bool]:
         """(this platform needs the callback, the process needs the hooks); says yes once each."""
@@ -179,7 +182,7 @@ def mark_trial(ctx: Any, record: Record) -> str:
 
 def outcome_of_trial(name: str) -> StageOutcome | None:
     """What the enforcing stage said; None if XLA failed before it was asked."""
-    return REGISTRY.trial(name)
+    return REGISTRY.take_trial(name)
 
 
 def record_of(compiled: Any) -> Record | None:
