@@ -62,6 +62,21 @@ def test_expensive_values_of_several_kernels_are_stored_only_as_xla_does_by_itse
     assert "exp" not in names(lifted(twice, WIDE, as_xla=False))
 
 
+def test_wide_expensive_values_of_narrow_ones_are_computed_by_each_reader_unless_they_are_normalised():
+    narrow = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+
+    def apart(x: Any) -> Any:
+        y = jnp.exp((x @ x).astype(jnp.float32))
+        return y.sum(0) + (y * 2.0).sum(1)
+
+    def normalised(x: Any) -> Any:
+        y = jnp.exp((x @ x).astype(jnp.float32))
+        return (y / y.sum(1, keepdims=True)).sum(0)
+
+    assert "exp" not in names(lifted(apart, narrow, as_xla=True))
+    assert "exp" in names(lifted(normalised, narrow, as_xla=True))
+
+
 def test_sum_of_many_values_does_not_keep_them_all():
     def added(x: Any) -> Any:
         total = x @ x

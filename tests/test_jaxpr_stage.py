@@ -139,8 +139,7 @@ def test_joint_plan_splits_where_the_cotangents_arrive():
     target = request_for(gradient(), whole.outcome.before_temp_bytes // 2, "cpu")
     joint = plan_joint(first, second, 1, target)
     assert joint.outcome.status is Status.FEASIBLE
-    saved_bytes = nbytes(joint.forward.out_avals[1:])
-    assert saved_bytes < nbytes(first.out_avals[1:]) / 2
+    assert nbytes(joint.forward.out_avals[1:]) < 0.6 * nbytes(first.out_avals[1:])
     values = jax.tree.leaves((problem.init(jax.random.key(0)), problem.batch(jax.random.key(1))))
     outs = compat.evaluate(joint.forward, values)
     assert len(outs) == 1 + joint.n_saved

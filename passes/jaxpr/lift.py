@@ -28,6 +28,8 @@ from passes.jaxpr.primitives import CONTROL_FLOW, SLICING, Kind, is_expensive, k
 # bytes; one with a single reader (which fuses it) only where a chain would keep many leaves alive.
 SEVERAL_READERS_RATIO = 1.5
 ONE_READER_RATIO = 2.5
+# XLA:GPU stores an expensive value for several readers, unless reading its leaves is that much cheaper.
+SHARED_RATIO = 0.75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,14 +169,36 @@ class _Lift:
             return False
         nbytes, traffic = max(compat.aval_nbytes(v.aval), 1), sum(reads.values())
         if len(self.kernels.get(v, ())) > 1:
-            return self._shares(eqn, reads) or traffic > SEVERAL_READERS_RATIO * nbytes
+            return self._shares(eqn, v, traffic) or traffic > SEVERAL_READERS_RATIO * nbytes
         return not self.as_xla and len(reads) > 2 and traffic > ONE_READER_RATIO * nbytes
 
-    def _shares(self, eqn: Any, reads: dict[Any, int]) -> bool:
+    def _shares(self, eqn: Any, v: Any, traffic: int) -> bool:
         """True if XLA by itself stores an elementwise value that several kernels read."""
-        if not self.as_xla or not reads:
+        if not self.as_xla or traffic == 0:
             return False
-        return self.device.name == "cpu" or is_expensive(eqn.primitive.name)
+        if self.device.name == "cpu":
+            return True
+        costly = traffic > SHARED_RATIO * compat.aval_nbytes(v.aval) or self._is_normalised(v)
+        return is_expensive(eqn.primitive.name) and costly
+
+    def _is_normalised(self, v: Any) -> bool:
+        """True for a value that is combined with its own reduction, as softmax does: one kernel makes all."""
+        return any(
+            u is not v and v in self._reduced(u)
+            for i in self.readers.get(v, ())
+            for u in _variables(self.jaxpr.eqns[i].invars)
+        )
+
+    def _reduced(self, v: Any) -> Sequence[Any]:
+        """The operands of the reduction that `v` is a broadcast of, if it is one."""
+        while (i := self.producer.get(v)) is not None:
+            eqn = self.jaxpr.eqns[i]
+            if self.kinds[i] is Kind.REDUCTION:
+                return _variables(eqn.invars)
+            if self.kinds[i] is not Kind.VIEW and eqn.primitive.name != "broadcast_in_dim":
+                break
+            v = eqn.invars[0]
+        return ()
 
     def _is_unstored_kernel(self, v: Any) -> bool:
         """True for a kernel's result that is stored only in the form that its one reader gives it."""

@@ -19,6 +19,7 @@ from passes.ir import BufferId, Op, OpId, Plan, Program, Status
 from passes.jaxpr import compat
 from passes.jaxpr.emit import EmitConfig, emit, emit_split
 from passes.jaxpr.lift import LiftedJaxpr, lift
+from passes.jaxpr.simplify import scatter_in_place
 from passes.outcome import StageOutcome, recomputed_by, tightest_values
 from passes.planners import PlannerConfig, cut_bound, plan
 from passes.simulate import simulate
@@ -82,7 +83,7 @@ def plan_program(closed_jaxpr: Any, request: JaxprRequest) -> tuple[Any, StageOu
         The closed jaxpr to run (the same object if the program fits as it is) and what was done.
     """
     jaxpr, consts = compat.open_jaxpr(closed_jaxpr)
-    jaxpr = compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    jaxpr = scatter_in_place(compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars)))
     choice = _choose(jaxpr, request)
     if not choice.outcome.changed:
         return closed_jaxpr, choice.outcome
@@ -150,7 +151,7 @@ def _join(forward: Any, backward: Any, n_outs: int) -> _Joined:
         constvars=[],
     )
     return _Joined(
-        jaxpr=compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars)),
+        jaxpr=scatter_in_place(compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))),
         consts=[*first_consts, *second_consts],
         n_consts=len(constvars),
         n_arguments=len(first.invars),

@@ -1,0 +1,74 @@
+"""Rewrite what XLA's simplifier rewrites on its way, where that decides which values are stored.
+
+The gradient of an indexed read is a scatter into zeros that is then added to the other gradients. XLA
+scatters into the other gradients instead (in place, as they die there), so neither the zeros nor the
+scattered value are ever stored. A plan has to know: for the loss of a language model that is the
+largest value of the program. Written down before planning, it also holds where XLA would not see it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from passes.jaxpr import compat
+
+SCATTER_ADDS = frozenset({"scatter-add", "scatter_add"})
+ADDS = frozenset({"add", "add_any"})
+
+
+def scatter_in_place(jaxpr: Any) -> Any:
+    """`x + scatter_add(zeros, indices, updates)` becomes `scatter_add(x, indices, updates)`.
+
+    Only a scattered value that nothing else reads is taken; the same values are added in another order.
+
+    Args:
+        jaxpr: open; what its results do not need may stay in it.
+
+    Returns:
+        The same object if there is nothing to rewrite.
+    """
+    producer = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    n_reads = _count_reads(jaxpr)
+    eqns, rewritten = [], False
+    for eqn in jaxpr.eqns:
+        scatter, other = _scattered_term(eqn, producer, n_reads)
+        if scatter is not None:
+            eqn = scatter.replace(invars=[other, *scatter.invars[1:]], outvars=eqn.outvars)
+            producer[eqn.outvars[0]] = eqn
+            rewritten = True
+        eqns.append(eqn)
+    if not rewritten:
+        return jaxpr
+    rebuilt = compat.rebuild(jaxpr, eqns=eqns, outvars=jaxpr.outvars)
+    return compat.dce_jaxpr(rebuilt, [True] * len(rebuilt.outvars))
+
+
+def _count_reads(jaxpr: Any) -> dict[Any, int]:
+    counts: dict[Any, int] = {}
+    for v in [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars):
+        if not isinstance(v, compat.Literal):
+            counts[v] = counts.get(v, 0) + 1
+    return counts
+
+
+def _scattered_term(eqn: Any, producer: dict[Any, Any], n_reads: dict[Any, int]) -> tuple[Any, Any]:
+    """The scatter into zeros that `eqn` adds to something, and that something; (None, None) if none."""
+    if eqn.primitive.name in ADDS:
+        for term, other in (eqn.invars, eqn.invars[::-1]):
+            made = None if isinstance(term, compat.Literal) else producer.get(term)
+            if made is None or made.primitive.name not in SCATTER_ADDS or n_reads[term] != 1:
+                continue
+            same = (other.aval.shape, other.aval.dtype) == (term.aval.shape, term.aval.dtype)
+            if same and _is_zeros(made.invars[0], producer):
+                return made, other
+    return None, None
+
+
+def _is_zeros(atom: Any, producer: dict[Any, Any]) -> bool:
+    """True for a zero and for what broadcasting or converting makes of it."""
+    if isinstance(atom, compat.Literal):
+        return bool(atom.val == 0) if getattr(atom.aval, "shape", None) == () else False
+    made = producer.get(atom)
+    if made is None or made.primitive.name not in ("broadcast_in_dim", "convert_element_type"):
+        return False
+    return _is_zeros(made.invars[0], producer)

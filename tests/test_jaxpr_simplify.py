@@ -1,0 +1,67 @@
+"""What is rewritten before planning because XLA will: adding a scatter into zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from passes.jaxpr import compat
+from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.simplify import scatter_in_place
+
+ROWS = jnp.arange(12.0).reshape(4, 3)
+PICKED = jnp.array([0, 2, 2])
+
+
+def rewritten(function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+    """The open jaxpr before and after, checked to give the same values on `args`."""
+    closed = inline_calls(jax.make_jaxpr(function)(*args))
+    jaxpr, consts = compat.open_jaxpr(closed)
+    after = scatter_in_place(jaxpr)
+    values = compat.evaluate(compat.close_jaxpr(after, consts), jax.tree.leaves(args))
+    for one, other in zip(values, jax.tree.leaves(function(*args)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+    return jaxpr, after
+
+
+def names(jaxpr: Any) -> list[str]:
+    return [eqn.primitive.name.replace("_", "-") for eqn in jaxpr.eqns]
+
+
+def into_zeros(x: Any) -> Any:
+    return jnp.zeros_like(x).at[PICKED].add(jnp.sin(x[PICKED]))
+
+
+def test_gradient_of_an_indexed_read_is_scattered_into_the_other_gradient():
+    def loss(x: Any) -> Any:
+        return jnp.sum(x**2) + jnp.sum(x[PICKED] ** 3)
+
+    before, after = rewritten(jax.grad(loss), ROWS)
+    assert names(before).count("scatter-add") == names(after).count("scatter-add") == 1
+    assert names(before).count("add-any") == 1
+    assert "add-any" not in names(after)
+    assert scatter_in_place(after) is after
+
+
+def test_two_scatters_become_one_chain():
+    _, after = rewritten(lambda x: into_zeros(x) + jnp.zeros_like(x).at[0].add(1.0), ROWS)
+    assert names(after).count("scatter-add") == 2
+    assert "add" not in names(after)[names(after).index("scatter-add") :]
+
+
+def test_a_scattered_value_that_is_read_twice_stays():
+    def twice(x: Any) -> Any:
+        scattered = into_zeros(x)
+        return x + scattered, scattered * 2.0
+
+    before, after = rewritten(twice, ROWS)
+    assert after is before
+
+
+def test_a_scatter_into_anything_but_zeros_stays():
+    before, after = rewritten(lambda x: x + jnp.ones_like(x).at[PICKED].add(2.0), ROWS)
+    assert after is before
