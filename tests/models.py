@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
 from examples.models import ConvConfig, GPTConfig, LSTMConfig, MLPConfig, Problem, convnet, gpt, lstm, mlp
 
 
@@ -26,3 +31,17 @@ def small_lstm() -> Problem:
 
 
 SMALL = {"gpt": small_gpt, "mlp": small_mlp, "conv": small_conv, "lstm": small_lstm}
+
+
+def chain_loss(params: list[Any], x: Any) -> Any:
+    """A chain of gated square layers: every activation is as large as the batch."""
+    h = x
+    for w in params:
+        h = jnp.tanh(h @ w) * jax.nn.gelu(h)
+    return jnp.mean(h**2)
+
+
+def chain_step(params: list[Any], x: Any) -> Any:
+    """One step of gradient descent on `chain_loss`."""
+    value, gradients = jax.value_and_grad(chain_loss)(params, x)
+    return value, [p - 0.1 * g for p, g in zip(params, gradients, strict=True)]

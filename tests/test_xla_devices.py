@@ -15,22 +15,12 @@ import pytest
 from coop_jax import aot, xla
 from coop_jax.errors import InfeasibleBudgetError
 from coop_jax.remat import remat
+from tests.models import chain_loss as loss
+from tests.models import chain_step as step
 
 N, LAYERS = 256, 4
 PARAMS = [jax.ShapeDtypeStruct((N, N), jnp.float32) for _ in range(LAYERS)]
 BATCH = jax.ShapeDtypeStruct((2048, N), jnp.float32)
-
-
-def loss(params: list[Any], x: Any) -> Any:
-    h = x
-    for w in params:
-        h = jnp.tanh(h @ w) * jax.nn.gelu(h)
-    return jnp.mean(h**2)
-
-
-def step(params: list[Any], x: Any) -> Any:
-    value, gradients = jax.value_and_grad(loss)(params, x)
-    return value, [p - 0.1 * g for p, g in zip(params, gradients, strict=True)]
 
 
 def compiled_for(device: str, function: Any, **options: Any) -> Any:
@@ -73,6 +63,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from coop_jax import aot, xla
 from coop_jax.errors import UnsupportedError
 from coop_jax.remat import remat
+from tests.models import chain_loss as loss
+from tests.models import chain_step as step
 mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
 def step(w, x):
     def loss(w):

@@ -19,23 +19,13 @@ from coop_jax import aot, xla
 from coop_jax.errors import BudgetExceededError, InfeasibleBudgetError
 from coop_jax.remat import remat
 from passes.jaxpr import compat
+from tests.models import chain_loss as loss
+from tests.models import chain_step as step
 
 N, LAYERS = 64, 6
 KEY = jax.random.key(0)
 PARAMS = [jax.random.normal(jax.random.fold_in(KEY, i), (N, N)) * 0.2 for i in range(LAYERS)]
 BATCH = jax.random.normal(KEY, (256, N))
-
-
-def loss(params: list[Any], x: Any) -> Any:
-    h = x
-    for w in params:
-        h = jnp.tanh(h @ w) * jax.nn.gelu(h)
-    return jnp.mean(h**2)
-
-
-def step(params: list[Any], x: Any) -> Any:
-    value, gradients = jax.value_and_grad(loss)(params, x)
-    return value, [p - 0.1 * g for p, g in zip(params, gradients, strict=True)]
 
 
 def total_bytes(compiled: Any) -> int:
