@@ -282,7 +282,7 @@ def _joined_programs(forward: Any, backward: Any, n_outs: int) -> tuple[Any, ...
         return [*results[:n_outs], *compat.evaluate(backward, [*results[n_outs:], *values[n_args:]])]
 
     anything = compat.trace(both, [*forward.in_avals, *cotangents])
-    if len(cotangents) != 1 or cotangents[0].shape != ():
+    if len(cotangents) != 1 or cotangents[0].shape != () or compat.varies_over_mesh(cotangents[0]):
         return (anything,)
     one = np.ones((), cotangents[0].dtype)
     value_and_grad = compat.trace(lambda *args: both(*args, one), forward.in_avals)

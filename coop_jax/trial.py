@@ -24,6 +24,7 @@ from passes.outcome import StageOutcome
 SMALL_BYTES = 256 << 20
 MAX_TRIALS = 3
 CHEAP_REPAIR_RATIO = 0.02
+FAR_BELOW_RATIO = 4
 
 coop_trial_p = compat.new_primitive("coop_trial")
 
@@ -57,7 +58,10 @@ def try_out(closed: Any, record: xla.Record, device: Any, donated: Sequence[int]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         jitted = jax.jit(run, donate_argnums=tuple(donated), keep_unused=True)
-        lowered = jitted.lower(*aot.sharded_specs(specs, device))
+        try:
+            lowered = jitted.lower(*aot.sharded_specs(specs, device))
+        except ValueError:  # a program for several devices, such as one with `shard_map` inside
+            return None
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             lowered.compile()
     return xla.outcome_of_trial(trial.names[0])
@@ -95,7 +99,10 @@ def settle(
         return first.made, first.outcome
     if first.program.effects:  # such as a named axis, which only the enclosing program binds
         return first.made, first.outcome
-    if not first.outcome.changed and request.baseline_total_bytes is not None:
+    if not first.outcome.changed and (
+        request.baseline_total_bytes is not None
+        or first.outcome.before_temp_bytes * FAR_BELOW_RATIO <= request.temp_budget_bytes
+    ):
         return first.made, first.outcome
     best, found = None, first
     for _ in range(MAX_TRIALS):

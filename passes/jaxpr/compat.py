@@ -17,6 +17,7 @@ from typing import Any
 import jax
 from jax._src import (
     api_util,
+    checkify,
     compiler,
     core,
     dispatch,
@@ -30,6 +31,8 @@ from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lax.lax import optimization_barrier_p as optimization_barrier_p
 from jax._src.sharding_impls import UnspecifiedValue
+from jax._src.state.discharge import discharge_state, register_discharge_rule
+from jax._src.state.types import AbstractRef
 from jax._src.util import weakref_lru_cache
 from jax.extend.core import ClosedJaxpr
 
@@ -137,6 +140,27 @@ def hoist_consts(closed: Any) -> tuple[Any, list[Any]]:
     return pe.convert_constvars_jaxpr(closed), list(closed.consts)
 
 
+def is_ref(aval: Any) -> bool:
+    """True for the abstract value of a mutable reference (`jax.new_ref`)."""
+    return isinstance(aval, AbstractRef)
+
+
+def without_refs(closed: Any) -> Any:
+    """`closed` without mutable references: those that are inputs become values, and as many last results."""
+    internal = any(isinstance(e, core.InternalMutableArrayEffect) for e in closed.effects)
+    return discharge_state(closed) if internal or any(map(is_ref, closed.in_avals)) else closed
+
+
+def varies_over_mesh(aval: Any) -> bool:
+    """True inside `shard_map` for a value that differs from device to device."""
+    return bool(getattr(getattr(aval, "manual_axis_type", None), "varying", ()))
+
+
+def lower_high(closed: Any) -> Any:
+    """`closed` with JAX's higher-level primitives written out in plain ones, without their derivative rules."""
+    return pe.lower_jaxpr2(closed) if closed.is_high else closed
+
+
 def device_kind(avals: Sequence[Any]) -> str | None:
     """The kind of device, such as "NVIDIA H200", that the first of `avals` with a mesh says; else None."""
     for aval in avals:
@@ -158,10 +182,20 @@ def evaluate(closed: Any, values: Sequence[Any]) -> list[Any]:
 
 
 def new_primitive(name: str) -> Any:
-    """A primitive with several results that runs outside `jit` as a compiled program of its own."""
+    """A primitive with several results that runs outside `jit` as a compiled program of its own.
+
+    Its parameter `jaxpr` is what it calls; JAX's higher-level primitives in it are lowered to plain ones.
+    """
     primitive = core.Primitive(name)
     primitive.multiple_results = True
     primitive.def_impl(partial(dispatch.apply_primitive, primitive))
+
+    def to_lojax(*values: Any, jaxpr: Any, **params: Any) -> Any:
+        plain, consts = hoist_consts(pe.lower_jaxpr2(jaxpr))
+        lowered = [low for aval, x in zip(jaxpr.in_avals, values, strict=True) for low in aval.lower_val(x)]
+        return primitive.bind(*consts, *lowered, jaxpr=plain, **params)
+
+    primitive.to_lojax = to_lojax
     return primitive
 
 
@@ -285,6 +319,23 @@ def register_call_rules(primitive: Any) -> None:
         pe.closed_call_partial_eval_custom_rule, "jaxpr", lambda *args: (args[-2], args[-1])
     )
     pe.dce_rules[primitive] = _call_dce
+
+    def discharge(ctx: Any, *args: Any, jaxpr: Any, **params: Any) -> tuple[list[Any], list[Any]]:
+        plain, consts = hoist_consts(discharge_state(jaxpr))
+        found = primitive.bind(*consts, *args, jaxpr=plain, **params)
+        outs, refs = found[: len(jaxpr.out_avals)], iter(found[len(jaxpr.out_avals) :])
+        return [next(refs) if is_ref(aval) else None for aval in ctx.in_avals], outs
+
+    register_discharge_rule(primitive)(discharge)
+
+    def error_check(ctx: Any, error: Any, enabled: Any, *args: Any, jaxpr: Any, **params: Any) -> Any:
+        errors, tree = jax.tree.flatten(error)
+        values = [*errors, *args]
+        found = checkify.jaxpr_to_checkify_jaxpr(ctx, jaxpr, enabled, tree, *map(core.typeof, values))
+        checked, consts = hoist_consts(found[0])
+        return jax.tree.unflatten(found[1], primitive.bind(*consts, *values, jaxpr=checked, **params))
+
+    checkify.error_checks[primitive] = error_check
 
 
 def _call_dce(used: list[bool], *live_and_eqn: Any) -> tuple[list[bool], Any]:

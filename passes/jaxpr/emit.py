@@ -8,7 +8,7 @@ every re-run early.
 
 Virtual values are made again on each new version of their leaves, exactly once per version, as views are:
 so a program without re-runs comes out as it went in, and one that reads a re-run copy or a value behind a
-barrier computes its elementwise chains from there.
+barrier computes its elementwise chains from there. The program's own barriers stay where they were.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import Any
 
 from passes.ir import BufferId, OpId
 from passes.jaxpr import compat
-from passes.jaxpr.lift import LiftedJaxpr
+from passes.jaxpr.lift import LiftedJaxpr, eqn_kind
+from passes.jaxpr.primitives import Kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +123,8 @@ class _Emitter:
         self.last_reader = _last_readers(lifted)
         self.made_at: dict[tuple[int, tuple[int, ...]], int] = {}
         self.step = 0
+        eqns = enumerate(lifted.jaxpr.eqns)
+        self.own_barriers = [i for i, eqn in eqns if eqn_kind(eqn) is Kind.BARRIER]
         self.final: dict[BufferId, Any] = {}
 
     def run(self) -> None:
@@ -137,6 +140,7 @@ class _Emitter:
                 for again in segment:
                     self._run_op(again)
                 segment = []
+            self._pass_own_barriers(self.lifted.bodies[op][-1])
             self._part_from_distant_kernels(op)
             self._hold_back(op)
             self._run_op(op)
@@ -173,6 +177,14 @@ class _Emitter:
             operands[trigger] = None
         if operands:
             self._barrier(list(operands))
+
+    def _pass_own_barriers(self, root: int) -> None:
+        """The program's own barriers that stand before equation `root`."""
+        while self.own_barriers and self.own_barriers[0] < root:
+            eqn = self.lifted.jaxpr.eqns[self.own_barriers.pop(0)]
+            operands = [self.lifted.buffer_of[v] for v in eqn.invars if not isinstance(v, compat.Literal)]
+            if operands:
+                self._barrier(list(dict.fromkeys(operands)))
 
     def _part_from_distant_kernels(self, op_id: OpId) -> None:
         """A barrier before an op that would share an expensive value with a kernel far away."""

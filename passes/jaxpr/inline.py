@@ -1,8 +1,9 @@
 """Open the calls of a jaxpr, so that planners see straight-line code.
 
 Opened is what only groups equations: `jit` without shardings or layouts of its own, closed calls, and
-functions with a derivative rule (after differentiation the rule has done its work). Control flow,
-`jax.checkpoint` and everything unknown stays one equation. An inner constant becomes an outer one.
+functions with a derivative rule (after differentiation the rule has done its work). The backward half of
+`jax.checkpoint` is opened behind the barrier that JAX puts there, so that what a user recomputes stays
+recomputed. Control flow and everything unknown stays one equation. An inner constant becomes an outer one.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from typing import Any
 
 from passes.jaxpr import compat
 
+CHECKPOINT = "remat2"
+
 _CALLS = {
     "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "eval_jaxpr": "call_jaxpr",
+    CHECKPOINT: "jaxpr",
 }  # fmt: skip
 
 
@@ -37,10 +41,21 @@ class _Flat:
                 results = [_write(env, v, fresh=stack is not None) for v in eqn.outvars]
                 self.eqns.append(eqn.replace(invars=operands, outvars=results, source_info=source))
                 continue
+            if eqn.primitive.name == CHECKPOINT:
+                operands = self._barred(eqn, operands)
             inner, inner_env = self._enter(body, operands)
             self.walk(inner, inner_env, names)
             for v, inner_v in zip(eqn.outvars, inner.outvars, strict=True):
                 env[v] = _read(inner_env, inner_v)
+
+    def _barred(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        """`operands` behind a barrier, where `jax.checkpoint` has one."""
+        prevent = eqn.params["prevent_cse"] if eqn.params["differentiated"] else False
+        masks = prevent if isinstance(prevent, tuple) else (prevent,) * len(operands)
+        held = {v: compat.fresh_var(v) for v, m in zip(operands, masks, strict=True) if m and _is_variable(v)}
+        if held:
+            self.eqns.append(compat.barrier_eqn(list(held), list(held.values())))
+        return [held[v] if m and _is_variable(v) else v for v, m in zip(operands, masks, strict=True)]
 
     def _enter(self, body: Any, operands: list[Any]) -> tuple[Any, dict[Any, Any]]:
         inner, consts = compat.open_jaxpr(body)
@@ -54,7 +69,7 @@ class _Flat:
 
 def inline_calls(closed: Any) -> Any:
     """`closed` with every call opened that only groups equations; derivative rules are dropped."""
-    jaxpr, consts = compat.open_jaxpr(closed)
+    jaxpr, consts = compat.open_jaxpr(compat.lower_high(closed))
     flat = _Flat(constvars=list(jaxpr.constvars), consts=list(consts))
     env: dict[Any, Any] = {}
     flat.walk(jaxpr, env, None)
@@ -69,7 +84,13 @@ def _opened(eqn: Any) -> Any:
     body = None if param is None else eqn.params.get(param)
     if body is None or getattr(body, "is_high", False) or compat.is_pinned(eqn):
         return None
+    if eqn.primitive.name == CHECKPOINT:
+        body = compat.close_jaxpr(body, [])
     return body if len(body.in_avals) == len(eqn.invars) else None
+
+
+def _is_variable(atom: Any) -> bool:
+    return not isinstance(atom, compat.Literal)
 
 
 def _read(env: dict[Any, Any], atom: Any) -> Any:
