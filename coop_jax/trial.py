@@ -22,7 +22,8 @@ from passes.jaxpr.stage import JaxprRequest
 from passes.outcome import StageOutcome
 
 SMALL_BYTES = 256 << 20
-MAX_TRIALS = 3
+MAX_TRIALS = 4
+STRICT_RATIO = 1.5
 CHEAP_REPAIR_RATIO = 0.02
 FAR_BELOW_RATIO = 4
 
@@ -92,7 +93,8 @@ def settle(
     """The jaxpr stage's answer; for a small program the best of a few, tried out on `device`.
 
     Best is what keeps the budget at the least estimated cost of its final kernels, else what comes nearest.
-    A program is asked for again, for fewer bytes, as long as the enforcing stage has to change it.
+    A program is asked for again, for fewer bytes, as long as the enforcing stage has to change it; where
+    XLA made something else of it than was planned, XLA is first left less freedom.
     """
     first = attempt(request)
     if first.outcome.before_temp_bytes > SMALL_BYTES or request.temp_budget_bytes <= 0:
@@ -105,7 +107,9 @@ def settle(
     ):
         return first.made, first.outcome
     best, found = None, first
-    for _ in range(MAX_TRIALS):
+    for tried in range(MAX_TRIALS):
+        if tried:
+            found = attempt(request)
         verdict = try_out(found.program, record, device, donated)
         if verdict is None:
             break
@@ -115,8 +119,10 @@ def settle(
         if verdict.status.found and verdict.recompute_ns <= CHEAP_REPAIR_RATIO * verdict.cost_ns:
             break
         ratio = verdict.before_temp_bytes / max(found.outcome.planned_temp_bytes, 1)
-        request = dataclasses.replace(request, bytes_ratio=max(ratio, 1.05 * request.bytes_ratio))
-        found = attempt(request)
+        if ratio > STRICT_RATIO and found.outcome.changed and not request.strict:
+            request = dataclasses.replace(request, strict=True, bytes_ratio=1.0)
+        else:
+            request = dataclasses.replace(request, bytes_ratio=max(ratio, 1.05 * request.bytes_ratio))
     chosen = first if best is None else best[1]
     return chosen.made, chosen.outcome
 

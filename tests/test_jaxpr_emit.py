@@ -77,6 +77,12 @@ def test_reruns_are_written_behind_one_barrier():
     assert counts["dot_general"] == counted(LIFTED.jaxpr)["dot_general"] + len(steps) - len(IDENTITY)
 
 
+def test_reruns_one_at_a_time_are_behind_a_barrier_each():
+    steps = rerun_slots(LIFTED.program)
+    counts = counted(emit(LIFTED, steps, EmitConfig(one_at_a_time=True)))
+    assert counts["optimization_barrier"] == len(steps) - len(IDENTITY) > 1
+
+
 def test_later_readers_read_the_trigger_from_the_barrier():
     emitted = emit(LIFTED, rerun_slots(LIFTED.program), EmitConfig())
     at = next(i for i, eqn in enumerate(emitted.eqns) if eqn.primitive.name == "optimization_barrier")
@@ -92,7 +98,9 @@ def test_any_reruns_give_the_same_numbers(data: st.DataObject):
     steps = data.draw(sequences(LIFTED.program))
     shared = frozenset(i for body in LIFTED.bodies for i in body[:-1])
     config = EmitConfig(
-        shared=data.draw(st.sampled_from([frozenset(), shared])), reach=data.draw(st.integers(0, 9))
+        shared=data.draw(st.sampled_from([frozenset(), shared])),
+        reach=data.draw(st.integers(0, 9)),
+        one_at_a_time=data.draw(st.booleans()),
     )
     values = jax.tree.leaves(arguments())
     emitted = emit(LIFTED, steps, config)

@@ -157,7 +157,7 @@ def varies_over_mesh(aval: Any) -> bool:
 
 
 def lower_high(closed: Any) -> Any:
-    """`closed` with JAX's higher-level primitives written out in plain ones, without their derivative rules."""
+    """`closed` with JAX's higher-level primitives written out in plain ones, derivative rules dropped."""
     return pe.lower_jaxpr2(closed) if closed.is_high else closed
 
 

@@ -48,12 +48,15 @@ class EmitConfig:
         apart: equations whose values are stored though XLA would compute them inside their readers.
         held_back: equations that read nothing but arguments and must not run before their turn.
         reach: how many ops apart two kernels may be and still share such a value.
+        one_at_a_time: True for a barrier before each re-run, so that XLA can neither merge re-runs nor
+            reorder them; False for one before all re-runs of a slot.
     """
 
     shared: frozenset[int] = frozenset()
     apart: frozenset[int] = frozenset()
     held_back: frozenset[int] = frozenset()
     reach: int = 8
+    one_at_a_time: bool = False
 
 
 def emit(lifted: LiftedJaxpr, steps: Sequence[OpId], config: EmitConfig) -> Any:
@@ -135,11 +138,11 @@ class _Emitter:
             if op < first_runs:
                 segment.append(op)
                 continue
-            if segment:
-                self._open_segment(segment, op)
-                for again in segment:
+            for part in self._parts(segment):
+                self._open_segment(part, op)
+                for again in part:
                     self._run_op(again)
-                segment = []
+            segment = []
             self._pass_own_barriers(self.lifted.bodies[op][-1])
             self._part_from_distant_kernels(op)
             self._hold_back(op)
@@ -159,6 +162,12 @@ class _Emitter:
         ]
         place = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         return max((place[v] + 1 for v in made if v in place), default=0)
+
+    def _parts(self, segment: list[OpId]) -> list[list[OpId]]:
+        """The re-runs of one slot, as many together as share a barrier."""
+        if self.config.one_at_a_time:
+            return [[op] for op in segment]
+        return [segment] if segment else []
 
     def _open_segment(self, segment: Sequence[OpId], before: OpId) -> None:
         """One barrier over what the re-runs read and what triggers them."""

@@ -41,6 +41,8 @@ class JaxprRequest:
         planner: "auto", "window" or "cut".
         baseline_total_bytes: what the program needs without this stage, where that was compiled.
         bytes_ratio: XLA's bytes of temporaries over this stage's estimate, where a trial has told.
+        strict: True to leave XLA no freedom to merge small dots or to reorder re-runs: every such kernel is
+            behind a barrier of its own, which costs time and is for programs that do not fit without.
     """
 
     budget_bytes: int
@@ -51,6 +53,7 @@ class JaxprRequest:
     planner: str = "auto"
     baseline_total_bytes: int | None = None
     bytes_ratio: float = 1.0
+    strict: bool = False
 
     @property
     def fixed_bytes(self) -> int:
@@ -204,6 +207,8 @@ def _identity(lifted: LiftedJaxpr) -> tuple[OpId, ...]:
 
 
 def _fits_as_it_is(peak_bytes: int, request: JaxprRequest) -> bool:
+    if request.strict:
+        return False
     if request.baseline_total_bytes is not None:
         return request.baseline_total_bytes <= request.budget_bytes
     return peak_bytes * request.bytes_ratio <= request.temp_budget_bytes
@@ -225,7 +230,7 @@ def _search(lifted: LiftedJaxpr, as_is: LiftedJaxpr, request: JaxprRequest, scal
     """
     peak_bytes = simulate(lifted.program, _identity(lifted)).peak_bytes
     target_bytes = max(int(request.temp_budget_bytes * scale), 1)
-    written = emit_config(lifted, as_is, request.device)
+    written = emit_config(lifted, as_is, request.device, strict=request.strict)
     config = PlannerConfig(planner=request.planner, bound=False)
     best: Candidate | None = None
     rung = _rungs_down(target_bytes / max(peak_bytes, 1))
@@ -251,7 +256,9 @@ def _rungs_down(ratio: float) -> int:
     return max(0, math.ceil(math.log(ratio) / math.log(RUNG_RATIO) - 1e-9))
 
 
-def emit_config(lifted: LiftedJaxpr, as_is: LiftedJaxpr, device: DeviceModel) -> EmitConfig:
+def emit_config(
+    lifted: LiftedJaxpr, as_is: LiftedJaxpr, device: DeviceModel, *, strict: bool = False
+) -> EmitConfig:
     """What has to be said to XLA so that it stores what `lifted` stores and not what it would by itself.
 
     On a GPU a small dot is split along its depth, and XLA leaves the sum of the parts, which are several
@@ -264,13 +271,18 @@ def emit_config(lifted: LiftedJaxpr, as_is: LiftedJaxpr, device: DeviceModel) ->
     if device.name != "cpu":
         small = small_dots(lifted)
         last = _last_readers(lifted.program)
-        reach = EmitConfig().reach
+        reach = 0 if strict else EmitConfig().reach
         apart |= {
             root for root, op in small.items() if any(last.get(b, 0) > op.id + reach for b in op.outputs)
         }
         ready = _ready_from_the_start(lifted.program)
-        held_back = {root for root, op in small.items() if ready.issuperset(op.inputs)}
-    return EmitConfig(shared=frozenset(own - wanted), apart=frozenset(apart), held_back=frozenset(held_back))
+        held_back = {root for root, op in small.items() if strict or ready.issuperset(op.inputs)}
+    return EmitConfig(
+        shared=frozenset(own - wanted),
+        apart=frozenset(apart),
+        held_back=frozenset(held_back),
+        one_at_a_time=strict,
+    )
 
 
 def small_dots(lifted: LiftedJaxpr) -> dict[int, Op]:

@@ -1,0 +1,109 @@
+"""Settling on a plan for a small program: what is asked next after each trial, and what is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from coop_jax import trial
+from coop_jax.trial import Attempt, settle
+from passes.cost import DEVICES
+from passes.ir import Status
+from passes.jaxpr.stage import JaxprRequest
+from passes.outcome import StageOutcome
+
+REQUEST = JaxprRequest(
+    budget_bytes=1000, argument_bytes=0, output_bytes=0, alias_bytes=0, device=DEVICES["cpu"]
+)
+PLANNED = StageOutcome(
+    stage="jaxpr",
+    changed=True,
+    budget_bytes=1000,
+    argument_bytes=0,
+    output_bytes=0,
+    alias_bytes=0,
+    before_temp_bytes=4000,
+    planned_temp_bytes=1000,
+    cost_ns=100,
+    recompute_ns=0,
+    lower_bound_ratio=0.0,
+    status=Status.FEASIBLE,
+    planner="auto",
+    seconds=0.0,
+    recomputed=(),
+    tightest=(),
+    least_total_bytes=None,
+)
+
+
+def settled(
+    monkeypatch: pytest.MonkeyPatch,
+    verdict_of: Callable[[JaxprRequest], StageOutcome | None],
+    planned_of: Callable[[JaxprRequest], StageOutcome] = lambda _: PLANNED,
+) -> tuple[JaxprRequest, list[JaxprRequest]]:
+    """The request whose program was taken, and all requests in order."""
+    asked: list[JaxprRequest] = []
+
+    def attempt(request: JaxprRequest) -> Attempt:
+        asked.append(request)
+        program = SimpleNamespace(effects=(), request=request)
+        return Attempt(made=request, program=program, outcome=planned_of(request))
+
+    def try_out(program: Any, *_: Any) -> StageOutcome | None:
+        return verdict_of(program.request)
+
+    monkeypatch.setattr(trial, "try_out", try_out)
+    made, _ = settle(attempt, REQUEST, record=None, device=None)  # type: ignore[arg-type]
+    return made, asked
+
+
+def needing(nbytes: int, cost_ns: int = 100) -> StageOutcome:
+    """A verdict: XLA made `nbytes` of temporaries of it, more than the budget cannot be repaired."""
+    status = Status.FEASIBLE if nbytes <= 1000 else Status.UNKNOWN
+    return replace(PLANNED, stage="hlo", before_temp_bytes=nbytes, cost_ns=cost_ns, status=status)
+
+
+def test_a_program_that_fits_is_taken_at_once(monkeypatch: pytest.MonkeyPatch):
+    taken, asked = settled(monkeypatch, lambda _: needing(900))
+    assert asked == [REQUEST]
+    assert taken is asked[0]
+
+
+def test_a_program_a_little_too_large_is_asked_for_with_fewer_bytes(monkeypatch: pytest.MonkeyPatch):
+    taken, asked = settled(monkeypatch, lambda r: needing(int(1200 / r.bytes_ratio)))
+    assert [(r.strict, r.bytes_ratio) for r in asked] == [(False, 1.0), (False, 1.2)]
+    assert taken is asked[1]
+
+
+def test_xla_is_left_less_freedom_where_it_makes_something_else_of_the_plan(monkeypatch: pytest.MonkeyPatch):
+    taken, asked = settled(monkeypatch, lambda r: needing(900 if r.strict else 2000))
+    assert [r.strict for r in asked] == [False, True]
+    assert taken is asked[1]
+
+
+def test_a_program_as_it_is_that_turns_out_too_large_is_first_planned(monkeypatch: pytest.MonkeyPatch):
+    def planned(request: JaxprRequest) -> StageOutcome:
+        return replace(PLANNED, changed=request.bytes_ratio > 1)
+
+    taken, asked = settled(monkeypatch, lambda r: needing(900 if r.bytes_ratio > 1 else 2000), planned)
+    assert [(r.strict, r.bytes_ratio) for r in asked] == [(False, 1.0), (False, 2.0)]
+    assert taken is asked[1]
+
+
+def test_the_cheapest_that_fits_is_taken_though_it_was_not_the_last(monkeypatch: pytest.MonkeyPatch):
+    repaired = replace(needing(900, cost_ns=100), recompute_ns=50)
+    verdicts = {1.0: repaired, 1.05: needing(800, cost_ns=300)}
+    taken, asked = settled(monkeypatch, lambda r: verdicts[r.bytes_ratio])
+    assert len(asked) == 2
+    assert taken is asked[0]
+
+
+def test_what_comes_nearest_is_taken_if_nothing_fits(monkeypatch: pytest.MonkeyPatch):
+    sizes = iter([1400, 1200, 1300, 1350])
+    taken, asked = settled(monkeypatch, lambda _: needing(next(sizes)))
+    assert len(asked) == trial.MAX_TRIALS
+    assert taken is asked[1]
