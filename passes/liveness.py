@@ -16,6 +16,68 @@ import numpy.typing as npt
 from passes.ir import BufferId, Op, Program
 
 IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Arrays:
+    """A graph's numbers as arrays, for work on whole sequences; rows are what ops touch, arguments apart.
+
+    Attributes:
+        nbytes: size of every buffer.
+        is_output: whether a buffer must survive the last op.
+        workspace_bytes: scratch memory of every op.
+        first: index of every op's first row, and the number of all rows at the end; shape (ops + 1,).
+        buffer: the buffer of every row; an op's inputs come before its outputs.
+        is_run: whether the row is an output.
+        shares: number of `may_share` pairs of every op.
+        share_row: for ops with exactly one pair the place of its input among the op's rows, else 0.
+        share_bytes: what that pair can save.
+    """
+
+    nbytes: IntArray
+    is_output: BoolArray
+    workspace_bytes: IntArray
+    first: IntArray
+    buffer: IntArray
+    is_run: BoolArray
+    shares: IntArray
+    share_row: IntArray
+    share_bytes: IntArray
+
+    @classmethod
+    def of(
+        cls,
+        program: Program,
+        inputs: list[tuple[int, ...]],
+        outputs: list[tuple[int, ...]],
+        shares: list[tuple[tuple[int, int], ...]],
+    ) -> Arrays:
+        """Lay out the rows; O(size of the program)."""
+        nbytes = np.asarray([b.nbytes for b in program.buffers], dtype=np.int64)
+        is_output = np.zeros(len(nbytes), dtype=np.bool_)
+        is_output[list(program.outputs)] = True
+        rows = [(*i, *o) for i, o in zip(inputs, outputs, strict=True)]
+        first = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+        is_run = np.zeros(int(first[-1]), dtype=np.bool_)
+        share_row, share_bytes = np.zeros((2, len(rows)), dtype=np.int64)
+        for op, row in enumerate(rows):
+            is_run[first[op] + len(inputs[op]) : first[op + 1]] = True
+            if len(shares[op]) == 1:
+                ((out, inp),) = shares[op]
+                share_row[op] = row.index(inp)
+                share_bytes[op] = min(nbytes[out], nbytes[inp])
+        return cls(
+            nbytes=nbytes,
+            is_output=is_output,
+            workspace_bytes=np.asarray([op.workspace_bytes for op in program.ops], dtype=np.int64),
+            first=first,
+            buffer=np.asarray([b for row in rows for b in row], dtype=np.int64),
+            is_run=is_run,
+            shares=np.asarray([len(pairs) for pairs in shares], dtype=np.int64),
+            share_row=share_row,
+            share_bytes=share_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,6 +97,7 @@ class Graph:
             save by sharing.
         is_output: whether a buffer must survive the last op.
         argument_bytes: bytes of all arguments, alive throughout.
+        arrays: the same as arrays.
     """
 
     program: Program
@@ -48,6 +111,7 @@ class Graph:
     local_bytes: list[int]
     is_output: list[bool]
     argument_bytes: int
+    arrays: Arrays
 
     @classmethod
     def of(cls, program: Program) -> Graph:
@@ -59,18 +123,20 @@ class Graph:
         nbytes = [b.nbytes for b in program.buffers]
         inputs = [_distinct(op.inputs, producer) for op in program.ops]
         outputs: list[tuple[int, ...]] = [tuple(dict.fromkeys(op.outputs)) for op in program.ops]
+        shares = [_shares(op, producer) for op in program.ops]
         return cls(
             program=program,
             nbytes=nbytes,
             producer=producer,
             inputs=inputs,
             outputs=outputs,
-            shares=[_shares(op, producer) for op in program.ops],
+            shares=shares,
             cost_ns=[op.cost_ns for op in program.ops],
             workspace_bytes=[op.workspace_bytes for op in program.ops],
             local_bytes=[_local_bytes(op, nbytes, producer) for op in program.ops],
             is_output=is_output,
             argument_bytes=sum(program.buffers[b].nbytes for b in program.arguments),
+            arrays=Arrays.of(program, inputs, outputs, shares),
         )
 
 

@@ -51,13 +51,18 @@ class Moment:
     Attributes:
         forced_bytes: what is alive whatever is chosen.
         demanded: buffers across the moment that may be run again, with the position of their next use.
+        next_runs: for every buffer where it is made next after the position.
         ops: candidates for re-runs; node of `ops[k]` is `2 + k`.
         reads: (candidate, buffer) pairs where the buffer must be kept or made again for the candidate.
-        free_ops: how many of them cost nothing; the cut counts one unit for each so that it avoids them.
+        tails, heads, arc_bytes, arc_cost: the arcs; both weights zero means infinite, and costs are in
+            1/`COST_UNITS` ns.
+        n_nodes: how many nodes they join.
+        free_ops: how many candidates cost nothing; the cut counts one unit for each so that it avoids them.
     """
 
     forced_bytes: int
     demanded: dict[int, int]
+    next_runs: list[int]
     ops: list[int] = field(default_factory=list)
     reads: list[tuple[int, int]] = field(default_factory=list)
     tails: list[int] = field(default_factory=list)
@@ -66,13 +71,6 @@ class Moment:
     arc_cost: list[int] = field(default_factory=list)
     n_nodes: int = 2
     free_ops: int = 0
-
-    def arc(self, tail: int, head: int, nbytes: int, cost: int) -> None:
-        """Add an arc; both weights zero means infinite. `cost` is in 1/`COST_UNITS` ns."""
-        self.tails.append(tail)
-        self.heads.append(head)
-        self.arc_bytes.append(nbytes)
-        self.arc_cost.append(cost)
 
 
 def moment_at(
@@ -95,18 +93,19 @@ def moment_at(
     graph = schedule.graph
     op_now = schedule.steps[position]
     here = {*graph.inputs[op_now], *graph.outputs[op_now]}
-    moment = Moment(forced_bytes=int(schedule.live[position]), demanded={})
+    moment = Moment(
+        forced_bytes=int(schedule.live[position]),
+        demanded={},
+        next_runs=schedule.order.next_runs(position, len(graph.nbytes)),
+    )
     needs: dict[int, int] = {}
-    for b, starts in enumerate(schedule.starts):
-        copy = schedule.copy_at(b, position + 1) if starts else -1
-        if copy < 0 or b in here or not graph.nbytes[b]:
-            continue
-        need = schedule.next_need(b, copy, position)
-        if need is None:
+    for b, need in zip(*schedule.order.across(position), strict=True):
+        if b in here or not graph.nbytes[b]:
             continue
         producer = graph.producer[b]
-        returns = level_bytes is None or _can_return(schedule, b, need, level_bytes)
-        if returns and _can_rerun(schedule, producer, need, slot):
+        if _can_rerun(schedule, producer, need, slot) and (
+            level_bytes is None or _can_return(schedule, b, need, level_bytes)
+        ):
             moment.demanded[b] = need
             moment.forced_bytes -= graph.nbytes[b]
             needs[producer] = min(need, needs.get(producer, need))
@@ -120,16 +119,16 @@ def _free_here(schedule: Schedule, position: int, all_of_them: bool = False) -> 
     graph, op = schedule.graph, schedule.steps[position]
     free = {*graph.inputs[op], *graph.outputs[op]}
     if graph.shares[op] and not all_of_them:
-        for _, b in graph.shares[op]:
-            if schedule.next_need(b, schedule.copy_at(b, position), position) is None:
-                free.discard(b)
+        free.difference_update(
+            {b for _, b in graph.shares[op]}.intersection(schedule.order.dying_at(position))
+        )
     return free
 
 
 def _can_rerun(schedule: Schedule, op: int, position: int, slot: int | None = None) -> bool:
     if slot is None:
         at_end = position >= len(schedule.steps)
-        slot = len(schedule.graph.program.ops) if at_end else schedule.slots[position]
+        slot = len(schedule.graph.cost_ns) if at_end else schedule.slots[position]
     return op < slot and schedule.graph.program.ops[op].can_rerun(slot)
 
 
@@ -144,17 +143,10 @@ def _can_return(schedule: Schedule, buffer: int, need: int, level_bytes: int) ->
     op = graph.producer[buffer]
     total_bytes = schedule.crossing_bytes(need) + graph.workspace_bytes[op]
     total_bytes += sum([graph.nbytes[b] for b in graph.outputs[op] if b != buffer])
-    missing = [b for b in graph.inputs[op] if schedule.last_position(b, schedule.copy_at(b, need)) < need]
+    missing = [b for b in graph.inputs[op] if not schedule.order.alive_at(b, need)]
     total_bytes += sum([graph.nbytes[b] for b in missing])
     total_bytes -= sum([min(graph.nbytes[o], graph.nbytes[i]) for o, i in graph.shares[op] if i in missing])
     return total_bytes <= level_bytes
-
-
-def runs_between(schedule: Schedule, buffer: int, after: int, before: int) -> bool:
-    """True if some run strictly between two positions makes `buffer`."""
-    starts = schedule.starts[buffer]
-    k = schedule.copy_at(buffer, before)
-    return k >= 0 and starts[k] > after
 
 
 def _add_candidates(
@@ -163,39 +155,53 @@ def _add_candidates(
     """Grow the candidates downwards from the demanded buffers; `needs` is when each op is needed."""
     graph = schedule.graph
     free = _free_here(schedule, position, all_of_them=slot is not None)
+    demanded, next_runs = moment.demanded, moment.next_runs
     queue = [-op for op in needs]
     heapq.heapify(queue)
     while queue:
         op = -heapq.heappop(queue)
+        need = needs[op]
         moment.ops.append(op)
         for b in graph.inputs[op]:
-            if b not in moment.demanded:
-                if b in free or not graph.nbytes[b] or runs_between(schedule, b, position, needs[op]):
+            if b not in demanded:
+                if b in free or not graph.nbytes[b] or next_runs[b] < need:
                     continue
                 moment.reads.append((op, b))
             producer = graph.producer[b]
-            if _can_rerun(schedule, producer, needs[op], slot):
-                if producer not in needs:
+            known = needs.get(producer)
+            if known is None:
+                if _can_rerun(schedule, producer, need, slot):
                     heapq.heappush(queue, -producer)
-                needs[producer] = min(needs[op], needs.get(producer, needs[op]))
+                    needs[producer] = need
+            elif need < known and _can_rerun(schedule, producer, need, slot):
+                needs[producer] = need
 
 
 def _add_arcs(graph: Graph, moment: Moment, tilt_ratio: float) -> None:
+    """The network's arcs: demanded buffers, costs of the candidates, then what the candidates read."""
     node = {op: 2 + k for k, op in enumerate(moment.ops)}
-    moment.n_nodes = 2 + len(moment.ops)
-    for b in moment.demanded:
-        moment.arc(SOURCE, node[graph.producer[b]], graph.nbytes[b], 0)
-    for op in moment.ops:
-        weight = round(graph.cost_ns[op] * COST_UNITS * (1 + tilt_ratio * op / len(graph.cost_ns)))
-        moment.arc(node[op], SINK, 0, max(1, weight))
-        moment.free_ops += not weight
+    n_ops = len(moment.ops)
     of_buffer: dict[int, int] = {}
-    for op, b in moment.reads:
+    for _, b in moment.reads:
         if b not in of_buffer:
-            of_buffer[b] = moment.n_nodes
-            moment.n_nodes += 1
-            moment.arc(of_buffer[b], node.get(graph.producer[b], SINK), graph.nbytes[b], 0)
-        moment.arc(node[op], of_buffer[b], 0, 0)
+            of_buffer[b] = 2 + n_ops + len(of_buffer)
+    moment.n_nodes = 2 + n_ops + len(of_buffer)
+    weights = [
+        round(graph.cost_ns[op] * COST_UNITS * (1 + tilt_ratio * op / len(graph.cost_ns)))
+        for op in moment.ops
+    ]
+    moment.free_ops = weights.count(0)
+    moment.tails = [SOURCE] * len(moment.demanded) + list(range(2, 2 + n_ops))
+    moment.heads = [node[graph.producer[b]] for b in moment.demanded] + [SINK] * n_ops
+    moment.arc_bytes = [graph.nbytes[b] for b in moment.demanded] + [0] * n_ops
+    moment.arc_cost = [0] * len(moment.demanded) + [max(1, weight) for weight in weights]
+    moment.tails += of_buffer.values()
+    moment.heads += [node.get(graph.producer[b], SINK) for b in of_buffer]
+    moment.arc_bytes += [graph.nbytes[b] for b in of_buffer]
+    moment.tails += [node[op] for op, _ in moment.reads]
+    moment.heads += [of_buffer[b] for _, b in moment.reads]
+    moment.arc_bytes += [0] * len(moment.reads)
+    moment.arc_cost += [0] * (len(of_buffer) + len(moment.reads))
 
 
 class Cutter:
@@ -374,7 +380,7 @@ def missing_runs(
             op = graph.producer[b]
             if b in restored or op not in chosen or b in free or op in closure:
                 continue
-            if runs_between(schedule, b, position, need) or not _can_rerun(schedule, op, need):
+            if moment.next_runs[b] < need or not _can_rerun(schedule, op, need):
                 continue
             closure.add(op)
             stack.extend(graph.inputs[op])

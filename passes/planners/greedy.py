@@ -6,6 +6,8 @@ programs it finds plans that the cut does not. It does not take an eviction back
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from passes.liveness import Graph
@@ -43,7 +45,7 @@ def _best_eviction(schedule: Schedule, budget_bytes: int, work: Work) -> Schedul
     before = _excess_bytes(schedule, budget_bytes)
     best: tuple[float, Schedule] | None = None
     for b in order[:TRIED]:
-        alone = Moment(forced_bytes=0, demanded={b: moment.demanded[b]})
+        alone = dataclasses.replace(moment, demanded={b: moment.demanded[b]})
         inserts = missing_runs(schedule, position, alone, closures[b])
         if not inserts:
             continue

@@ -1,77 +1,201 @@
 """A sequence of steps with its exact byte profile, from which re-runs can be taken out one by one.
 
-Positions never move: a step that is taken out leaves a hole (`HOLE`). A hole's bytes are those that pass
-through it, never more than at the step before it, so the maximum over the profile stays exact.
-Invariant: `live` equals `passes.simulate`'s live bytes at every position that is not a hole.
+Every step touches buffers: it uses some and runs (makes) others. All touches of a sequence lie in one
+order, by buffer and then by position, so that a copy of a buffer is a run and the uses behind it, and its
+neighbours say all about it. Positions never move: a step that is taken out leaves a hole (`HOLE`). A
+hole's bytes are those that pass through it, never more than at the step before it, so the maximum over the
+profile stays exact. Invariant: `live` equals `passes.simulate`'s live bytes at every position that is not a
+hole.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
 
-from passes.liveness import Graph, IntArray
+from passes.liveness import BoolArray, Graph, IntArray
 
 HOLE = -1
 NEARLY_RATIO = 0.002
+SHORT = 1 << 16
+
+
+class Order:
+    """The touches of a sequence of steps, by buffer and then by position. Knows nothing of holes.
+
+    Attributes:
+        stride: `buffer * stride + position` is the key of a touch; more than the number of steps.
+        first: for every position the place of its first touch in `place`; as in `Arrays.first`.
+        place: for every touch, step by step, where it is in this order.
+        buffer: buffer of every touch.
+        position: position of every touch.
+        is_run: whether it makes a copy; else it uses one.
+        following: position of the buffer's next touch; the number of steps where there is none.
+        dies: whether the copy that it makes or uses is not alive after it.
+    """
+
+    __slots__ = (
+        "_dying",
+        "_keys",
+        "buffer",
+        "dies",
+        "first",
+        "following",
+        "is_run",
+        "place",
+        "position",
+        "stride",
+    )
+
+    def __init__(self, graph: Graph, steps: IntArray) -> None:
+        arrays = graph.arrays
+        first = arrays.first[steps]
+        counts = arrays.first[steps + 1] - first
+        self.first: IntArray = np.zeros(len(steps) + 1, dtype=np.int64)
+        np.cumsum(counts, out=self.first[1:])
+        total = int(self.first[-1])
+        rows = np.repeat(first - self.first[:-1], counts) + np.arange(total)
+        buffer = arrays.buffer[rows]
+        small = len(graph.nbytes) < SHORT
+        order = np.argsort(buffer.astype(np.uint16) if small else buffer, kind="stable")
+        self.stride = len(steps) + 1
+        self.place: IntArray = np.empty(total, dtype=np.int64)
+        self.place[order] = np.arange(total)
+        self.buffer = buffer[order]
+        self.position: IntArray = np.repeat(np.arange(len(steps)), counts)[order]
+        self.is_run: BoolArray = arrays.is_run[rows][order]
+        last = np.ones(total, dtype=np.bool_)
+        last[:-1] = self.buffer[1:] != self.buffer[:-1]
+        self.following: IntArray = np.full(total, len(steps), dtype=np.int64)
+        self.following[:-1][~last[:-1]] = self.position[1:][~last[:-1]]
+        self.dies = last & ~arrays.is_output[self.buffer]
+        self.dies[:-1] |= self.is_run[1:] & ~last[:-1]
+        self._keys: list[int] | None = None
+        self._dying: list[bool] = []
+
+    def alive_at(self, buffer: int, position: int) -> bool:
+        """True if the copy made last before `position` is alive just before it and still at it."""
+        if self._keys is None:
+            self._keys = (self.buffer * self.stride + self.position).tolist()
+            self._dying = self.dies.tolist()
+        k = bisect_left(self._keys, buffer * self.stride + position) - 1
+        return not self._dying[k]
+
+    def dying_at(self, position: int) -> list[int]:
+        """Buffers that `position` touches and that are not alive after it."""
+        places = self.place[self.first[position] : self.first[position + 1]]
+        found: list[int] = self.buffer[places[self.dies[places]]].tolist()
+        return found
+
+    def across(self, position: int) -> tuple[list[int], list[int]]:
+        """Buffers alive at `position` and after it, ascending, and where each is used next.
+
+        That is the number of steps for those that are only needed at the end.
+        """
+        found = (self.position <= position) & (self.following > position) & ~self.dies
+        return self.buffer[found].tolist(), self.following[found].tolist()
+
+    def next_runs(self, position: int, n_buffers: int) -> list[int]:
+        """For every buffer where it is made next after `position`; `stride` for never."""
+        later = np.flatnonzero(self.is_run & (self.position > position))[::-1]
+        found = np.full(n_buffers, self.stride, dtype=np.int64)
+        found[self.buffer[later]] = self.position[later]
+        result: list[int] = found.tolist()
+        return result
+
+
+class _Links:
+    """The order as linked lists: for every touch its neighbours of the same buffer, -1 where there is none."""
+
+    __slots__ = ("before", "behind", "first", "is_run", "place", "position")
+
+    def __init__(self, order: Order) -> None:
+        total = len(order.buffer)
+        index = np.arange(total)
+        same = order.buffer[1:] == order.buffer[:-1]
+        before, behind = np.full(total, -1), np.full(total, -1)
+        before[1:][same] = index[:-1][same]
+        behind[:-1][same] = index[1:][same]
+        self.before: list[int] = before.tolist()
+        self.behind: list[int] = behind.tolist()
+        self.position: list[int] = order.position.tolist()
+        self.is_run: list[bool] = order.is_run.tolist()
+        self.place: list[int] = order.place.tolist()
+        self.first: list[int] = order.first.tolist()
+
+    def of(self, position: int) -> list[int]:
+        """The touches of a position, uses first."""
+        return self.place[self.first[position] : self.first[position + 1]]
+
+    def ends(self, touch: int) -> bool:
+        """True if the copy that it makes or uses is not touched again."""
+        after = self.behind[touch]
+        return after < 0 or self.is_run[after]
 
 
 class Schedule:
-    """A mutable sequence of steps. Internal to the planners.
+    """A sequence of steps, of which re-runs can be taken out. Internal to the planners.
 
     Attributes:
         graph: the program.
         steps: op ids, `HOLE` where a re-run was taken out.
         live: bytes at every position.
-        starts: for every buffer the positions of the runs that make it.
-        uses: for every buffer and each of its runs the positions of the uses that this copy serves.
+        order: the touches of the steps as they were given.
         slots: for every position the first op that has not run before it.
         cost_ns: cost of all steps.
     """
 
-    __slots__ = ("cost_ns", "graph", "live", "slots", "starts", "steps", "uses")
+    __slots__ = ("_links", "cost_ns", "graph", "live", "order", "slots", "steps")
 
     def __init__(self, graph: Graph, steps: Sequence[int]) -> None:
         self.graph = graph
         self.steps = list(steps)
-        self.starts: list[list[int]] = [[] for _ in graph.nbytes]
-        self.uses: list[list[list[int]]] = [[] for _ in graph.nbytes]
-        self.slots: list[int] = []
-        self.cost_ns = sum([graph.cost_ns[op] for op in self.steps])
-        slot = 0
-        for position, op in enumerate(self.steps):
-            self.slots.append(slot)
-            slot += op == slot
-            for b in graph.inputs[op]:
-                self.uses[b][-1].append(position)
-            for b in graph.outputs[op]:
-                self.starts[b].append(position)
-                self.uses[b].append([])
-        self.live: IntArray = self._profile()
+        array = np.asarray(self.steps, dtype=np.int64)
+        cost_ns = graph.cost_ns
+        self.cost_ns = sum([cost_ns[op] for op in self.steps])
+        reached = np.zeros(len(array), dtype=np.int64)
+        reached[1:] = np.maximum.accumulate(array[:-1] + 1)
+        self.slots: list[int] = reached.tolist()
+        self.order = Order(graph, array)
+        self.live: IntArray = self._profile(array)
+        self._links: _Links | None = None
 
-    def _profile(self) -> IntArray:
+    def _profile(self, steps: IntArray) -> IntArray:
         """Live bytes at every position."""
-        graph = self.graph
-        count = len(self.steps)
-        change = [0] * (count + 1)
-        for b, nbytes in enumerate(graph.nbytes):
-            if nbytes and self.starts[b]:
-                for start, uses in zip(self.starts[b], self.uses[b], strict=True):
-                    change[start] += nbytes
-                    change[(uses[-1] if uses else start) + 1] -= nbytes
-                if graph.is_output[b]:
-                    uses = self.uses[b][-1]
-                    change[(uses[-1] if uses else self.starts[b][-1]) + 1] += nbytes
-        live: IntArray = np.cumsum(np.asarray(change[:count], dtype=np.int64))
-        live += graph.argument_bytes
-        for position, op in enumerate(self.steps):
-            if graph.workspace_bytes[op]:
-                live[position] += graph.workspace_bytes[op]
-            if graph.shares[op]:
-                live[position] -= self.shared_bytes(position)
+        arrays, order = self.graph.arrays, self.order
+        change = np.zeros(len(steps) + 1, dtype=np.int64)
+        nbytes = arrays.nbytes[order.buffer]
+        np.add.at(change, order.position[order.is_run], nbytes[order.is_run])
+        np.subtract.at(change, order.position[order.dies] + 1, nbytes[order.dies])
+        live: IntArray = np.cumsum(change[:-1]) + arrays.workspace_bytes[steps]
+        live += self.graph.argument_bytes
+        shares = arrays.shares[steps]
+        one = np.flatnonzero(shares == 1)
+        dies = order.dies[order.place[order.first[one] + arrays.share_row[steps[one]]]]
+        live[one] -= arrays.share_bytes[steps[one]] * dies
+        for position in np.flatnonzero(shares > 1).tolist():
+            live[position] -= self._saved_bytes(self.steps[position], order.dying_at(position))
         return live
+
+    def _saved_bytes(self, op: int, dying: Sequence[int]) -> int:
+        """Bytes that an op saves by taking the places of inputs in `dying`."""
+        nbytes = self.graph.nbytes
+        total_bytes = 0
+        taken: list[int] = []
+        for out, inp in self.graph.shares[op]:
+            if inp in dying and inp not in taken and out not in taken:
+                total_bytes += min(nbytes[out], nbytes[inp])
+                taken += (inp, out)
+        return total_bytes
+
+    @property
+    def links(self) -> _Links:
+        """The touches as linked lists, without those of holes."""
+        if self._links is None:
+            self._links = _Links(self.order)
+        return self._links
 
     @property
     def peak_bytes(self) -> int:
@@ -104,10 +228,10 @@ class Schedule:
 
     def crossing_bytes(self, position: int) -> int:
         """Bytes of the copies that are alive just before `position` and still at it."""
-        op = self.steps[position]
-        made_bytes = sum([self.graph.nbytes[b] for b in self.graph.outputs[op]])
-        made_bytes += self.graph.workspace_bytes[op]
-        return int(self.live[position]) - made_bytes + self.shared_bytes(position)
+        graph, op = self.graph, self.steps[position]
+        made_bytes = sum([graph.nbytes[b] for b in graph.outputs[op]]) + graph.workspace_bytes[op]
+        shared_bytes = self._saved_bytes(op, self.order.dying_at(position)) if graph.shares[op] else 0
+        return int(self.live[position]) - made_bytes + shared_bytes
 
     def compact(self) -> list[int]:
         """The steps without holes."""
@@ -115,147 +239,114 @@ class Schedule:
 
     def rerun_positions(self) -> list[int]:
         """Positions of all re-runs, ascending."""
-        return [p for p, op in enumerate(self.steps) if op != HOLE and op < self.slots[p]]
-
-    def copy_at(self, buffer: int, position: int) -> int:
-        """Index of the copy that a use at `position` reads; it was made before `position`."""
-        return bisect_left(self.starts[buffer], position) - 1
-
-    def last_position(self, buffer: int, copy: int) -> int:
-        """The last position at which a copy is alive."""
-        if self.graph.is_output[buffer] and copy == len(self.starts[buffer]) - 1:
-            return len(self.steps) - 1
-        uses = self.uses[buffer][copy]
-        return uses[-1] if uses else self.starts[buffer][copy]
-
-    def next_need(self, buffer: int, copy: int, position: int) -> int | None:
-        """The first use of a copy after `position`; `len(steps)` for the end; None if there is none."""
-        uses = self.uses[buffer][copy]
-        k = bisect_right(uses, position)
-        if k < len(uses):
-            return uses[k]
-        if self.graph.is_output[buffer] and copy == len(self.starts[buffer]) - 1:
-            return len(self.steps)
-        return None
+        return [p for p, (op, slot) in enumerate(zip(self.steps, self.slots, strict=True)) if -1 < op < slot]
 
     def is_useless(self, position: int) -> bool:
         """True if nothing reads what the re-run at `position` makes."""
-        for b in self.graph.outputs[self.steps[position]]:
-            copy = bisect_left(self.starts[b], position)
-            if self.uses[b][copy] or (self.graph.is_output[b] and copy == len(self.starts[b]) - 1):
+        links = self.links
+        for touch in links.of(position):
+            if links.is_run[touch] and not self._dies(touch):
                 return False
         return True
 
-    def shared_bytes(self, position: int) -> int:
+    def _dies(self, touch: int) -> bool:
+        """True if the copy that it makes or uses is not alive after it."""
+        behind = self.links.behind[touch]
+        if behind >= 0:
+            return self.links.is_run[behind]
+        return not self.graph.is_output[int(self.order.buffer[touch])]
+
+    def _shared_bytes(self, position: int) -> int:
         """Bytes that the op at `position` saves by taking dying inputs' places."""
         op = self.steps[position]
         if op == HOLE or not self.graph.shares[op]:
             return 0
-        total_bytes = 0
-        taken: list[int] = []
-        for out, inp in self.graph.shares[op]:
-            if inp in taken or out in taken:
-                continue
-            copy = self.copy_at(inp, position)
-            if self.last_position(inp, copy) == position and not self._to_end(inp, copy):
-                total_bytes += min(self.graph.nbytes[out], self.graph.nbytes[inp])
-                taken += (inp, out)
-        return total_bytes
+        inputs = zip(self.graph.inputs[op], self.links.of(position), strict=False)
+        return self._saved_bytes(op, [b for b, touch in inputs if self._dies(touch)])
 
     def try_delete(self, position: int, limit_bytes: int) -> bool:
         """Take out the re-run at `position` if the peak then stays within `limit_bytes` where it grows."""
-        sharers = self._sharers(position)
-        before = [self.shared_bytes(p) for p in sharers]
-        grown = self._grown(position)
-        if not sharers and not self._grown_fits(grown, limit_bytes):
-            return False
-        changes = self._delete(position, grown)
+        changes, sharers = self._changes(position)
+        live = self.live
+        if not sharers:
+            for lo, hi, delta in changes:
+                if delta > 0 and lo < hi and live[lo:hi].max() + delta > limit_bytes:
+                    return False
+        before = [self._shared_bytes(p) for p in sharers]
+        self._unlink(position)
         for p, old in zip(sharers, before, strict=True):
-            changes.append((p, p + 1, old - self.shared_bytes(p)))
+            changes.append((p, p + 1, old - (self._shared_bytes(p) if p != position else 0)))
         for lo, hi, delta in changes:
-            self.live[lo:hi] += delta
-        if all(delta <= 0 or lo >= hi or self.live[lo:hi].max() <= limit_bytes for lo, hi, delta in changes):
+            live[lo:hi] += delta
+        if all(delta <= 0 or lo >= hi or live[lo:hi].max() <= limit_bytes for lo, hi, delta in changes):
             self.cost_ns -= self.graph.cost_ns[self.steps[position]]
             self.steps[position] = HOLE
             return True
         for lo, hi, delta in changes:
-            self.live[lo:hi] -= delta
-        self._restore(position)
+            live[lo:hi] -= delta
+        self._relink(position)
         return False
 
-    def _grown_fits(self, grown: list[tuple[int, int, int]], limit_bytes: int) -> bool:
-        """A quick no for the common case; exact where one buffer grows, optimistic where several do."""
-        return all(self.live[lo:hi].max() + delta <= limit_bytes for lo, hi, delta in grown if lo < hi)
+    def _changes(self, position: int) -> tuple[list[tuple[int, int, int]], list[int]]:
+        """What taking out the re-run at `position` changes.
 
-    def _grown(self, position: int) -> list[tuple[int, int, int]]:
-        """Half-open ranges over which earlier copies live longer if the re-run goes, with their bytes."""
+        Returns:
+            Half-open ranges with the bytes that they gain, and positions whose sharing may change.
+        """
+        graph, links = self.graph, self.links
         op = self.steps[position]
         changes = []
-        for b in self.graph.outputs[op]:
-            copy = bisect_left(self.starts[b], position)
-            nbytes = self.graph.nbytes[b]
-            last = self.last_position(b, copy)
-            if last == position and not self.uses[b][copy] and not self._to_end(b, copy):
-                changes.append((position, position + 1, -nbytes))
-            else:
-                changes.append((self.last_position(b, copy - 1) + 1, position, nbytes))
-        return changes
-
-    def _to_end(self, buffer: int, copy: int) -> bool:
-        return self.graph.is_output[buffer] and copy == len(self.starts[buffer]) - 1
-
-    def _sharers(self, position: int) -> list[int]:
-        """Positions whose sharing may change if the re-run goes."""
-        op = self.steps[position]
         touched = [position]
-        for b in self.graph.outputs[op]:
-            copy = bisect_left(self.starts[b], position)
-            touched.append(self.last_position(b, copy - 1))
-        for b in self.graph.inputs[op]:
-            uses = self.uses[b][self.copy_at(b, position)]
-            k = bisect_left(uses, position)
-            if k:
-                touched.append(uses[k - 1])
-        return sorted({p for p in touched if self.steps[p] != HOLE and self.graph.shares[self.steps[p]]})
-
-    def _delete(self, position: int, grown: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-        """Re-wire the uses; returns the byte changes of all ranges."""
-        graph, op = self.graph, self.steps[position]
-        changes = list(grown)
-        for b in graph.outputs[op]:
-            copy = bisect_left(self.starts[b], position)
-            self.uses[b][copy - 1] += self.uses[b][copy]
-            del self.uses[b][copy]
-            del self.starts[b][copy]
-        for b in graph.inputs[op]:
-            copy = self.copy_at(b, position)
-            uses = self.uses[b][copy]
-            before = self.last_position(b, copy)
-            del uses[bisect_left(uses, position)]
-            after = self.last_position(b, copy)
-            if after < before:
-                changes.append((after + 1, before + 1, -graph.nbytes[b]))
+        touches = links.of(position)
+        n_inputs = len(graph.inputs[op])
+        for b, touch in zip(graph.outputs[op], touches[n_inputs:], strict=True):
+            before = links.position[links.before[touch]]
+            touched.append(before)
+            if links.ends(touch) and (links.behind[touch] >= 0 or not graph.is_output[b]):
+                changes.append((position, position + 1, -graph.nbytes[b]))
+            else:
+                changes.append((before + 1, position, graph.nbytes[b]))
+        for b, touch in zip(graph.inputs[op], touches, strict=False):
+            before = links.before[touch]
+            if not links.is_run[before]:
+                touched.append(links.position[before])
+            if links.ends(touch) and (links.behind[touch] >= 0 or not graph.is_output[b]):
+                changes.append((links.position[before] + 1, position + 1, -graph.nbytes[b]))
         if graph.workspace_bytes[op]:
             changes.append((position, position + 1, -graph.workspace_bytes[op]))
-        return changes
+        shares = graph.shares
+        return changes, sorted({p for p in touched if self.steps[p] != HOLE and shares[self.steps[p]]})
 
-    def _restore(self, position: int) -> None:
-        """Undo `_delete`'s re-wiring."""
-        op = self.steps[position]
-        for b in self.graph.inputs[op]:
-            uses = self.uses[b][self.copy_at(b, position)]
-            uses.insert(bisect_left(uses, position), position)
-        for b in self.graph.outputs[op]:
-            copy = bisect_left(self.starts[b], position)
-            uses = self.uses[b][copy - 1]
-            k = bisect_left(uses, position)
-            self.starts[b].insert(copy, position)
-            self.uses[b].insert(copy, uses[k:])
-            del uses[k:]
+    def _unlink(self, position: int) -> None:
+        links = self.links
+        for touch in links.of(position):
+            before, behind = links.before[touch], links.behind[touch]
+            links.behind[before] = behind
+            if behind >= 0:
+                links.before[behind] = before
+
+    def _relink(self, position: int) -> None:
+        """Undo `_unlink`."""
+        links = self.links
+        for touch in reversed(links.of(position)):
+            before, behind = links.before[touch], links.behind[touch]
+            links.behind[before] = touch
+            if behind >= 0:
+                links.before[behind] = touch
+
+    def useless_reruns(self) -> list[int]:
+        """Positions of re-runs whose outputs nothing reads, descending; of the steps as they were given."""
+        useful = np.zeros(len(self.steps), dtype=np.bool_)
+        useful[self.order.position[self.order.is_run & ~self.order.dies]] = True
+        again = np.asarray(self.steps, dtype=np.int64) < np.asarray(self.slots, dtype=np.int64)
+        found: list[int] = np.flatnonzero(again & ~useful)[::-1].tolist()
+        return found
 
 
 def prune(schedule: Schedule) -> None:
     """Take out re-runs that nothing reads; it never costs bytes."""
+    if schedule._links is None and not schedule.useless_reruns():
+        return
     for position in reversed(schedule.rerun_positions()):
         if schedule.is_useless(position):
             schedule.try_delete(position, schedule.peak_bytes)
