@@ -1,5 +1,9 @@
 """What no plan can beat: the working-set bound on the peak and the cut bound on the overhead.
 
+Working-set bound: when op `t` runs first, what it needs itself is alive, and besides it enough of what came
+before that everything that later ops read is held or can still be made again: the smallest such set is a
+minimum cut in bytes alone. Where every op may run again at any time that is nothing.
+
 Cut bound: when op `t` runs first, everything that later ops read is held, or made again afterwards. So
 the re-runs after that moment cost at least the cheapest choice of the cut at `t` on the original
 schedule whose kept bytes fit beside what `t` itself needs. Both bounds relax in the plans' favour: what
@@ -10,15 +14,32 @@ from __future__ import annotations
 
 from passes.ir import Program
 from passes.liveness import Graph
-from passes.planners.flow import Moment, cheapest_within, moment_at
+from passes.planners.flow import Cutter, Moment, cheapest_within, moment_at
 from passes.planners.schedule import Schedule
+
+HELD_MOMENTS = 6
 
 
 def working_set_bytes(program: Program) -> int:
     """A peak that no plan can go below: for every op what it and its moment cannot do without."""
     graph = Graph.of(program)
+    return least_bytes(graph, Schedule(graph, range(len(graph.cost_ns))))
+
+
+def least_bytes(graph: Graph, schedule: Schedule) -> int:
+    """The working-set bound of a program, whose ops `schedule` runs once each."""
     forced = forced_bytes(graph, last_needs(graph))
-    return max(forced, default=graph.argument_bytes)
+    least = max(forced, default=graph.argument_bytes)
+    ops = graph.program.ops
+    if all(op.recomputable and op.deadline is None for op in ops):
+        return least
+    order = sorted(range(len(ops)), key=lambda t: (-forced[t], t))
+    for t in spread(order, HELD_MOMENTS):
+        if schedule.live[t] > least:
+            moment = moment_at(schedule, t, slot=t + 1)
+            if moment.demanded:
+                least = max(least, forced[t] + Cutter(moment).least_kept_bytes())
+    return least
 
 
 def cut_bound(program: Program, budget_bytes: int, moments: int = 8) -> float:
@@ -39,7 +60,8 @@ class Bound:
         self._graph = graph
         self._schedule = Schedule(graph, range(len(graph.cost_ns)))
         self._forced = forced_bytes(graph, last_needs(graph))
-        self._positions = _spread(self._schedule, moments)
+        live = self._schedule.live
+        self._positions = spread(sorted(range(len(live)), key=lambda p: (-int(live[p]), p)), moments)
         self._moments: dict[int, Moment] = {}
 
     def ratio(self, budget_bytes: int) -> float:
@@ -98,12 +120,11 @@ def last_needs(graph: Graph) -> list[int]:
     return last
 
 
-def _spread(schedule: Schedule, moments: int) -> list[int]:
-    """The positions of most live bytes that are not next to each other, highest first."""
-    n = len(schedule.steps)
-    gap = max(1, n // (4 * moments))
+def spread(order: list[int], moments: int) -> list[int]:
+    """The first `moments` positions of a permutation that are not next to each other."""
+    gap = max(1, len(order) // (4 * moments))
     chosen: list[int] = []
-    for position in sorted(range(n), key=lambda p: (-int(schedule.live[p]), p)):
+    for position in order:
         if all(abs(position - other) >= gap for other in chosen):
             chosen.append(position)
         if len(chosen) == moments:

@@ -231,6 +231,15 @@ class Cutter:
         """The cheapest choice among those that keep the fewest bytes, but for rounding."""
         return self.solve(1.0, 1e-7 * self._bytes_sum / self._cost_sum)
 
+    def least_kept_bytes(self) -> int:
+        """No choice keeps fewer bytes, whatever it costs; exact."""
+        capacity = np.where(self._infinite, self._bytes_sum + 1, self._bytes)
+        self._flow.set_arcs_capacity(self._arcs, capacity)
+        status = self._flow.solve(SOURCE, SINK)
+        assert status == self._flow.OPTIMAL, f"maximum flow ended with {status}"
+        self.solved += 1
+        return int(self._flow.optimal_flow())
+
     def rounding(self, byte_weight: float, cost_weight: float) -> float:
         """How far above the true minimum `solve`'s value can be, capacities being integers."""
         total = byte_weight * self._bytes_sum + cost_weight * self._cost_sum

@@ -14,7 +14,7 @@ from itertools import pairwise
 from passes.ir import OpId, Plan, Program, Status
 from passes.liveness import Graph
 from passes.offsets.best_fit import place_graph
-from passes.planners.bounds import Bound, forced_bytes, last_needs
+from passes.planners.bounds import Bound, least_bytes
 from passes.planners.config import PlannerConfig
 from passes.planners.cut import Descent, Style, Work, deepen, descend, lower_to, of_schedule, rank, relax
 from passes.planners.greedy import evict_one_by_one
@@ -65,10 +65,9 @@ class Search:
     def __init__(self, program: Program, config: PlannerConfig) -> None:
         self.config = config
         self.graph = Graph.of(program)
-        self.start = of_schedule(Schedule(self.graph, range(len(program.ops))))
-        self.working_set_bytes = max(
-            forced_bytes(self.graph, last_needs(self.graph)), default=self.graph.argument_bytes
-        )
+        schedule = Schedule(self.graph, range(len(program.ops)))
+        self.start = of_schedule(schedule)
+        self.working_set_bytes = least_bytes(self.graph, schedule)
         self.effort = 1.0
         self.only_deep = False
         self.total_limits = TOTAL_LIMITS

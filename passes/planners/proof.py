@@ -1,0 +1,117 @@
+"""A proof that no plan keeps a budget, by walking executions backwards.
+
+Where an op runs, all its inputs are alive at once. The one of them that was made last was made while the
+others were alive, beside its own inputs: a larger set that was alive at once, some time before. Going on
+like that, every execution leads back to the time when nothing had been made. If all ways back from some op
+(or from the program's outputs) pass a moment that does not fit the budget, no plan keeps it.
+
+It relaxes in the plans' favour: ops run in any order and as often as they like, and in-place ops save all
+they could. States are sets of buffers as bit masks. Deterministic; gives up after a number of states.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from passes.liveness import Graph
+from passes.planners.bounds import last_needs
+
+STATES_PER_TARGET = 400
+
+
+def is_impossible(graph: Graph, budget_bytes: int, max_states: int) -> bool:
+    """True if it is proved that no plan's peak is within `budget_bytes`; False says nothing.
+
+    Args:
+        max_states: how many states to visit for all ops together, those that hold most bytes first.
+    """
+    walk = _Backwards(graph, budget_bytes)
+    left = max_states
+    for target in _targets(graph):
+        if left <= 0:
+            break
+        visited, reached = walk.run(target, min(left, STATES_PER_TARGET))
+        if not reached:
+            return True
+        left -= visited
+    return False
+
+
+def _targets(graph: Graph) -> list[int]:
+    """What must be alive at once, just before each op and at the end; most bytes first."""
+    ops = graph.program.ops
+    last_need = last_needs(graph)
+    pinned: list[int] = []
+    found = []
+    for t, op in enumerate(ops):
+        pinned = [b for b in pinned if last_need[b] > t]
+        held = [b for b in pinned if not ops[graph.producer[b]].can_rerun(t + 1)]
+        found.append((-graph.local_bytes[t], t, _mask((*graph.inputs[t], *held))))
+        if not op.recomputable or op.deadline is not None:
+            pinned.extend(graph.outputs[t])
+    wanted = [b for b in graph.program.outputs if graph.producer[b] >= 0]
+    found.append((-sum(graph.nbytes[b] for b in wanted), len(ops), _mask(wanted)))
+    return [mask for _, _, mask in sorted(found)]
+
+
+def _mask(buffers: tuple[int, ...] | list[int]) -> int:
+    mask = 0
+    for b in buffers:
+        mask |= 1 << b
+    return mask
+
+
+class _Backwards:
+    """Ways back from a set of buffers that are alive at once, within a budget."""
+
+    def __init__(self, graph: Graph, budget_bytes: int) -> None:
+        self.graph = graph
+        self.room_bytes = budget_bytes - graph.argument_bytes
+        self.reads = [_mask(i) for i in graph.inputs]
+        self.writes = [_mask(o) for o in graph.outputs]
+
+    def run(self, target: int, max_states: int) -> tuple[int, bool]:
+        """How many states were visited, and whether a way back was found, or may exist."""
+        queue = [(self.nbytes(target), target)]
+        seen = {target}
+        for visited in range(max_states):
+            if not queue:
+                return visited, False
+            held_bytes, held = heapq.heappop(queue)
+            if not held:
+                return visited, True
+            for before_bytes, before in self._before(held, held_bytes):
+                if before not in seen:
+                    seen.add(before)
+                    heapq.heappush(queue, (before_bytes, before))
+        return max_states, True
+
+    def nbytes(self, mask: int) -> int:
+        """Bytes of a set of buffers."""
+        total = 0
+        while mask:
+            low = mask & -mask
+            total += self.graph.nbytes[low.bit_length() - 1]
+            mask ^= low
+        return total
+
+    def _before(self, held: int, held_bytes: int) -> list[tuple[int, int]]:
+        """What was alive just before the last run that made some of `held`, one entry for each such run."""
+        graph = self.graph
+        found = []
+        rest = held
+        while rest:
+            op = graph.producer[(rest & -rest).bit_length() - 1]
+            made = held & self.writes[op]
+            rest &= ~made
+            added_bytes = self.nbytes(self.reads[op] & ~held)
+            during_bytes = held_bytes + added_bytes + graph.workspace_bytes[op]
+            during_bytes += self.nbytes(self.writes[op] & ~held) - self._saved_bytes(op, held)
+            if during_bytes <= self.room_bytes:
+                found.append((held_bytes - self.nbytes(made) + added_bytes, held & ~made | self.reads[op]))
+        return found
+
+    def _saved_bytes(self, op: int, held: int) -> int:
+        """At most this many bytes are saved by taking places of inputs that are not alive afterwards."""
+        nbytes = self.graph.nbytes
+        return sum([min(nbytes[o], nbytes[i]) for o, i in self.graph.shares[op] if not held >> i & 1])
