@@ -136,27 +136,31 @@ class _Events:
         return None
 
 
-def _concatenate(sizes: list[tuple[int, bool]], alignment: int) -> int:
-    """Size of the temporaries put after each other in the order XLA's partition leaves them."""
-    items = list(sizes)
+def _concatenate(sizes: list[tuple[int, bool]], alignment: int) -> tuple[int, dict[int, int]]:
+    """Size of the temporaries put after each other in the order XLA's partition leaves them, and where
+    each of them starts, by its place in `sizes`."""
+    items = list(range(len(sizes)))
     first, last = 0, len(items)
     while True:
-        while first != last and not items[first][1]:
+        while first != last and not sizes[items[first]][1]:
             first += 1
         if first == last:
             break
         last -= 1
-        while first != last and items[last][1]:
+        while first != last and sizes[items[last]][1]:
             last -= 1
         if first == last:
             break
         items[first], items[last] = items[last], items[first]
         first += 1
     total = 0
-    for nbytes, is_temp in items:
+    starts: dict[int, int] = {}
+    for item in items:
+        nbytes, is_temp = sizes[item]
         if is_temp:
-            total = -(-total // alignment) * alignment + nbytes
-    return total
+            starts[item] = -(-total // alignment) * alignment
+            total = starts[item] + nbytes
+    return total, starts
 
 
 def _local_values(module: graph.Module, reachable: list[int]) -> list[graph.Instruction]:
@@ -178,22 +182,17 @@ def layout(assigner: Assigner, space: int = 0) -> tuple[HeapLayout, int]:
     return pack(intervals, ALIGNMENT[assigner.platform]), events.peak
 
 
+def heap_intervals(assigner: Assigner, space: int = 0) -> list[Interval]:
+    """The intervals that XLA packs in a memory space, on its clock of events."""
+    return _Events(assigner, space).run()
+
+
 def predict_assigned(assigner: Assigner) -> HeapPrediction:
     """What XLA will allocate, from a replayed buffer assignment."""
-    module, platform = assigner.module, assigner.platform
-    order = [(a.nbytes, a.is_temp) for a in assigner.allocations]
-    live = 0
-    for space in sorted({assigner.space_of(g) for g in assigner.heap}):
-        if space != HOST:
-            heap, peak = layout(assigner, space)
-            order.append((heap.size, True))
-            live += peak
-    local = _local_values(module, assigner.flow.reachable)
-    order += [(i.shape.nbytes, False) for i in local]
-    temp = _concatenate(order, ALIGNMENT[platform])
+    row = _row(assigner)
     tables = sum(a.nbytes for a in assigner.allocations if a.is_temp)
     kinds = {"argument": 0, "donated": 0, "constant": 0, "output": 0}
-    counted = (i for i in local if assigner.counts_local or i.opcode == "constant")
+    counted = (i for i in row.local if assigner.counts_local or i.opcode == "constant")
     kinds["constant"] += sum(i.shape.nbytes for i in counted)
     for a in assigner.allocations:
         if a.space == HOST:
@@ -205,10 +204,60 @@ def predict_assigned(assigner: Assigner) -> HeapPrediction:
     argument = kinds["argument"] + kinds["donated"]
     fixed = argument + kinds["output"] + kinds["constant"]
     return HeapPrediction(
-        temp_bytes=temp, argument_bytes=argument, output_bytes=kinds["output"] + kinds["donated"],
-        alias_bytes=kinds["donated"], constant_bytes=kinds["constant"], total_bytes=fixed + temp,
-        live_bytes=live + tables,
+        temp_bytes=row.nbytes, argument_bytes=argument, output_bytes=kinds["output"] + kinds["donated"],
+        alias_bytes=kinds["donated"], constant_bytes=kinds["constant"], total_bytes=fixed + row.nbytes,
+        live_bytes=sum(row.peaks) + tables,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Row:
+    """The temporaries of a program behind each other.
+
+    Attributes:
+        nbytes: all of them.
+        tables: index of an allocation of the assigner -> where it starts.
+        heaps: memory space, where its heap starts, and the heap.
+        peaks: largest sum of bytes alive at once in each heap.
+        local: what reducers and the like define.
+    """
+
+    nbytes: int
+    tables: dict[int, int]
+    heaps: list[tuple[int, int, HeapLayout]]
+    peaks: list[int]
+    local: list[graph.Instruction]
+
+
+def _row(assigner: Assigner) -> _Row:
+    order = [(a.nbytes, a.is_temp) for a in assigner.allocations]
+    spaces = [s for s in sorted({assigner.space_of(g) for g in assigner.heap}) if s != HOST]
+    found = [layout(assigner, space) for space in spaces]
+    first = len(order)
+    order += [(heap.size, True) for heap, _ in found]
+    local = _local_values(assigner.module, assigner.flow.reachable)
+    order += [(i.shape.nbytes, False) for i in local]
+    nbytes, starts = _concatenate(order, ALIGNMENT[assigner.platform])
+    heaps = [
+        (space, starts[first + n], heap)
+        for n, (space, (heap, _)) in enumerate(zip(spaces, found, strict=True))
+    ]
+    tables = {n: at for n, at in starts.items() if n < first}
+    return _Row(nbytes=nbytes, tables=tables, heaps=heaps, peaks=[p for _, p in found], local=local)
+
+
+def temp_offsets(assigner: Assigner) -> dict[int, int]:
+    """Where XLA will put every temporary, by value id, in bytes from the start of the temporaries."""
+    row = _row(assigner)
+    offsets: dict[int, int] = {}
+    for n, at in row.tables.items():
+        offsets.update(dict.fromkeys(assigner.allocations[n].values, at))
+    for space, at, heap in row.heaps:
+        groups = [g for g in assigner.heap if assigner.space_of(g) == space]
+        leaders = {i.key: i.group for i in heap_intervals(assigner, space)}
+        for g in groups:
+            offsets.update({v: at + heap.offsets[leaders[v]] for v in assigner.flow.classes[g]})
+    return offsets
 
 
 def predict(module: Any, platform: str, *, counts_local: bool = False) -> HeapPrediction:
