@@ -82,7 +82,8 @@ def _best_gap(offset: np.ndarray, limit: np.ndarray, nbytes: int, alignment: int
     return int(starts[int(np.argmin(sizes))])
 
 
-def _order(intervals: list[Interval], temporal: bool) -> list[Interval]:
+def xla_order(intervals: list[Interval], *, temporal: bool) -> list[Interval]:
+    """The leaders, largest first, or longest-lived first if `temporal`."""
     leaders = [i for i in intervals if i.leads]
     if not temporal:
         return sorted(leaders, key=lambda i: (-i.nbytes, i.start - i.end, i.key))
@@ -94,14 +95,15 @@ def _order(intervals: list[Interval], temporal: bool) -> list[Interval]:
     return sorted(leaders, key=lambda i: (first[i.group] - last[i.group], -i.nbytes, i.key))
 
 
-def _pack(intervals: list[Interval], alignment: int, temporal: bool) -> HeapLayout:
+def best_fit(intervals: list[Interval], alignment: int, leaders: list[Interval]) -> HeapLayout:
+    """Place the groups in the order of their `leaders`, each in the tightest gap that is left for it."""
     members: dict[int, list[Interval]] = {}
     for interval in intervals:
         members.setdefault(interval.group, []).append(interval)
     placed = _Placed(len(intervals))
     offsets: dict[int, int] = {}
     size = 0
-    for leader in _order(intervals, temporal):
+    for leader in leaders:
         group = members[leader.group]
         nbytes = max(m.nbytes for m in group)
         at = _best_gap(*placed.overlapping(group), nbytes, alignment) if nbytes else 0
@@ -122,6 +124,6 @@ def pack(intervals: list[Interval], alignment: int) -> HeapLayout:
 
     Complexity: O(n^2) in numpy.
     """
-    by_size = _pack(intervals, alignment, temporal=False)
-    by_time = _pack(intervals, alignment, temporal=True)
+    by_size = best_fit(intervals, alignment, xla_order(intervals, temporal=False))
+    by_time = best_fit(intervals, alignment, xla_order(intervals, temporal=True))
     return by_time if by_time.size < by_size.size else by_size
