@@ -32,8 +32,6 @@ from coop_jax import aot, xla
 from coop_jax.errors import CoopError, error_from_text
 from coop_jax.text import format_table
 from examples.models import GPTConfig, gpt
-from passes.hlo import proto
-from passes.hlo.cost import program_cost_ns
 
 MIB = 2**20
 POLICIES = ("dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable")
@@ -68,7 +66,6 @@ def compile_row(name: str, fn: Callable[..., Any], specs: Any, device: aot.Targe
         return Row(name=name, error=str(found or error), compile_s=time.perf_counter() - start, **extra)
     seconds = time.perf_counter() - start
     memory = aot.memory(compiled)
-    module = proto.parse(compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
     record = xla.record_of(compiled)
     stages = [] if record is None else [s for s in (record.jaxpr, record.hlo) if s is not None]
     recompute = {f"{s.stage}_recompute_ms": s.recompute_ns / 1e6 for s in stages}
@@ -77,7 +74,7 @@ def compile_row(name: str, fn: Callable[..., Any], specs: Any, device: aot.Targe
         temp_mib=memory.temp_bytes / MIB,
         total_bytes=memory.total_bytes,
         fixed_bytes=memory.fixed_bytes,
-        cost_ms=program_cost_ns(module, aot.model_for("gpu", "NVIDIA H200")) / 1e6,
+        cost_ms=aot.kernels_ns(compiled, aot.model_for("gpu", "NVIDIA H200")) / 1e6,
         compile_s=seconds,
         planning_s=sum(s.seconds for s in stages) if stages else None,
         **recompute,

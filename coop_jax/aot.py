@@ -25,6 +25,8 @@ from jax.experimental import topologies
 from coop_jax.errors import UnsupportedError
 from coop_jax.text import format_bytes
 from passes.cost import DEVICES, DeviceModel
+from passes.hlo import proto
+from passes.hlo.cost import program_cost_ns
 
 TARGETS = ("h200", "h100", "a100", "b200")
 
@@ -84,6 +86,17 @@ class Memory:
             f"+ outputs {format_bytes(self.output_bytes)} + temporaries {format_bytes(self.temp_bytes)} "
             f"- donated {format_bytes(self.alias_bytes)}"
         )
+
+
+def kernels_ns(compiled: Any, device: DeviceModel) -> int:
+    """Estimated time of all kernels of a compiled program, by a roofline model of the device.
+
+    Args:
+        compiled: what `lower(...).compile()` returned.
+        device: cost model.
+    """
+    data = compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
+    return program_cost_ns(proto.parse(data), device)
 
 
 def target(name: str) -> Target:

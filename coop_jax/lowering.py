@@ -76,10 +76,11 @@ class Planned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Baseline:
-    """The total of the program without rematerialization."""
+    """The total of the program without rematerialization, and the time of its kernels where compiled."""
 
     total_bytes: int
     compiled: bool
+    cost_ns: int | None = None
 
 
 def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Planned | None) -> Any:
@@ -115,6 +116,7 @@ def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Pl
         device_name=device.name,
         baseline_total_bytes=baseline[0].total_bytes if baseline else None,
         baseline_compiled=baseline[0].compiled if baseline else False,
+        baseline_cost_ns=baseline[0].cost_ns if baseline else None,
         jaxpr=outcome,
     )
     xla.mark(ctx, record, _digest(jaxpr))
@@ -310,14 +312,15 @@ def _baseline(
     plain = plains[-1] if exact is None else exact
     donated = () if exact is None else tuple(i for i, alias in enumerate(facts.aliased) if alias is not None)
     try:
-        memory = None if facts.device is None else _compiled_memory(plain, facts.device, donated)
+        found = None if facts.device is None else _compiled_plain(plain, facts.device, donated, device)
     except jax.errors.JaxRuntimeError:
-        memory = None
-    if memory is None:
+        found = None
+    if found is None:
         outcome = plan_program(plain, request)[1]
         return _Baseline(total_bytes=max(1, fixed_bytes + outcome.before_temp_bytes), compiled=False)
+    memory, cost_ns = found
     if exact is not None:
-        return _Baseline(total_bytes=memory.total_bytes, compiled=True)
+        return _Baseline(total_bytes=memory.total_bytes, compiled=True, cost_ns=cost_ns)
     return _Baseline(total_bytes=max(memory.total_bytes, fixed_bytes + memory.temp_bytes), compiled=False)
 
 
@@ -330,14 +333,17 @@ def _is_whole(plain: Any, facts: module.ModuleFacts) -> bool:
 
 
 @compat.cached_by_jaxpr
-def _compiled_memory(plain: Any, device: Any, donated: tuple[int, ...]) -> aot.Memory:
-    """What XLA says the plain program needs."""
+def _compiled_plain(
+    plain: Any, device: Any, donated: tuple[int, ...], model: DeviceModel
+) -> tuple[aot.Memory, int]:
+    """What XLA says the plain program needs, and the estimated time of its kernels."""
     specs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in plain.in_avals]
     run: Callable[..., Sequence[Any]] = lambda *values: compat.evaluate(plain, values)  # noqa: E731
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         jitted = jax.jit(run, donate_argnums=donated, keep_unused=True)
-        return aot.memory(jitted.lower(*aot.sharded_specs(specs, device)).compile())
+        compiled = jitted.lower(*aot.sharded_specs(specs, device)).compile()
+    return aot.memory(compiled), aot.kernels_ns(compiled, model)
 
 
 def _nbytes(avals: Sequence[Any]) -> int:

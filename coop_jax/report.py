@@ -32,6 +32,8 @@ class Report:
         planned_total_bytes: what the last stage that planned expected.
         compiled_total_bytes: XLA's count: arguments + outputs + temporaries - aliased.
         argument_bytes, output_bytes, alias_bytes, temp_bytes: XLA's parts of it.
+        baseline_cost_ns, compiled_cost_ns: estimated time of all kernels without rematerialization and as
+            compiled; None where that program was not compiled, or came from JAX's compilation cache.
         overhead_ratio: estimated time of the recompute over that of the program without it.
         lower_bound_ratio: no plan for this budget costs less (0.0: nothing proved).
         status: "optimal" or "feasible".
@@ -52,6 +54,8 @@ class Report:
     output_bytes: int
     alias_bytes: int
     temp_bytes: int
+    baseline_cost_ns: int | None
+    compiled_cost_ns: int | None
     overhead_ratio: float
     lower_bound_ratio: float
     status: Status
@@ -77,6 +81,8 @@ class Report:
             format_table(("", "bytes", "", "of budget"), self._byte_rows()),
             self._recompute_text(),
         ]
+        if self.compiled_cost_ns is not None:
+            lines.append(self._kernels_text(self.compiled_cost_ns))
         if self.recomputed:
             lines.append(
                 format_table(("recomputed", "times", "bytes", "cost", "stage"), _grouped(self.recomputed))
@@ -100,6 +106,14 @@ class Report:
             (name, str(n), format_bytes(n, exact=False), f"{100 * n / self.budget_bytes:.1f} %")
             for name, n in rows
         ]
+
+    def _kernels_text(self, compiled_ns: int) -> str:
+        text = f"all kernels as compiled: estimated {format_ns(compiled_ns)}"
+        plain_ns = self.baseline_cost_ns
+        if not plain_ns:
+            return text
+        change = 100 * (compiled_ns / plain_ns - 1)
+        return f"{text}, without rematerialization {format_ns(plain_ns)} ({change:+.2f} %)"
 
     def _recompute_text(self) -> str:
         if not self.recomputed:
@@ -158,6 +172,8 @@ def _assemble(record: xla.Record, memory: aot.Memory) -> Report:
         output_bytes=memory.output_bytes,
         alias_bytes=memory.alias_bytes,
         temp_bytes=memory.temp_bytes,
+        baseline_cost_ns=record.baseline_cost_ns,
+        compiled_cost_ns=None if record.hlo is None else record.hlo.cost_ns + record.hlo.recompute_ns,
         overhead_ratio=_overhead(stages),
         lower_bound_ratio=changed[0].lower_bound_ratio if changed else 0.0,
         status=_status(changed),

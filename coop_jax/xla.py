@@ -50,6 +50,7 @@ class Record:
         device_name: the cost model that was used.
         baseline_total_bytes: the total without rematerialization; None if it was not needed.
         baseline_compiled: True if XLA counted it, False if it was predicted.
+        baseline_cost_ns: estimated time of the kernels without rematerialization, where they were compiled.
         jaxpr: what the jaxpr stage did; None if it did not run (programs over several devices).
         hlo: what the enforcing stage did; None if it did not run in this process.
     """
@@ -61,6 +62,7 @@ class Record:
     device_name: str
     baseline_total_bytes: int | None = None
     baseline_compiled: bool = False
+    baseline_cost_ns: int | None = None
     jaxpr: StageOutcome | None = None
     hlo: StageOutcome | None = None
 
@@ -272,6 +274,7 @@ def _facts(record: Record) -> dict[str, Any]:
         "device": record.device_name,
         "baseline_total_bytes": record.baseline_total_bytes,
         "baseline_compiled": record.baseline_compiled,
+        "baseline_cost_ns": record.baseline_cost_ns,
         "jaxpr": None if record.jaxpr is None else _outcome_dict(record.jaxpr),
     }
 
@@ -285,6 +288,7 @@ def _record_from_facts(record_id: str, facts: Mapping[str, Any]) -> Record:
         device_name=facts["device"],
         baseline_total_bytes=facts["baseline_total_bytes"],
         baseline_compiled=facts["baseline_compiled"],
+        baseline_cost_ns=facts["baseline_cost_ns"],
         jaxpr=None if facts["jaxpr"] is None else _outcome_from(facts["jaxpr"]),
     )
 

@@ -15,6 +15,8 @@ SOURCES = sorted(
 )
 PRODUCT = [p for p in SOURCES if p.relative_to(ROOT).parts[0] in ("coop_jax", "passes")]
 MOST_LINES = 450
+# All that differs between JAX versions is in one module by rule, so that one may be long.
+MOST_COMPAT_LINES = 600
 PRIVATE_JAX = "passes/jaxpr/compat.py"
 
 
@@ -90,7 +92,8 @@ def test_private_jax_is_named_in_one_place(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=name)
 def test_files_are_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= MOST_LINES
+    most = MOST_COMPAT_LINES if name(path) == PRIVATE_JAX else MOST_LINES
+    assert len(path.read_text().splitlines()) <= most
 
 
 def public_without_docstring(tree: ast.Module) -> list[str]:
