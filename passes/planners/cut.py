@@ -16,6 +16,9 @@ from passes.planners.flow import cheapest_within, filled_up, missing_runs, momen
 from passes.planners.schedule import Schedule, prune, reverse_delete
 
 BEND_RATIO = 0.02
+DELETE_UNITS = 20
+CUT_UNITS = 400
+SCHEDULE_UNITS = 300
 
 
 @dataclass(slots=True)
@@ -102,7 +105,7 @@ def cut_once(schedule: Schedule, level_bytes: int, style: Style, work: Work) -> 
         moment = moment_at(schedule, position, tilt_ratio=style.tilt_ratio, level_bytes=limit_bytes)
         capacity_bytes = level_bytes - left_bytes - moment.forced_bytes
         hull = cheapest_within(moment, capacity_bytes)
-        work.done += (hull.flows + 4) * (len(moment.tails) + 100) // 3
+        work.done += CUT_UNITS + (hull.flows + 5) * (len(moment.tails) + 200) // 4
         if hull.bound_ns is not None:
             break
     work.done += len(moment.tails) if style.filled else 0
@@ -123,7 +126,7 @@ def lower_to(
         if found is None:
             break
         schedule = Schedule(graph, found)
-        work.done += 4 * len(found)
+        work.done += SCHEDULE_UNITS + 2 * len(found) // 3
         prune(schedule)
         now = of_schedule(schedule)
         schedule = Schedule(graph, now.steps) if len(now.steps) < len(schedule.steps) else schedule
@@ -133,8 +136,7 @@ def lower_to(
             best, lowest = now, reached
     if best.peak_bytes <= level_bytes:
         final = Schedule(graph, best.steps)
-        reverse_delete(final, level_bytes)
-        work.done += 4 * len(best.steps)
+        work.done += len(best.steps) // 2 + DELETE_UNITS * reverse_delete(final, level_bytes)
         best = of_schedule(final)
     return best
 

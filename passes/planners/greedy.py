@@ -51,7 +51,7 @@ def _best_eviction(schedule: Schedule, budget_bytes: int, work: Work) -> Schedul
             continue
         after = Schedule(graph, insert(schedule.steps, dict(inserts)))
         prune(after)
-        work.done += 4 * len(after.steps)
+        work.done += len(after.steps)
         gain = (before - _excess_bytes(after, budget_bytes)) / (1 + after.cost_ns - schedule.cost_ns)
         if before > _excess_bytes(after, budget_bytes) and (best is None or gain > best[0]):
             best = (gain, Schedule(graph, after.compact()))

@@ -8,10 +8,10 @@ from __future__ import annotations
 import random
 
 from passes.liveness import Graph
-from passes.planners.cut import Descent, Style, Work, lower_to, rank
+from passes.planners.cut import SCHEDULE_UNITS, Descent, Style, Work, lower_to, rank
 from passes.planners.schedule import HOLE, Schedule, prune
 
-LARGEST_DROP = 30
+USUAL_DROP = 8
 PATIENCE = 100
 
 
@@ -27,7 +27,7 @@ def improve(
     stale = 0
     while work.left and stale < PATIENCE and (best.cost_ns > floor_ns or best.peak_bytes > budget_bytes):
         schedule = Schedule(graph, current.steps)
-        work.done += 4 * len(current.steps)
+        work.done += 2 * SCHEDULE_UNITS + len(current.steps)
         reruns = schedule.rerun_positions()
         if not reruns:
             break
@@ -51,8 +51,8 @@ def improve(
 
 
 def _pick(schedule: Schedule, reruns: list[int], random_number: random.Random) -> list[int]:
-    """Which re-runs to take out: scattered ones, neighbours, or those of a range of ops."""
-    count = min(len(reruns), random_number.randint(1, LARGEST_DROP))
+    """Which re-runs to take out, mostly few: scattered ones, neighbours, or those of a range of ops."""
+    count = min(len(reruns), 1 + int(random_number.expovariate(1 / USUAL_DROP)))
     kind = random_number.randrange(3)
     if kind == 0:
         return sorted(random_number.sample(reruns, count))

@@ -352,13 +352,16 @@ def prune(schedule: Schedule) -> None:
             schedule.try_delete(position, schedule.peak_bytes)
 
 
-def reverse_delete(schedule: Schedule, limit_bytes: int, rounds: int = 3) -> None:
-    """Take out re-runs, costliest first, while the peak stays within `limit_bytes`."""
+def reverse_delete(schedule: Schedule, limit_bytes: int, rounds: int = 3) -> int:
+    """Take out re-runs, costliest first, while the peak stays within `limit_bytes`; returns how many it tried."""
     prune(schedule)
     cost_ns = schedule.graph.cost_ns
+    tried = 0
     for _ in range(rounds):
         order = sorted(schedule.rerun_positions(), key=lambda p: (-cost_ns[schedule.steps[p]], p))
+        tried += len(order)
         deleted = [schedule.try_delete(p, limit_bytes) for p in order]
         if not any(deleted):
-            return
+            break
         prune(schedule)
+    return tried

@@ -19,6 +19,7 @@ from passes.planners.config import PlannerConfig
 from passes.planners.cut import Descent, Style, Work, deepen, descend, lower_to, of_schedule, rank, relax
 from passes.planners.greedy import evict_one_by_one
 from passes.planners.neighbourhood import improve
+from passes.planners.proof import is_impossible
 from passes.planners.schedule import Schedule, reverse_delete
 from passes.planners.window import Walked, walk
 
@@ -53,6 +54,10 @@ BELOW_SHARES = (0.05, 0.2, 0.5)
 MAX_PLACED = 8
 WALKS_LIMITS = 0.5
 ROUNDING_NS = 1e-3
+NEAR_OVERHEAD = 0.0004
+NEAR_BOUND = 0.02
+PROOF_STATES = 2000
+STATE_UNITS = 25
 LEAST_PEAK_EFFORT = 2.0
 WINDOW_EXPONENTS = (0.0, 1.0, 0.5)
 WINDOW_EXCESS = (1.0, 1.06, 1.2, 1.5)
@@ -70,6 +75,7 @@ class Search:
         self.working_set_bytes = least_bytes(self.graph, schedule)
         self.effort = 1.0
         self.only_deep = False
+        self.impossible_bytes = self.working_set_bytes - 1
         self.total_limits = TOTAL_LIMITS
         self._clocks: list[Work] = []
         self._bound: Bound | None = None
@@ -81,6 +87,16 @@ class Search:
         if self._bound is None:
             self._bound = Bound(self.graph, self.config.bound_moments)
         return self._bound.ratio(budget_bytes)
+
+    def is_impossible(self, budget_bytes: int) -> bool:
+        """True if it is proved that no sequence keeps the budget."""
+        if budget_bytes > self.impossible_bytes:
+            clock = self.work()
+            states = min(PROOF_STATES, (clock.limit - clock.done) // STATE_UNITS)
+            clock.done += states * STATE_UNITS
+            if states and is_impossible(self.graph, budget_bytes, states):
+                self.impossible_bytes = budget_bytes
+        return budget_bytes <= self.impossible_bytes
 
     def work(self, limits: float = 1.0) -> Work:
         """A fresh clock, of what all clocks together may still use."""
@@ -195,7 +211,7 @@ class Search:
         """Cuts and a search around them; where they miss the budget, from below."""
         target_bytes = max(budget_bytes, self.working_set_bytes)
         best = self._solve(target_bytes, best)
-        if best.peak_bytes <= target_bytes or self.only_deep or budget_bytes < self.working_set_bytes:
+        if best.peak_bytes <= target_bytes or self.only_deep or self.is_impossible(budget_bytes):
             return best
         found = self._from_below(target_bytes, best)
         if found.peak_bytes <= target_bytes:
@@ -253,11 +269,13 @@ class Search:
     def _attempts(self, target_bytes: int, work: Work) -> list[Descent]:
         """Descents in several styles until the work limit; the first one may take more."""
         found: list[Descent] = []
+        floor_ns = self._floor_ns(target_bytes)
         for style in PORTFOLIO:
             part = Work(work.limit // 3 if found else FIRST_LIMITS * work.limit)
             found.append(descend(self.graph, self.start, target_bytes, part, style))
             work.done += part.done
-            if not work.left:
+            best = min(found, key=lambda d: rank(d, target_bytes))
+            if not work.left or (best.peak_bytes <= target_bytes and best.cost_ns <= floor_ns):
                 return found
         if GREEDY_UNITS_PER_OP * len(self.graph.cost_ns) <= work.limit - work.done:
             part = Work((work.limit - work.done) // 2)
@@ -266,10 +284,14 @@ class Search:
         return found
 
     def _floor_ns(self, budget_bytes: int) -> int:
-        """No sequence within the budget costs less; found at one moment only if no bound is wanted."""
+        """Cheap enough: a little above what no sequence within the budget can cost less than.
+
+        The bound is found at one moment only if none is wanted.
+        """
         if self._bound is None:
             self._bound = Bound(self.graph, self.config.bound_moments if self.config.bound else 1)
-        return _at_least_ns(self.start.cost_ns, self._bound.ratio(budget_bytes))
+        bound_ratio = self._bound.ratio(budget_bytes)
+        return _at_least_ns(self.start.cost_ns, bound_ratio + NEAR_OVERHEAD + NEAR_BOUND * bound_ratio)
 
     def plan(self, found: Descent, budget_bytes: int, seconds: float, planner: str) -> Plan:
         """A plan of what was found, with its bound and status."""
@@ -277,7 +299,7 @@ class Search:
         base_ns = self.start.cost_ns
         overhead_ratio = (found.cost_ns - base_ns) / base_ns if base_ns else 0.0
         if found.peak_bytes > budget_bytes:
-            proved = budget_bytes < self.working_set_bytes
+            proved = self.is_impossible(budget_bytes)
             status = Status.INFEASIBLE if proved else Status.UNKNOWN
         elif found.cost_ns <= _at_least_ns(base_ns, lower_bound_ratio):
             status = Status.OPTIMAL
@@ -330,7 +352,7 @@ def least_peak(program: Program, config: PlannerConfig | None = None) -> Plan:
     search.only_deep = True
     found = search.best(search.working_set_bytes)
     made = search.plan(found, found.peak_bytes, 0.0, search.config.planner)
-    proved = found.peak_bytes == search.working_set_bytes
+    proved = search.is_impossible(found.peak_bytes - 1)
     return _timed(made, begin, Status.OPTIMAL if proved else Status.FEASIBLE)
 
 
