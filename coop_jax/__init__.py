@@ -15,6 +15,7 @@ from coop_jax.errors import (
     InfeasibleBudgetError,
     UnsupportedError,
 )
+from coop_jax.pinning import pin
 from coop_jax.planning import MinimumBudget, minimum_budget, plan
 from coop_jax.remat import remat
 from coop_jax.report import Report, report
@@ -30,6 +31,7 @@ __all__ = [
     "UnsupportedError",
     "minimum_budget",
     "parse_bytes",
+    "pin",
     "plan",
     "remat",
     "report",

@@ -83,7 +83,8 @@ def read_executable(data: bytes, schema: Schema) -> Executable:
         raise ValueError(f"the executable cannot be read: {error}") from error
     temps = [n for n, a in enumerate(assignment.buffer_allocations) if is_temp(a) and a.size]
     if len(temps) != 1:
-        raise ThunkError(f"the program has {len(temps)} allocations of temporaries; one can be pinned")
+        found = f"{len(temps)} allocations of temporaries; one can be pinned" if temps else "no temporaries"
+        raise ThunkError(f"the program has {found}")
     allocation = assignment.buffer_allocations[temps[0]]
     thunks = Thunks(sequence, allocation.index, allocation.size)
     return Executable(data=data, assignment=assignment, sequence=sequence, thunks=thunks, temp=temps[0])

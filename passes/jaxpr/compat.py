@@ -8,13 +8,10 @@ Nothing else in this project names `jax._src`.
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.util
 import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -40,7 +37,6 @@ from jax._src.util import weakref_lru_cache
 from jax.extend.core import ClosedJaxpr
 
 _REPORTING_FRAMES = 6
-_LIBRARIES = (".so", ".dylib", ".pyd", ".dll")
 
 # XLA's total of a program counts the scalars of its reducers (a few bytes) before 0.12.
 COUNTS_LOCAL = jax.__version_info__ < (0, 12)
@@ -417,41 +413,6 @@ def _fresh_executable() -> Any:
         if "xla_executable" in frame.f_locals:
             return frame.f_locals["xla_executable"]
     return None
-
-
-def proto_library(platform: str) -> str:
-    """The shared library that compiles for "cpu" or "cuda": the descriptions of its messages are in it.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
-    package = "jaxlib" if platform == "cpu" else "jax_plugins.xla_cuda13"
-    spec = importlib.util.find_spec(package)
-    places = [] if spec is None else list(spec.submodule_search_locations or ())
-    found = [p for place in places for suffix in _LIBRARIES for p in Path(place).glob(f"*{suffix}")]
-    if not found:
-        raise FileNotFoundError(f"{package} has no shared library")
-    return str(max(found, key=lambda p: (p.stat().st_size, p.name)))
-
-
-def serialized_executable(compiled: Any) -> bytes:
-    """The bytes of a compiled program as its runtime writes them; XLA raises if it cannot."""
-    executable = compiled.runtime_executable()
-    if hasattr(executable, "serialize"):
-        return bytes(executable.serialize())
-    return bytes(executable.client.serialize_executable(executable))
-
-
-def with_executable(compiled: Any, data: bytes) -> Any:
-    """`compiled` running other bytes than its own: same arguments, results, devices and donation."""
-    unloaded = compiled._executable._unloaded_executable
-    loaded = unloaded.backend.deserialize_executable(data, executable_devices=unloaded.device_list)
-    params = compiled._params
-    return type(compiled)(
-        dataclasses.replace(unloaded, xla_executable=loaded).load(),
-        params.const_args, compiled.args_info, compiled.out_tree,
-        no_kwargs=compiled._no_kwargs, in_types=params.in_types, out_types=params.out_types,
-    )  # fmt: skip
 
 
 def hide_frames(path: str) -> None:
