@@ -12,12 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from coop_jax import aot, xla
+from coop_jax.addresses import address_view
 from coop_jax.errors import BudgetExceededError, UnsupportedError
+from coop_jax.pinning import outcome_of
 from coop_jax.text import format_bytes, format_ns, format_table
 from passes.ir import Status
 from passes.outcome import Recomputed, StageOutcome
 
 _SHOWN = 12
+
+Offsets = dict[str, int | bool | str | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +44,10 @@ class Report:
         device_name: the cost model.
         planner: whose plans were taken, by stage.
         recomputed: what is run again.
-        offsets: predicted against compiled addresses; None for what is not known yet.
+        offsets: the temporaries' addresses. `buffers` that XLA assigned and how many are `equal` to what was
+            predicted (None where XLA does not tell); `predicted_temp_bytes` against `compiled_temp_bytes`;
+            `live_temp_bytes` alive at once; `packed_temp_bytes` with the best packing that was found;
+            whether the program is `pinned` to that, and `pin_reason` if it was asked to and is not.
         seconds: planning time by stage; 0.0 where the program came from JAX's compilation cache.
     """
 
@@ -62,7 +69,7 @@ class Report:
     device_name: str
     planner: dict[str, str]
     recomputed: tuple[Recomputed, ...]
-    offsets: dict[str, int | bool | None]
+    offsets: Offsets
     seconds: dict[str, float]
 
     def to_dict(self) -> dict[str, Any]:
@@ -88,6 +95,7 @@ class Report:
                 format_table(("recomputed", "times", "bytes", "cost", "stage"), _grouped(self.recomputed))
             )
         stages = ", ".join(f"{name} {value:.2f} s" for name, value in self.seconds.items())
+        lines.append(_address_text(self.offsets))
         lines.append(f"planning: {stages or 'none'} (costs are estimates for {self.device_name})")
         return "\n".join(lines)
 
@@ -151,10 +159,10 @@ def report(compiled: Any) -> Report:
     memory = aot.memory(compiled)
     if memory.total_bytes > record.budget_bytes:
         raise BudgetExceededError(budget_bytes=record.budget_bytes, compiled_bytes=memory.total_bytes)
-    return _assemble(record, memory)
+    return _assemble(record, memory, _offsets(compiled, record, memory))
 
 
-def _assemble(record: xla.Record, memory: aot.Memory) -> Report:
+def _assemble(record: xla.Record, memory: aot.Memory, offsets: Offsets) -> Report:
     stages = [s for s in (record.jaxpr, record.hlo) if s is not None]
     planned = memory.fixed_bytes + stages[-1].planned_temp_bytes if stages else memory.total_bytes
     baseline = record.baseline_total_bytes
@@ -180,16 +188,48 @@ def _assemble(record: xla.Record, memory: aot.Memory) -> Report:
         device_name=record.device_name,
         planner={s.stage: s.planner for s in stages},
         recomputed=tuple(r for s in stages for r in s.recomputed),
-        offsets={
-            "buffers": None,
-            "equal": None,
-            "predicted_temp_bytes": None if record.hlo is None else record.hlo.planned_temp_bytes,
-            "compiled_temp_bytes": memory.temp_bytes,
-            "live_temp_bytes": None,
-            "pinned": False,
-        },
+        offsets=offsets,
         seconds={s.stage: s.seconds for s in stages},
     )
+
+
+def _offsets(compiled: Any, record: xla.Record, memory: aot.Memory) -> Offsets:
+    pinned = outcome_of(compiled)
+    predicted = None if record.hlo is None else record.hlo.planned_temp_bytes
+    found: Offsets = {
+        "predicted_temp_bytes": predicted,
+        "compiled_temp_bytes": memory.temp_bytes,
+        "pinned": pinned is not None and pinned.pinned,
+        "pin_reason": None if pinned is None or pinned.pinned else pinned.reason,
+    }
+    if pinned is not None and pinned.pinned:
+        # The proof reads every place from the bytes that were loaded.
+        same = {"buffers": pinned.buffers, "equal": pinned.buffers}
+        return {
+            **found, **same, "live_temp_bytes": pinned.live_bytes, "packed_temp_bytes": pinned.temp_bytes,
+            "saved_temp_bytes": pinned.temp_bytes_before - pinned.temp_bytes,
+        }  # fmt: skip
+    view = address_view(compiled)
+    return {
+        **found, "buffers": view.buffers, "equal": view.equal, "live_temp_bytes": view.live_bytes,
+        "packed_temp_bytes": view.packed_bytes, "saved_temp_bytes": 0,
+    }  # fmt: skip
+
+
+def _address_text(offsets: Offsets) -> str:
+    """One line about where the temporaries lie and what their packing costs."""
+    numbers = {k: v for k, v in offsets.items() if isinstance(v, int)}
+    temp, live = numbers["compiled_temp_bytes"], numbers["live_temp_bytes"]
+    over = f"{format_bytes(max(0, temp - live))} over what is alive at once"
+    if numbers["pinned"]:
+        return f"addresses: pinned, {format_bytes(numbers['saved_temp_bytes'])} saved; {over}"
+    where = ""
+    if "buffers" in numbers:
+        where = f"{numbers['equal']} of {numbers['buffers']} temporaries where predicted; "
+    text = f"addresses: {where}packing takes {over}"
+    if temp > numbers["packed_temp_bytes"]:
+        text += f", {format_bytes(temp - numbers['packed_temp_bytes'])} more than the best that was found"
+    return f"{text}; not pinned: {offsets['pin_reason']}" if offsets["pin_reason"] else text
 
 
 def _overhead(stages: Sequence[StageOutcome]) -> float:

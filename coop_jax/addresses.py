@@ -1,0 +1,137 @@
+"""The address space of a compiled program: where its temporaries lie, when, and at what cost.
+
+XLA says where it put every buffer; the packing that was predicted is compared with that, and what is alive at
+once with the room that it takes.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coop_jax.errors import UnsupportedError
+from passes.hlo import graph, proto
+from passes.hlo.assign import HOST, Assigner
+from passes.hlo.assignment import Assignment, compare, of_message, read_assignment
+from passes.hlo.heap import ALIGNMENT, heap_intervals, layout, predict_assigned
+from passes.hlo.schema import SchemaError, schema
+from passes.jaxpr import compat, executables
+from passes.offsets.tight import pack_tight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Addressed:
+    """One temporary: bytes `offset` to `offset + nbytes`, from step `start` to `end` of the schedule.
+
+    Attributes:
+        name: the instruction that defines it.
+        offset: None if it is not known where XLA put it.
+    """
+
+    name: str
+    nbytes: int
+    offset: int | None
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddressView:
+    """The temporaries of a program on one device.
+
+    Attributes:
+        temp_bytes: what XLA's count says they take.
+        predicted_temp_bytes: what was predicted from the final schedule.
+        live_bytes: largest sum of temporaries alive at once, by XLA's rules of when one is alive.
+        packed_bytes: the best packing that was found for the same live ranges.
+        buffers: temporaries that XLA assigned; None if it does not tell.
+        equal: those of them that lie where they were predicted.
+        values: the temporaries.
+    """
+
+    temp_bytes: int
+    predicted_temp_bytes: int
+    live_bytes: int
+    packed_bytes: int
+    buffers: int | None
+    equal: int | None
+    values: tuple[Addressed, ...]
+
+
+def address_view(compiled: Any) -> AddressView:
+    """Where the temporaries of a compiled program lie.
+
+    On a CPU XLA tells where it put them. On a GPU it does so only while it compiles (see `compile_and_view`):
+    offsets are None here, and only sizes can be compared.
+    """
+    platform = "cpu" if executables.platform_of(compiled) == "cpu" else "cuda"
+    module = proto.parse(compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
+    stats = compiled.memory_analysis()
+    data = stats.serialized_buffer_assignment_proto
+    real = None
+    if data:
+        try:
+            real = read_assignment(data, module, schema(executables.proto_library(platform)))
+        except (SchemaError, FileNotFoundError):
+            real = None
+    return _view(module, platform, stats.temp_size_in_bytes, real)
+
+
+def compile_and_view(lowered: Any) -> tuple[Any, AddressView]:
+    """Compile a lowered program and see where XLA puts its temporaries, on any platform.
+
+    Args:
+        lowered: what `jax.jit(f).lower(*args)` or `coop_jax.aot.lower_for` returned.
+
+    Raises:
+        UnsupportedError: XLA wrote no buffer assignment.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
+        compiled = lowered.compile(compiler_options=options)
+        platform = "cpu" if executables.platform_of(compiled) == "cpu" else "cuda"
+        name = compiled.runtime_executable().hlo_modules()[0].name
+        message = schema(executables.proto_library(platform)).message("xla/service/hlo.proto", "xla.HloProto")
+        for path in sorted(Path(folder).glob(f"*{name}*after_optimizations.hlo.pb")):
+            dumped = message.FromString(path.read_bytes())
+            if dumped.buffer_assignment.buffer_allocations:
+                module = proto.parse(dumped.hlo_module.SerializeToString())
+                real = of_message(dumped.buffer_assignment, module)
+                return compiled, _view(module, platform, compiled.memory_analysis().temp_size_in_bytes, real)
+    raise UnsupportedError(f"XLA wrote no buffer assignment for {name}.")
+
+
+def _view(module: Any, platform: str, temp_bytes: int, real: Assignment | None) -> AddressView:
+    assigner = Assigner(graph.read(module), platform, counts_local=compat.COUNTS_LOCAL)
+    predicted = predict_assigned(assigner)
+    found = None if real is None else compare(assigner, real)
+    saved = layout(assigner)[0].size - pack_tight(heap_intervals(assigner), ALIGNMENT[platform]).size
+    return AddressView(
+        temp_bytes=temp_bytes,
+        predicted_temp_bytes=predicted.temp_bytes,
+        live_bytes=predicted.live_bytes,
+        packed_bytes=temp_bytes - saved,
+        buffers=None if found is None else found.buffers,
+        equal=None if found is None else found.equal,
+        values=_values(assigner, real),
+    )
+
+
+def _values(assigner: Assigner, real: Assignment | None) -> tuple[Addressed, ...]:
+    flow = assigner.flow
+    found = []
+    for group in assigner.heap:
+        for v in flow.classes[group] if assigner.space_of(group) != HOST else ():
+            home = flow.values[v].home
+            name = flow.instruction(home).name
+            at = None if real is None else real.addresses.get((name, home.index))
+            offset = at.offset if at is not None and at.is_temp else None
+            lives = assigner.ranges[v]
+            found.append(
+                Addressed(
+                    name=name, nbytes=flow.values[v].nbytes, offset=offset, start=lives.start, end=lives.end
+                )
+            )
+    return tuple(sorted(found, key=lambda a: (a.start, a.end, a.name)))
