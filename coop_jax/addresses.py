@@ -15,10 +15,9 @@ from coop_jax.errors import UnsupportedError
 from passes.hlo import graph, proto
 from passes.hlo.assign import HOST, Assigner
 from passes.hlo.assignment import Assignment, compare, of_message, read_assignment
-from passes.hlo.heap import ALIGNMENT, heap_intervals, layout, predict_assigned
+from passes.hlo.heap import packing_saves, predict_assigned
 from passes.hlo.schema import SchemaError, schema
 from passes.jaxpr import compat, executables
-from passes.offsets.tight import pack_tight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,12 +106,11 @@ def _view(module: Any, platform: str, temp_bytes: int, real: Assignment | None) 
     assigner = Assigner(graph.read(module), platform, counts_local=compat.COUNTS_LOCAL)
     predicted = predict_assigned(assigner)
     found = None if real is None else compare(assigner, real)
-    saved = layout(assigner)[0].size - pack_tight(heap_intervals(assigner), ALIGNMENT[platform]).size
     return AddressView(
         temp_bytes=temp_bytes,
         predicted_temp_bytes=predicted.temp_bytes,
         live_bytes=predicted.live_bytes,
-        packed_bytes=temp_bytes - saved,
+        packed_bytes=temp_bytes - packing_saves(assigner),
         buffers=None if found is None else found.buffers,
         equal=None if found is None else found.equal,
         values=_values(assigner, real),

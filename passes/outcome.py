@@ -68,6 +68,7 @@ class StageOutcome:
         least_total_bytes: the least whole-program budget that this stage could meet; filled when
             `status` is not found, else None. The enforcing stage meets it if it is asked for.
         least_proved: True if no plan of this stage's program goes below `least_total_bytes`.
+        needs_pinning: True if the budget is kept only after the temporaries are packed anew.
     """
 
     stage: Stage
@@ -88,6 +89,7 @@ class StageOutcome:
     tightest: tuple[LiveValue, ...] = ()
     least_total_bytes: int | None = None
     least_proved: bool = False
+    needs_pinning: bool = False
 
     @property
     def fixed_bytes(self) -> int:

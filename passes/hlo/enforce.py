@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from passes.cost import DeviceModel
 from passes.hlo import graph, proto
@@ -20,11 +21,13 @@ from passes.hlo.assign import Assigner
 from passes.hlo.barriers import drop_barriers
 from passes.hlo.cost import computation_ns
 from passes.hlo.fit import Task, Written, fit
-from passes.hlo.heap import HeapPrediction, predict_assigned
+from passes.hlo.heap import HeapPrediction, packing_saves, predict_assigned
 from passes.hlo.lift import lift
 from passes.ir import Status
 from passes.outcome import StageOutcome, recomputed_by, tightest_values
 from passes.planners import PlannerConfig, working_set_bytes
+
+OnFragmentation = Literal["recompute", "pin", "error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +40,8 @@ class EnforceRequest:
         platform: "cpu" or "cuda"; decides XLA's alignment and sharing rules.
         planner: "auto", "window" or "cut".
         counts_local: True if XLA's total counts the scalars of reducers (jaxlib before 0.12).
+        on_fragmentation: what to do where the budget would be kept but for XLA's packing of temporaries:
+            "recompute", "pin" (count the bytes as they will be after pinning) or "error".
     """
 
     budget_bytes: int
@@ -44,6 +49,7 @@ class EnforceRequest:
     platform: str
     planner: str = "auto"
     counts_local: bool = False
+    on_fragmentation: OnFragmentation = "recompute"
 
 
 def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageOutcome]:
@@ -66,11 +72,19 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
     before = Assigner(view, request.platform, counts_local=request.counts_local)
     prediction = predict_assigned(before)
     if prediction.total_bytes <= request.budget_bytes:
-        cost_ns = computation_ns(view, view.entry, request.device)
-        return module_bytes, _outcome(request, prediction, prediction, cost_ns, begin)
+        return module_bytes, _untouched(request, view, prediction, begin)
+    saved = 0 if request.on_fragmentation == "recompute" else packing_saves(before)
+    if saved and prediction.total_bytes - saved <= request.budget_bytes:
+        kept = _untouched(request, view, prediction, begin)
+        pinned_temp_bytes = kept.planned_temp_bytes - saved
+        if request.on_fragmentation == "pin":
+            return module_bytes, replace(kept, planned_temp_bytes=pinned_temp_bytes, needs_pinning=True)
+        least = prediction.total_bytes - saved
+        return module_bytes, replace(kept, status=Status.UNKNOWN, needs_pinning=True, least_total_bytes=least)
     lifted = lift(view, request.device, request.platform, assigner=before, prediction=prediction)
     config = PlannerConfig(planner=request.planner)
-    task = Task(lifted=lifted, budget_bytes=request.budget_bytes, config=config)
+    pinned = request.on_fragmentation == "pin"
+    task = Task(lifted=lifted, budget_bytes=request.budget_bytes, config=config, pinned=pinned)
     written = fit(task)
     if task.excess_bytes(written):
         return module_bytes, _refusal(request, task, written, begin)
@@ -85,7 +99,16 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
         planner=written.plan.planner,
         seconds=time.perf_counter() - begin,
         recomputed=again,
+        planned_temp_bytes=written.needed_bytes - task.fixed_bytes + prediction.constant_bytes,
+        needs_pinning=written.prediction.total_bytes > request.budget_bytes,
     )
+
+
+def _untouched(
+    request: EnforceRequest, view: graph.Module, prediction: HeapPrediction, begin: float
+) -> StageOutcome:
+    cost_ns = computation_ns(view, view.entry, request.device)
+    return _outcome(request, prediction, prediction, cost_ns, begin)
 
 
 def _outcome(
@@ -107,7 +130,7 @@ def _refusal(request: EnforceRequest, task: Task, least: Written, begin: float) 
     bound = task.fixed_bytes + working_set_bytes(program)
     proved = bound > task.budget_bytes
     before = task.lifted.prediction
-    least_bytes = min(least.prediction.total_bytes, before.total_bytes)
+    least_bytes = min(least.needed_bytes, before.total_bytes)
     outcome = _outcome(request, before, before, program.cost_ns, begin)
     return replace(
         outcome,

@@ -14,7 +14,7 @@ from typing import Any
 from passes.hlo import graph
 from passes.hlo.assign import Assigner
 from passes.hlo.emit import emit
-from passes.hlo.heap import HeapPrediction, predict_assigned
+from passes.hlo.heap import HeapPrediction, packing_saves, predict_assigned
 from passes.hlo.lift import LiftedModule
 from passes.ir import OpId, Plan, Program, Status
 from passes.liveness import Graph
@@ -25,6 +25,7 @@ from passes.simulate import simulate
 MAX_ROUNDS = 7
 MAX_RELAXED = 4
 MAX_LOWEST = 4
+PACKING_ROUNDS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,22 +33,30 @@ class Written:
     """A plan, the module that runs it, and what XLA will allocate for that.
 
     Attributes:
+        needed_bytes: the program's total: as XLA packs it, or as it is after pinning if that will follow.
         spilled: values that XLA kept inside results before, and that now need room in the heap.
     """
 
     plan: Plan
     module: Any
     prediction: HeapPrediction
+    needed_bytes: int
     spilled: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Task:
-    """One module, its budget, and how to plan it."""
+    """One module, its budget, and how to plan it.
+
+    Attributes:
+        pinned: True if the temporaries will be packed anew after the compile, so that XLA's packing
+            does not count.
+    """
 
     lifted: LiftedModule
     budget_bytes: int
     config: PlannerConfig
+    pinned: bool = False
 
     @property
     def fixed_bytes(self) -> int:
@@ -66,13 +75,16 @@ class Task:
             graph.read(module, self.lifted.module), self.lifted.platform,
             counts_local=self.lifted.assigner.counts_local,
         )  # fmt: skip
+        prediction = predict_assigned(assigner)
+        saved = packing_saves(assigner, rounds=PACKING_ROUNDS) if self.pinned else 0
         return Written(
-            plan=made, module=module, prediction=predict_assigned(assigner), spilled=self._spilled(assigner)
-        )
+            plan=made, module=module, prediction=prediction, needed_bytes=prediction.total_bytes - saved,
+            spilled=self._spilled(assigner),
+        )  # fmt: skip
 
     def excess_bytes(self, written: Written) -> int:
         """By how much a module breaks the budget."""
-        return max(0, written.prediction.total_bytes - self.budget_bytes)
+        return max(0, written.needed_bytes - self.budget_bytes)
 
     def _spilled(self, after: Assigner) -> frozenset[int]:
         heap = {after.flow.values[v].home for group in after.heap for v in after.flow.classes[group]}
@@ -142,7 +154,7 @@ def lowest(task: Task) -> tuple[Program, Written]:
             break
         spilled |= written.spilled
         program = task.program_with(spilled)
-    return min(tried, key=lambda t: t[1].prediction.total_bytes)
+    return min(tried, key=lambda t: t[1].needed_bytes)
 
 
 def _from_below(task: Task, program: Program, best: Written) -> Written:

@@ -12,6 +12,7 @@ from typing import Any
 from passes.hlo import graph
 from passes.hlo.assign import HOST, Assigner
 from passes.hlo.liverange import Range
+from passes.offsets.tight import MAX_ROUNDS, pack_tight
 from passes.offsets.xla_heap import HeapLayout, Interval, pack
 
 ALIGNMENT = {"cpu": 64, "cuda": 256}
@@ -208,6 +209,13 @@ def predict_assigned(assigner: Assigner) -> HeapPrediction:
         alias_bytes=kinds["donated"], constant_bytes=kinds["constant"], total_bytes=fixed + row.nbytes,
         live_bytes=sum(row.peaks) + tables,
     )  # fmt: skip
+
+
+def packing_saves(assigner: Assigner, *, rounds: int = MAX_ROUNDS) -> int:
+    """By how much the best packing that is found makes the heap of the default memory space smaller."""
+    alignment = ALIGNMENT[assigner.platform]
+    intervals = heap_intervals(assigner)
+    return pack(intervals, alignment).size - pack_tight(intervals, alignment, rounds=rounds).size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
