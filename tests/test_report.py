@@ -77,13 +77,13 @@ def test_a_compiled_baseline_is_said_to_be_one() -> None:
 
 
 def test_the_time_of_all_kernels_stands_beside_the_plain_programs() -> None:
-    found = _assemble(record(baseline_cost_ns=2_000_000), MEMORY)
+    found = _assemble(record(baseline_cost_ns=2_000_000), MEMORY, OFFSETS)
     assert (found.baseline_cost_ns, found.compiled_cost_ns) == (2_000_000, 1100)
     assert "all kernels as compiled: estimated 1.1 us, without rematerialization 2 ms (-99.94 %)" in str(
         found
     )
-    assert "all kernels as compiled: estimated 1.1 us\n" in str(_assemble(record(), MEMORY))
-    assert "all kernels" not in str(_assemble(record(hlo=None), MEMORY))
+    assert "all kernels as compiled: estimated 1.1 us\n" in str(_assemble(record(), MEMORY, OFFSETS))
+    assert "all kernels" not in str(_assemble(record(hlo=None), MEMORY, OFFSETS))
 
 
 def test_an_untouched_program_is_optimal() -> None:
