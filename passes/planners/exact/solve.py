@@ -1,0 +1,242 @@
+"""The exact planner: solve a coarse 0-1 program, see where its answer breaks the budget, refine there.
+
+Every model is a relaxation of the next, so their optima rise; the first answer that keeps the budget is
+optimal among all plans. Where only the order of the re-runs of one slot breaks it, that slot is ordered
+(each op at most once, in schedule order): what is proved from then on holds for such plans only, and the
+lower bound stays where it was. Never returns worse than the hint, the search's plan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ortools.sat.python import cp_model
+
+from passes.ir import OpId, Plan, Program, Status
+from passes.liveness import Graph
+from passes.planners.bounds import working_set_bytes
+from passes.planners.exact.expand import breaks, hint_of, steps_of
+from passes.planners.exact.frame import Frame, unit_bytes
+from passes.planners.exact.retention import Retention, build
+from passes.planners.schedule import Schedule, reverse_delete
+
+UNITS = 10**6
+FINER = 64
+REPORT_AFTER_S = 2.0
+LP_SUBSOLVERS = ("max_lp", "reduced_costs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactConfig:
+    """How long the exact mode may take.
+
+    Attributes:
+        work_limit: in the solver's deterministic seconds, all models together; the same on every machine.
+        time_limit_s: wall clock instead, and the solver then uses `workers` threads.
+        workers: threads of the solver under a wall-clock limit.
+        report: called with a line of progress about every two seconds, once two have passed.
+    """
+
+    work_limit: float = 60.0
+    time_limit_s: float | None = None
+    workers: int = 2
+    report: Callable[[str], None] | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Known:
+    """What is known about one problem so far."""
+
+    steps: list[int]
+    cost_ns: int | None
+    bound_ns: int
+    ordered_bound_ns: int
+    proved_infeasible: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """What the solver said about one model; costs are of the re-runs alone."""
+
+    status: Status
+    bound_ns: int
+    rerun: frozenset[tuple[int, int]] = frozenset()
+    kept: frozenset[tuple[int, int]] = frozenset()
+
+
+def solve_exact(program: Program, budget_bytes: int, hint: Plan, config: ExactConfig) -> Plan:
+    """The cheapest plan within a budget, with a proof where the limit allows it.
+
+    Args:
+        hint: a plan of the same program for the same budget; need not keep it.
+
+    Returns:
+        OPTIMAL: no plan costs less. FEASIBLE: within the budget, never costlier than a hint that keeps
+        it. INFEASIBLE: proved. UNKNOWN: neither found nor proved; the steps are the hint's.
+    """
+    begin = time.perf_counter()
+    graph = Graph.of(program)
+    known = _Known(steps=list(hint.steps), cost_ns=None, bound_ns=0, ordered_bound_ns=0)
+    if hint.peak_bytes <= budget_bytes:
+        known.cost_ns = _again_ns(graph, known.steps)
+    known.proved_infeasible = working_set_bytes(program) > budget_bytes
+    if not known.proved_infeasible and known.cost_ns != 0:
+        refinement = _Refinement(graph, budget_bytes, known, config, begin)
+        try:
+            refinement.run()
+        except KeyboardInterrupt:
+            refinement.say("stopped; the best plan so far is kept")
+    return _plan(graph, budget_bytes, known, time.perf_counter() - begin)
+
+
+class _Refinement:
+    """One problem's models, from coarse to fine."""
+
+    def __init__(
+        self, graph: Graph, budget_bytes: int, known: _Known, config: ExactConfig, begin: float
+    ) -> None:
+        self.graph = graph
+        self.budget_bytes = budget_bytes
+        self.known = known
+        self.config = config
+        self.begin = begin
+        self.work_left = config.work_limit
+        self.units = UNITS
+        self.frame = Frame.of(graph, ())
+        self.said_s = 0.0
+
+    def run(self) -> None:
+        """Refine until something is proved or the limit is reached."""
+        steps: list[int] = list(range(len(self.graph.cost_ns)))
+        while self._refine(steps):
+            answer = self._solve()
+            self._learn(answer)
+            if not answer.status.found:
+                return
+            steps = steps_of(self.frame, answer.rerun, answer.kept)
+            self._offer(steps)
+            if self._is_done() or answer.status is not Status.OPTIMAL:
+                return
+
+    def say(self, text: str) -> None:
+        """A line of progress."""
+        if self.config.report is not None:
+            self.config.report(f"exact: {time.perf_counter() - self.begin:.1f} s, {text}")
+
+    def _refine(self, steps: list[int]) -> bool:
+        """A finer frame, or finer units; False if nothing is left to refine."""
+        cuts, ordered = breaks(self.frame, steps, self.budget_bytes)
+        if cuts or ordered:
+            merged = tuple(sorted({*self.frame.cuts, *cuts}))
+            self.frame = Frame.of(self.graph, merged, (*self.frame.ordered, *ordered))
+            return True
+        if unit_bytes(self.graph, self.budget_bytes, self.units) > unit_bytes(self.graph, 0, 1):
+            self.units *= FINER
+            return True
+        return False
+
+    def _solve(self) -> _Answer:
+        unit = unit_bytes(self.graph, self.budget_bytes, self.units)
+        made = build(self.frame, self.budget_bytes, unit)
+        known_ns = self.known.cost_ns
+        if known_ns is not None:
+            cost_ns = self.graph.cost_ns
+            made.model.add(sum(cost_ns[op] * x for (_, op), x in made.rerun.items()) <= known_ns)
+            _add_hint(made, self.known.steps)
+        return self._ask(made)
+
+    def _ask(self, made: Retention) -> _Answer:
+        solver = cp_model.CpSolver()
+        solver.parameters.linearization_level = 2
+        if self.config.time_limit_s is None:
+            solver.parameters.num_workers = 1
+            solver.parameters.max_deterministic_time = max(1e-3, self.work_left)
+        else:
+            left_s = self.config.time_limit_s - (time.perf_counter() - self.begin)
+            solver.parameters.max_time_in_seconds = max(1e-3, left_s)
+            solver.parameters.num_workers = self.config.workers
+            if self.config.workers > 1:
+                solver.parameters.subsolvers.extend(LP_SUBSOLVERS)
+        solver.best_bound_callback = lambda bound: self._progress(bound)
+        code = solver.solve(made.model)
+        self.work_left -= solver.response_proto.deterministic_time
+        bound_ns = int(-(-solver.best_objective_bound // 1)) if made.rerun else 0
+        if code == cp_model.INFEASIBLE:
+            return _Answer(status=Status.INFEASIBLE, bound_ns=0)
+        if code not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            return _Answer(status=Status.UNKNOWN, bound_ns=max(0, bound_ns))
+        return _Answer(
+            status=Status.OPTIMAL if code == cp_model.OPTIMAL else Status.FEASIBLE,
+            bound_ns=max(0, bound_ns),
+            rerun=frozenset(k for k, x in made.rerun.items() if solver.boolean_value(x)),
+            kept=frozenset(k for k, x in made.kept.items() if solver.boolean_value(x)),
+        )
+
+    def _progress(self, bound_ns: float) -> None:
+        now_s = time.perf_counter() - self.begin
+        if now_s - self.said_s >= REPORT_AFTER_S:
+            self.said_s = now_s
+            base_ns = sum(self.graph.cost_ns)
+            found_ns = self.known.cost_ns
+            found = "no plan yet" if found_ns is None else f"plan {found_ns / base_ns:+.3%}"
+            bound_ns = max(bound_ns, self.known.bound_ns)
+            self.say(f"{found}, bound {bound_ns / base_ns:+.3%}, {self.frame.n_blocks} blocks")
+
+    def _learn(self, answer: _Answer) -> None:
+        """Bounds for all plans while no slot is ordered; for ordered plans afterwards."""
+        if self.frame.ordered:
+            self.known.ordered_bound_ns = max(self.known.ordered_bound_ns, answer.bound_ns)
+        elif answer.status is Status.INFEASIBLE:
+            self.known.proved_infeasible = True
+        else:
+            self.known.bound_ns = max(self.known.bound_ns, answer.bound_ns)
+
+    def _offer(self, steps: list[int]) -> None:
+        """Take a sequence that keeps the budget and costs less than the best."""
+        schedule = Schedule(self.graph, steps)
+        if schedule.peak_bytes <= self.budget_bytes:
+            reverse_delete(schedule, self.budget_bytes)
+            cost_ns = schedule.cost_ns - sum(self.graph.cost_ns)
+            if self.known.cost_ns is None or cost_ns < self.known.cost_ns:
+                self.known.steps, self.known.cost_ns = schedule.compact(), cost_ns
+
+    def _is_done(self) -> bool:
+        proved_ns = max(self.known.bound_ns, self.known.ordered_bound_ns)
+        return self.known.cost_ns is not None and self.known.cost_ns <= proved_ns
+
+
+def _add_hint(made: Retention, steps: list[int]) -> None:
+    """A known sequence as the place to start from."""
+    rerun, kept = hint_of(made.frame, steps)
+    for key, literal in made.rerun.items():
+        made.model.add_hint(literal, key in rerun)
+    for key, literal in made.kept.items():
+        made.model.add_hint(literal, key in kept)
+
+
+def _again_ns(graph: Graph, steps: list[int]) -> int:
+    return sum(graph.cost_ns[op] for op in steps) - sum(graph.cost_ns)
+
+
+def _plan(graph: Graph, budget_bytes: int, known: _Known, seconds: float) -> Plan:
+    base_ns = sum(graph.cost_ns)
+    cost_ns = _again_ns(graph, known.steps)
+    if known.proved_infeasible:
+        status = Status.INFEASIBLE
+    elif known.cost_ns is None:
+        status = Status.UNKNOWN
+    else:
+        status = Status.OPTIMAL if known.cost_ns <= known.bound_ns else Status.FEASIBLE
+    bound_ns = min(known.bound_ns, cost_ns) if status.found else known.bound_ns
+    return Plan(
+        steps=tuple(OpId(op) for op in known.steps),
+        peak_bytes=Schedule(graph, known.steps).peak_bytes,
+        budget_bytes=budget_bytes,
+        overhead_ratio=cost_ns / base_ns if base_ns else 0.0,
+        lower_bound_ratio=0.0 if not base_ns or known.proved_infeasible else bound_ns / base_ns,
+        status=status,
+        planner="exact",
+        seconds=seconds,
+    )
