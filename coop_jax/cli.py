@@ -21,6 +21,10 @@ from passes.simulate import simulate
 from passes.validate import validate
 
 UNITS_PER_SECOND = 200_000
+PLANNER_HELP = (
+    "auto (default), window or cut: search; exact: prove the optimum (OR-Tools); dtr, dtr-eq, dte, "
+    "coop-online, chen: what others do, replayed at addresses"
+)
 FRACTION = re.compile(r"[01]?\.\d+|[01]\.")
 
 
@@ -45,19 +49,25 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         help='bytes, such as 1048576 or "8GiB", or a fraction of the live peak, such as 0.8',
     )
-    solve.add_argument("--planner", default="auto", choices=PLANNERS)
+    solve.add_argument("--planner", default="auto", choices=PLANNERS, help=PLANNER_HELP)
     solve.add_argument(
         "--time-limit",
         type=float,
         metavar="S",
-        help="about how many seconds to search (a work limit: the plan does not depend on the machine)",
+        help="about how many seconds to search (a work limit: the plan does not depend on the machine; "
+        "with --planner exact real seconds: the best plan so far is kept)",
+    )
+    solve.add_argument(
+        "--joint",
+        action="store_true",
+        help="with --planner exact: place the plan, too, so that it fits without fragmentation",
     )
     solve.add_argument("--out", type=Path, metavar="PLAN.json", help="write the plan here")
     return parser
 
 
 def _solve(arguments: argparse.Namespace) -> int:
-    config = _config(arguments.planner, arguments.time_limit)
+    config = _config(arguments)
     program = _read(arguments.program)
     before_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
     budget_bytes = parse_budget(arguments.budget, before_bytes)
@@ -69,12 +79,22 @@ def _solve(arguments: argparse.Namespace) -> int:
     return 0 if made.status.found else 1
 
 
-def _config(planner: str, time_limit_s: float | None) -> PlannerConfig:
-    if time_limit_s is None:
-        return PlannerConfig(planner=planner, placed=True)
-    if not 0 < time_limit_s <= 86_400:
-        raise ValueError(f"--time-limit is {time_limit_s}; give seconds above 0, at most 86400")
-    return PlannerConfig(planner=planner, placed=True, work_limit=int(time_limit_s * UNITS_PER_SECOND))
+def _config(arguments: argparse.Namespace) -> PlannerConfig:
+    limit_s = arguments.time_limit
+    if limit_s is not None and not 0 < limit_s <= 86_400:
+        raise ValueError(f"--time-limit is {limit_s}; give seconds above 0, at most 86400")
+    if arguments.planner == "exact":
+        joint = bool(arguments.joint)
+        return PlannerConfig(planner="exact", time_limit_s=limit_s, joint=joint, report=_progress)
+    if arguments.joint:
+        raise ValueError("--joint is for --planner exact; the other planners place their plans anyway")
+    work_limit = None if limit_s is None else int(limit_s * UNITS_PER_SECOND)
+    return PlannerConfig(planner=arguments.planner, placed=True, work_limit=work_limit)
+
+
+def _progress(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
 
 
 def _read(path: Path) -> Program:

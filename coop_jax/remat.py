@@ -14,10 +14,9 @@ from coop_jax.errors import UnsupportedError
 from coop_jax.lowering import RematConfig
 from passes.cost import DEVICES
 from passes.jaxpr import compat
+from passes.planners.config import PLANNERS
 
 compat.hide_frames(__file__)
-
-PLANNERS = ("auto", "window", "cut")
 
 
 @overload
@@ -51,7 +50,8 @@ def remat(
         budget: the peak device memory, per device, of the whole compiled program: bytes, "8GiB", "8 GB",
             "85%" of the device's memory, a float in (0, 1] (that fraction of the program's peak without
             rematerialization), a `coop.Budget`, or None: the device's memory less headroom.
-        planner: "auto", "window" or "cut".
+        planner: "auto" (what to use), or one of `passes.planners.config.PLANNERS`: "exact" proves what it
+            can about small programs, "dtr" and others are there to compare with.
         static_argnums, static_argnames: arguments that are Python values, as in `jax.jit`.
         policy, save, recompute, offload: not supported yet; anything but the default is refused.
         device: name of the cost model to plan with, such as "h200"; None takes the device's own.

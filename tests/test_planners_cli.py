@@ -20,7 +20,7 @@ def program_path(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("planner", ["auto", "window", "cut"])
+@pytest.mark.parametrize("planner", ["auto", "window", "cut", "exact", "dtr"])
 def test_solve_prints_a_summary_and_writes_the_plan(
     program_path: Path, planner: str, capsys: pytest.CaptureFixture[str]
 ):
@@ -34,6 +34,11 @@ def test_solve_prints_a_summary_and_writes_the_plan(
     plan = json.loads(out.read_text())
     assert plan["format"] == "coop-plan/1"
     assert plan["peak_bytes"] <= plan["budget_bytes"]
+
+
+def test_joint_is_for_the_exact_mode(program_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["solve", str(program_path), "--budget", "0.7", "--joint"]) == 2
+    assert "--joint is for --planner exact" in capsys.readouterr().err
 
 
 def test_no_plan_is_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

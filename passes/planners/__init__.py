@@ -2,6 +2,6 @@
 
 from passes.planners.bounds import cut_bound, working_set_bytes
 from passes.planners.config import PlannerConfig
-from passes.planners.search import frontier, least_peak, plan
+from passes.planners.dispatch import frontier, least_peak, plan
 
 __all__ = ["PlannerConfig", "cut_bound", "frontier", "least_peak", "plan", "working_set_bytes"]

@@ -1,10 +1,14 @@
-"""How hard the planners try. Limits are counts of work, never wall clock: plans must not depend on load."""
+"""Which planner, and how hard it tries.
+
+Limits are counts of work, because plans must not depend on load; the exact mode takes seconds if asked to.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-PLANNERS = ("auto", "window", "cut")
+PLANNERS = ("auto", "window", "cut", "exact", "dtr", "dtr-eq", "dte", "coop-online", "chen")
 UNITS_PER_OP = 100
 LEAST_UNITS = 200_000
 
@@ -14,7 +18,8 @@ class PlannerConfig:
     """What to plan with.
 
     Attributes:
-        planner: "auto" (the cheaper of both), "window" or "cut".
+        planner: "auto" (the cheaper of both), "window" or "cut"; "exact" (a 0-1 program, from `auto`'s plan
+            on); or a baseline: "dtr", "dtr-eq", "dte", "coop-online", "chen".
         work_limit: how much work a search may do, in units of about a microsecond; None scales with the
             program (about 0.2 s, and 100 us an op from 2000 ops on). Where the first search misses the
             budget, up to `passes.planners.search.TOTAL_LIMITS` times as much is done in all.
@@ -22,6 +27,10 @@ class PlannerConfig:
             bytes; the plan then carries offsets.
         bound: whether to prove a lower bound on the overhead beside the plan.
         bound_moments: at how many moments of the program to look for the bound.
+        exact_work_limit: what the exact mode may use, in its solver's deterministic seconds.
+        time_limit_s: wall clock for the exact mode instead; its plan then depends on the machine.
+        joint: whether the exact mode also places the plan, so that it fits without any fragmentation.
+        report: called by the exact mode with lines of progress, after two seconds.
     """
 
     planner: str = "auto"
@@ -29,6 +38,10 @@ class PlannerConfig:
     placed: bool = False
     bound: bool = True
     bound_moments: int = 8
+    exact_work_limit: float = 20.0
+    time_limit_s: float | None = None
+    joint: bool = False
+    report: Callable[[str], None] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.planner not in PLANNERS:

@@ -7,13 +7,14 @@ sequence; only its bytes are open.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection
 
 import numpy as np
 
-from passes.liveness import Graph
+from passes.liveness import Graph, copies_of
 from passes.planners.exact.frame import Frame
-from passes.planners.schedule import Schedule
+from passes.simulate import simulate_graph
 
 
 def steps_of(
@@ -55,15 +56,16 @@ def breaks(frame: Frame, steps: list[int], budget_bytes: int) -> tuple[list[int]
         New cuts, and slots to order; the highest point of every stretch over the budget, and for a
         re-run the cuts around its slot first.
     """
-    schedule = Schedule(frame.graph, steps)
-    over = np.flatnonzero(schedule.live > budget_bytes)
+    live = simulate_graph(frame.graph, steps).live_bytes
+    slots = slots_of(steps)
+    over = np.flatnonzero(live > budget_bytes)
     cuts: list[int] = []
     ordered: list[int] = []
     for stretch in np.split(over, np.flatnonzero(np.diff(over) > 1) + 1):
         if len(stretch):
-            top = int(stretch[np.argmax(schedule.live[stretch])])
-            slot = schedule.slots[top]
-            around = [slot] if schedule.steps[top] == slot else [slot - 1, slot]
+            top = int(stretch[np.argmax(live[stretch])])
+            slot = slots[top]
+            around = [slot] if steps[top] == slot else [slot - 1, slot]
             fresh = [t for t in around if 0 <= t < len(frame.graph.cost_ns) and t not in frame.cuts]
             cuts += fresh
             if not fresh and slot not in frame.ordered:
@@ -73,27 +75,27 @@ def breaks(frame: Frame, steps: list[int], budget_bytes: int) -> tuple[list[int]
 
 def hint_of(frame: Frame, steps: list[int]) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
     """The point of a frame that a sequence is: (block, op) re-run, (block, buffer) kept."""
-    schedule = Schedule(frame.graph, steps)
-    rerun = {
-        (frame.block(slot), op)
-        for slot, op in zip(schedule.slots, schedule.steps, strict=True)
-        if op < slot and frame.block(op) < frame.block(slot)
-    }
-    starts = [0] * (frame.n_blocks + 1)
-    for position, slot in reversed(list(enumerate(schedule.slots))):
-        starts[frame.block(slot)] = position
-    starts[frame.n_blocks] = len(steps)
-    for block in reversed(range(1, frame.n_blocks)):
-        if not starts[block]:
-            starts[block] = starts[block + 1]
+    blocks = [frame.block(slot) for slot in slots_of(steps)]
+    rerun = {(k, op) for k, op in zip(blocks, steps, strict=True) if frame.block(op) < k}
+    begins = [bisect_left(blocks, k) for k in range(frame.n_blocks)]
+    copies = copies_of(frame.graph, steps)
+    last = {b: copy for copy, b in enumerate(copies.buffer)}
     kept = set()
-    for b, runs in enumerate(schedule.starts):
-        for copy, start in enumerate(runs):
-            stop = schedule.last_position(b, copy)
-            if frame.graph.is_output[b] and copy == len(runs) - 1:
-                stop = len(steps)
-            kept |= {(k, b) for k in range(1, frame.n_blocks) if start < starts[k] <= stop}
+    for copy, b in enumerate(copies.buffer):
+        to_end = frame.graph.is_output[b] and last[b] == copy
+        stop = len(steps) + 1 if to_end else copies.stop[copy]
+        kept |= {(k, b) for k in range(1, frame.n_blocks) if copies.start[copy] < begins[k] < stop}
     return rerun, kept
+
+
+def slots_of(steps: list[int]) -> list[int]:
+    """For every position the first op that has not run before it."""
+    slots: list[int] = []
+    slot = 0
+    for op in steps:
+        slots.append(slot)
+        slot += op == slot
+    return slots
 
 
 def _final(graph: Graph) -> list[int]:

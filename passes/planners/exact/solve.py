@@ -21,6 +21,7 @@ from passes.planners.exact.expand import breaks, hint_of, steps_of
 from passes.planners.exact.frame import Frame, unit_bytes
 from passes.planners.exact.retention import Retention, build
 from passes.planners.schedule import Schedule, reverse_delete
+from passes.simulate import simulate_graph
 
 UNITS = 10**6
 FINER = 64
@@ -39,7 +40,7 @@ class ExactConfig:
         report: called with a line of progress about every two seconds, once two have passed.
     """
 
-    work_limit: float = 60.0
+    work_limit: float = 20.0
     time_limit_s: float | None = None
     workers: int = 2
     report: Callable[[str], None] | None = None
@@ -232,7 +233,7 @@ def _plan(graph: Graph, budget_bytes: int, known: _Known, seconds: float) -> Pla
     bound_ns = min(known.bound_ns, cost_ns) if status.found else known.bound_ns
     return Plan(
         steps=tuple(OpId(op) for op in known.steps),
-        peak_bytes=Schedule(graph, known.steps).peak_bytes,
+        peak_bytes=simulate_graph(graph, known.steps).peak_bytes,
         budget_bytes=budget_bytes,
         overhead_ratio=cost_ns / base_ns if base_ns else 0.0,
         lower_bound_ratio=0.0 if not base_ns or known.proved_infeasible else bound_ns / base_ns,

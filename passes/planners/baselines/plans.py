@@ -1,0 +1,79 @@
+"""Baselines as planners: a program and a budget in, a `Plan` with offsets out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from passes.ir import OpId, Plan, Program, Status
+from passes.liveness import Graph
+from passes.offsets.best_fit import place_graph
+from passes.planners.baselines import chen, scores
+from passes.planners.baselines.runtime import OutOfMemoryError, Policy, Replayed, Runtime
+from passes.planners.bounds import working_set_bytes
+from passes.simulate import simulate_graph
+
+POLICIES: dict[str, Callable[[Graph], Policy]] = {
+    "dtr": lambda graph: scores.Dtr(),
+    "dtr-eq": lambda graph: scores.DtrEq(),
+    "dte": lambda graph: scores.Dte(),
+    "coop-online": lambda graph: scores.CoopOnline(_middle(graph)),
+}
+BASELINES = (*POLICIES, "chen")
+
+
+def baseline(program: Program, budget_bytes: int, name: str) -> Plan:
+    """What a baseline does with a program in `budget_bytes` of memory, addresses included.
+
+    Args:
+        name: one of `BASELINES`.
+
+    Returns:
+        A FEASIBLE plan with offsets; where the baseline runs out of memory the plan without re-runs,
+        UNKNOWN, or INFEASIBLE if nothing could fit.
+    """
+    begin = time.perf_counter()
+    graph = Graph.of(program)
+    found = _chen(graph, budget_bytes) if name == "chen" else _replay(graph, budget_bytes, name)
+    timeline = simulate_graph(graph, found.steps if found else range(len(program.ops)))
+    impossible = working_set_bytes(program) > budget_bytes
+    missed = Status.INFEASIBLE if impossible else Status.UNKNOWN
+    return Plan(
+        steps=tuple(OpId(op) for op in (found.steps if found else range(len(program.ops)))),
+        peak_bytes=timeline.peak_bytes,
+        budget_bytes=budget_bytes,
+        overhead_ratio=timeline.overhead_ratio,
+        lower_bound_ratio=0.0,
+        status=Status.FEASIBLE if found else missed,
+        planner=name,
+        seconds=time.perf_counter() - begin,
+        offsets=found.offsets if found else (),
+    )
+
+
+def _replay(graph: Graph, budget_bytes: int, name: str) -> Replayed | None:
+    try:
+        return Runtime(graph, budget_bytes, POLICIES[name](graph)).run()
+    except OutOfMemoryError:
+        return None
+
+
+def _chen(graph: Graph, budget_bytes: int) -> Replayed | None:
+    """The cheapest segment size whose placed copies fit; no segments at all if the program fits."""
+    best: tuple[int, Replayed] | None = None
+    for steps in ([*range(len(graph.cost_ns))], *chen.candidates(graph)):
+        cost_ns = sum(graph.cost_ns[op] for op in steps)
+        if best is not None and cost_ns >= best[0]:
+            continue
+        placement = place_graph(graph, steps)
+        if placement.heap_bytes <= budget_bytes:
+            best = cost_ns, Replayed(steps=tuple(steps), offsets=placement.offsets, evictions=0)
+    return None if best is None else best[1]
+
+
+def _middle(graph: Graph) -> float:
+    """The median cost of a byte: above it a value is expensive."""
+    ratios = sorted(
+        graph.cost_ns[p] / max(1, graph.nbytes[b]) for b, p in enumerate(graph.producer) if p >= 0
+    )
+    return ratios[len(ratios) // 2] if ratios else 0.0

@@ -1,0 +1,63 @@
+"""The entry of the planners: which code a planner's name stands for.
+
+The exact mode and the baselines are imported here; OR-Tools' CP-SAT only when the exact mode is called.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import time
+from collections.abc import Sequence
+
+from passes.ir import Plan, Program
+from passes.planners import search
+from passes.planners.baselines.plans import BASELINES, baseline
+from passes.planners.config import PlannerConfig
+
+
+def plan(program: Program, budget_bytes: int, config: PlannerConfig | None = None) -> Plan:
+    """Plan `program` for a peak of at most `budget_bytes`, as `config.planner` says.
+
+    Returns:
+        A plan that keeps the budget, `status.found`; else the plan of lowest peak that was found, with
+        status INFEASIBLE if it is proved that there is none and UNKNOWN if nothing is proved.
+    """
+    config = config or PlannerConfig()
+    if config.planner in BASELINES:
+        return baseline(program, budget_bytes, config.planner)
+    if config.planner == "exact":
+        return _exact(program, budget_bytes, config)
+    return search.plan(program, budget_bytes, config)
+
+
+def least_peak(program: Program, config: PlannerConfig | None = None) -> Plan:
+    """The plan of lowest peak that was found, as `passes.planners.search.least_peak`."""
+    return search.least_peak(program, _searched(config))
+
+
+def frontier(
+    program: Program, budgets_bytes: Sequence[int], config: PlannerConfig | None = None
+) -> tuple[Plan, ...]:
+    """One plan for each budget, as `passes.planners.search.frontier`."""
+    return search.frontier(program, budgets_bytes, _searched(config))
+
+
+def _searched(config: PlannerConfig | None) -> PlannerConfig:
+    """The same config with a planner that searches."""
+    config = config or PlannerConfig()
+    if config.planner == "exact" or config.planner in BASELINES:
+        return dataclasses.replace(config, planner="auto")
+    return config
+
+
+def _exact(program: Program, budget_bytes: int, config: PlannerConfig) -> Plan:
+    """The search's plan as a hint, then the solver."""
+    begin = time.perf_counter()
+    hint = search.plan(program, budget_bytes, dataclasses.replace(config, planner="auto", placed=False))
+    solver = importlib.import_module("passes.planners.exact.solve")
+    settings = solver.ExactConfig(
+        work_limit=config.exact_work_limit, time_limit_s=config.time_limit_s, report=config.report
+    )
+    made: Plan = solver.solve_exact(program, budget_bytes, hint, settings)
+    return dataclasses.replace(made, seconds=time.perf_counter() - begin)
