@@ -180,6 +180,13 @@ def _advice(outcome: StageOutcome) -> tuple[str, ...]:
     if outcome.least_total_bytes is not None:
         known = "can be met" if not outcome.least_proved else "is the least that can be met"
         advice.append(f"a budget of {format_bytes(outcome.least_total_bytes)} {known}")
+    if outcome.needs_pinning:
+        over = outcome.planned_total_bytes - outcome.budget_bytes
+        advice.append(
+            f"only XLA's packing of the temporaries breaks the budget, by {format_bytes(over)}: "
+            'on_fragmentation="recompute" recomputes values for that, on_fragmentation="pin" with coop.pin '
+            "packs them tighter"
+        )
     donatable = min(outcome.argument_bytes, outcome.output_bytes) - outcome.alias_bytes
     if donatable > 0:
         advice.append(

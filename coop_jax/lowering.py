@@ -26,6 +26,7 @@ from coop_jax.budget import Budget
 from coop_jax.errors import InfeasibleBudgetError, UnsupportedError
 from coop_jax.trial import Attempt, settle
 from passes.cost import DEVICES, DeviceModel
+from passes.hlo.enforce import OnFragmentation
 from passes.ir import Status
 from passes.jaxpr import compat, module
 from passes.jaxpr.inline import inline_calls
@@ -46,12 +47,15 @@ class RematConfig:
         planner: "auto", "window" or "cut".
         device: name of a cost model; None takes that of the device that is compiled for.
         name: the function's name, for people.
+        pin, on_fragmentation: see `coop_jax.remat`.
     """
 
     budget: Budget
     planner: str = "auto"
     device: str | None = None
     name: str = ""
+    pin: bool = False
+    on_fragmentation: OnFragmentation = "recompute"
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)
@@ -118,6 +122,8 @@ def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Pl
         baseline_compiled=baseline[0].compiled if baseline else False,
         baseline_cost_ns=baseline[0].cost_ns if baseline else None,
         jaxpr=outcome,
+        pin=config.pin,
+        on_fragmentation=config.on_fragmentation,
     )
     xla.mark(ctx, record, _digest(jaxpr))
     return compat.lower_inline(ctx, jaxpr, operands)
@@ -184,6 +190,7 @@ def _trial_record(config: RematConfig, request: JaxprRequest) -> xla.Record:
         budget_bytes=request.budget_bytes,
         planner=config.planner,
         device_name=request.device.name,
+        on_fragmentation=config.on_fragmentation,
     )
 
 

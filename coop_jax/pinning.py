@@ -9,16 +9,22 @@ says why.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from coop_jax import aot, xla
 from coop_jax.errors import UnsupportedError
 from passes.hlo.pin import PinError
 from passes.hlo.pin import pin as pin_bytes
 from passes.hlo.schema import SchemaError, schema
-from passes.jaxpr import executables
+from passes.jaxpr import compat, executables
+
+# A default, said aloud: a program that keeps its budget only after pinning must have a key of its own in the
+# compilation cache, where a compile without pinning must not find it.
+_OWN_KEY = {"xla_embed_ir_in_executable": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,20 +50,26 @@ class PinOutcome:
     seconds: float = 0.0
 
 
-def pin(program: Any) -> Any:
+def pin(program: Any, *, compiler_options: Mapping[str, Any] | None = None) -> Any:
     """Pack the temporaries of a compiled program as tightly as can be found.
 
     Args:
-        program: what `jax.jit(f).lower(*args).compile()` returned. A CPU's: on other platforms, and where
-            rewriting would gain nothing or cannot be proved right, XLA's own program is returned.
+        program: what `jax.jit(f).lower(*args)` returned, with or without `.compile()`. A CPU's: on other
+            platforms, and where rewriting would gain nothing or cannot be proved right, XLA's own program
+            is returned. Where `f` contains a function that `coop.remat(on_fragmentation="pin")` decorates,
+            a program that is not compiled yet is compiled for what pinning leaves of its temporaries.
+        compiler_options: for a program that is not compiled yet, as in its `.compile()`.
 
     Returns:
         A `jax.stages.Compiled` with the same arguments, results, donation and shardings that computes the
         same bits; `coop.report` says what was done to it.
 
     Raises:
-        UnsupportedError: `program` is no compiled program.
+        UnsupportedError: `program` is neither lowered nor compiled.
+        InfeasibleBudgetError, BudgetExceededError: as in any compile of a program with a budget.
     """
+    if isinstance(program, jax.stages.Lowered):
+        return _compile_and_pin(program, dict(compiler_options or {}))
     if not isinstance(program, jax.stages.Compiled):
         raise UnsupportedError(
             f"`program` is a {type(program).__name__}; addresses exist in a compiled program only: "
@@ -83,6 +95,61 @@ def pin(program: Any) -> Any:
         seconds=time.perf_counter() - begin,
     )  # fmt: skip
     return executables.with_note(result, outcome)
+
+
+class PinnedCalls:
+    """Calls of a jitted function: each signature is compiled and pinned once.
+
+    While JAX traces, a call is one of the jitted function itself, which becomes part of what is traced.
+    """
+
+    def __init__(self, jitted: Any) -> None:
+        self._jitted = jitted
+        self._programs: dict[Any, Any] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        if compat.is_tracing() or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            return self._jitted(*args, **kwargs)
+        key = (tree, tuple(map(_signature, leaves)), compat.trace_context())
+        if key not in self._programs:
+            self._programs[key] = pin(self._jitted.lower(*args, **kwargs))
+        return self._programs[key](*args, **kwargs)
+
+
+def _signature(leaf: Any) -> tuple[Any, ...]:
+    """What a compiled program depends on of an argument."""
+    aval = compat.typeof(leaf)
+    place = (getattr(leaf, "sharding", None), getattr(leaf, "committed", False))
+    return (aval.shape, aval.dtype, getattr(aval, "weak_type", False), *place)
+
+
+def _compile_and_pin(lowered: Any, options: dict[str, Any]) -> Any:
+    """Compile and pin; the budget is checked afterwards, and met by recompute where pinning is not enough."""
+    record = xla.record_of_lowered(lowered)
+    if record is None:
+        return pin(lowered.compile(compiler_options=options))
+    if record.on_fragmentation == "pin":
+        # As it is, if pinning is enough; else with as much recompute as the packing of XLA's values needs;
+        # else with as much as XLA's own packing needs.
+        for keep in (True, False):
+            pinned = _attempt(lowered, record, {**options, **_OWN_KEY}, keep=keep)
+            if aot.memory(pinned).total_bytes <= record.budget_bytes:
+                return pinned
+        return pin(lowered.compile(compiler_options=options))
+    pinned = _attempt(lowered, record, options, keep=False)
+    xla.check_total(xla.record_of(pinned) or record, aot.memory(pinned).total_bytes)
+    return pinned
+
+
+def _attempt(lowered: Any, record: xla.Record, options: dict[str, Any], *, keep: bool) -> Any:
+    """Compile, with the check put off, and pin."""
+    xla.REGISTRY.begin_pinning(record.id, keep=keep)
+    try:
+        compiled = lowered.compile(compiler_options=options)
+    finally:
+        xla.REGISTRY.end_pinning(record.id)
+    return pin(compiled)
 
 
 class _Kept(Exception):

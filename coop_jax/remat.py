@@ -12,11 +12,15 @@ from coop_jax import autodiff
 from coop_jax.budget import Budget
 from coop_jax.errors import UnsupportedError
 from coop_jax.lowering import RematConfig
+from coop_jax.pinning import PinnedCalls
 from passes.cost import DEVICES
+from passes.hlo.enforce import OnFragmentation
 from passes.jaxpr import compat
 from passes.planners.config import PLANNERS
 
 compat.hide_frames(__file__)
+
+FRAGMENTATION = ("recompute", "pin", "error")
 
 
 @overload
@@ -37,6 +41,8 @@ def remat(
     recompute: Sequence[str] = (),
     offload: Sequence[str] = (),
     device: str | None = None,
+    pin: bool = False,
+    on_fragmentation: OnFragmentation = "recompute",
 ) -> Callable[..., Any]:
     """Hold the compiled program that contains `fn` to a memory budget, by recomputing values.
 
@@ -55,6 +61,11 @@ def remat(
         static_argnums, static_argnames: arguments that are Python values, as in `jax.jit`.
         policy, save, recompute, offload: not supported yet; anything but the default is refused.
         device: name of the cost model to plan with, such as "h200"; None takes the device's own.
+        pin: pack the temporaries of the program anew after its compile (see `coop.pin`), where the function
+            is called outside `jax.jit` on a CPU. A program under a `jax.jit` of your own cannot be pinned
+            from within: give it to `coop.pin`, lowered or compiled.
+        on_fragmentation: what to do where only XLA's packing of the temporaries breaks the budget:
+            "recompute" more, "pin" (count on pinning; where nobody pins the program, recompute), or "error".
 
     Returns:
         A function of the same signature.
@@ -70,6 +81,13 @@ def remat(
         raise UnsupportedError(f"planner {planner!r} is not one of {', '.join(map(repr, PLANNERS))}.")
     if device is not None and device not in DEVICES:
         raise UnsupportedError(f"device {device!r} is not one of {', '.join(map(repr, sorted(DEVICES)))}.")
+    if on_fragmentation not in FRAGMENTATION:
+        known = ", ".join(map(repr, FRAGMENTATION))
+        raise UnsupportedError(f"on_fragmentation {on_fragmentation!r} is not one of {known}.")
+    if pin and (static_argnums != () or static_argnames != ()):
+        raise UnsupportedError(
+            "pin=True with static arguments: leave `pin` out and give the lowered program to `coop.pin`."
+        )
     parsed = Budget.of(budget)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,7 +97,10 @@ def remat(
                 'A budget is given by name: @coop.remat(budget="8GiB").'
             )
         name = getattr(function, "__name__", type(function).__name__)
-        config = RematConfig(budget=parsed, planner=planner, device=device, name=name)
+        config = RematConfig(
+            budget=parsed, planner=planner, device=device, name=name, pin=pin,
+            on_fragmentation=on_fragmentation,
+        )  # fmt: skip
         return _decorate(function, config, static_argnums, static_argnames)
 
     return decorate if fn is None else decorate(fn)
@@ -99,10 +120,11 @@ def _decorate(
     # Where nothing is named static, None lets `jit` find the numbers of static names and the reverse.
     static: dict[str, Any] = {"static_argnums": static_argnums, "static_argnames": static_argnames}
     jitted = jax.jit(staged, inline=True, **{k: None if v == () else v for k, v in static.items()})
+    call = PinnedCalls(jitted) if config.pin else jitted
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return jitted(*args, **kwargs)
+        return call(*args, **kwargs)
 
     return wrapper
 

@@ -14,7 +14,7 @@ from typing import Any
 from coop_jax import aot, xla
 from coop_jax.addresses import address_view
 from coop_jax.errors import BudgetExceededError, UnsupportedError
-from coop_jax.pinning import outcome_of
+from coop_jax.pinning import PinOutcome, outcome_of
 from coop_jax.text import format_bytes, format_ns, format_table
 from passes.ir import Status
 from passes.outcome import Recomputed, StageOutcome
@@ -200,7 +200,7 @@ def _offsets(compiled: Any, record: xla.Record, memory: aot.Memory) -> Offsets:
         "predicted_temp_bytes": predicted,
         "compiled_temp_bytes": memory.temp_bytes,
         "pinned": pinned is not None and pinned.pinned,
-        "pin_reason": None if pinned is None or pinned.pinned else pinned.reason,
+        "pin_reason": _pin_reason(record, pinned),
     }
     if pinned is not None and pinned.pinned:
         # The proof reads every place from the bytes that were loaded.
@@ -214,6 +214,13 @@ def _offsets(compiled: Any, record: xla.Record, memory: aot.Memory) -> Offsets:
         **found, "buffers": view.buffers, "equal": view.equal, "live_temp_bytes": view.live_bytes,
         "packed_temp_bytes": view.packed_bytes, "saved_temp_bytes": 0,
     }  # fmt: skip
+
+
+def _pin_reason(record: xla.Record, pinned: PinOutcome | None) -> str | None:
+    """Why a program that was asked to be pinned is not."""
+    if pinned is None:
+        return "jax.jit compiles without it; give the program to coop.pin" if record.pin else None
+    return None if pinned.pinned else pinned.reason
 
 
 def _address_text(offsets: Offsets) -> str:

@@ -24,7 +24,7 @@ from jax.extend import xla as jax_xla
 
 from coop_jax.errors import BudgetExceededError, InfeasibleBudgetError, error_from_text
 from passes.cost import DEVICES
-from passes.hlo.enforce import EnforceRequest, enforce
+from passes.hlo.enforce import EnforceRequest, OnFragmentation, enforce
 from passes.ir import Status
 from passes.jaxpr import compat, module
 from passes.outcome import LiveValue, Recomputed, StageOutcome
@@ -35,6 +35,7 @@ _FACTS = "coop.facts"
 _TRIAL = "coop.trial"
 _MODULE_ATTRIBUTES_FIELD = 19
 _MOST_UNCHECKED = 256
+_UNLIMITED_BYTES = 1 << 62
 SAFE_SIDE_RATIO = 1.15
 
 
@@ -53,6 +54,8 @@ class Record:
         baseline_cost_ns: estimated time of the kernels without rematerialization, where they were compiled.
         jaxpr: what the jaxpr stage did; None if it did not run (programs over several devices).
         hlo: what the enforcing stage did; None if it did not run in this process.
+        pin: True if the program was asked to be pinned (see `coop_jax.pinning`).
+        on_fragmentation: "recompute", "pin" or "error" where only XLA's packing breaks the budget.
     """
 
     id: str = ""
@@ -65,6 +68,8 @@ class Record:
     baseline_cost_ns: int | None = None
     jaxpr: StageOutcome | None = None
     hlo: StageOutcome | None = None
+    pin: bool = False
+    on_fragmentation: OnFragmentation = "recompute"
 
 
 class _Registry:
@@ -76,6 +81,7 @@ class _Registry:
         self._unchecked: dict[str, None] = {}
         self._trials: dict[str, StageOutcome | None] = {}
         self._n_trials = 0
+        self._pinning: dict[str, bool] = {}
         self._platforms: set[str] = set()
         self._hooked = False
 
@@ -98,6 +104,25 @@ class _Registry:
     def checked(self, record_id: str) -> None:
         with self._lock:
             self._unchecked.pop(record_id, None)
+
+    def begin_pinning(self, record_id: str, *, keep: bool) -> None:
+        """The program with this record will be pinned after its compile, and checked only after that.
+
+        Args:
+            record_id: of the record.
+            keep: True to leave the program as it is and see what pinning makes of it.
+        """
+        with self._lock:
+            self._pinning[record_id] = keep
+
+    def end_pinning(self, record_id: str) -> None:
+        with self._lock:
+            self._pinning.pop(record_id, None)
+
+    def pinning(self, record_id: str) -> bool | None:
+        """What `begin_pinning` was told; None if nobody will pin the program."""
+        with self._lock:
+            return self._pinning.get(record_id)
 
     def new_trial(self) -> str:
         """A name for a trial, which has no outcome yet."""
@@ -187,6 +212,12 @@ def outcome_of_trial(name: str) -> StageOutcome | None:
     return REGISTRY.take_trial(name)
 
 
+def record_of_lowered(lowered: Any) -> Record | None:
+    """The record of a program that is lowered but not compiled; None if it holds no decorated function."""
+    attributes = module.attributes_of(lowered.compiler_ir("stablehlo"))
+    return _record_from(attributes) if _FACTS in attributes else None
+
+
 def record_of(compiled: Any) -> Record | None:
     """The record of a compiled program (`jax.stages.Compiled`); None if it holds no decorated function."""
     modules = compiled.runtime_executable().hlo_modules()
@@ -224,8 +255,12 @@ def _callback(data: bytes, platform: str) -> bytes | None:
         platform="cpu" if platform == "cpu" else "cuda",
         planner=record.planner,
         counts_local=compat.COUNTS_LOCAL,
+        on_fragmentation=_on_fragmentation(record, platform, trial=_TRIAL in attributes),
     )
+    if REGISTRY.pinning(record.id):
+        request = dataclasses.replace(request, budget_bytes=_UNLIMITED_BYTES)
     returned, outcome = enforce(data, request)
+    outcome = dataclasses.replace(outcome, budget_bytes=record.budget_bytes)
     if _TRIAL in attributes:
         REGISTRY.end_trial(attributes[_TRIAL], outcome)
         raise RuntimeError("coop_jax: the trial is over")
@@ -234,6 +269,14 @@ def _callback(data: bytes, platform: str) -> bytes | None:
         raise RuntimeError(InfeasibleBudgetError.from_outcome(_of_the_program(outcome)).to_text())
     REGISTRY.put(dataclasses.replace(record, hlo=outcome))
     return None if returned is data else returned
+
+
+def _on_fragmentation(record: Record, platform: str, *, trial: bool) -> OnFragmentation:
+    """What the record says; but nobody pins a program that `coop_jax.pinning` does not compile."""
+    if record.on_fragmentation != "pin":
+        return record.on_fragmentation
+    pinned = platform == "cpu" and (trial or REGISTRY.pinning(record.id) is not None)
+    return "pin" if pinned else "recompute"
 
 
 def _of_the_program(outcome: StageOutcome) -> StageOutcome:
@@ -257,7 +300,19 @@ def _check(executable: Any) -> None:
     if record is None:
         return
     REGISTRY.checked(record.id)
+    if REGISTRY.pinning(record.id) is not None:
+        return
     total = int(executable.get_compiled_memory_stats().total_allocation_bytes)
+    check_total(record, total)
+
+
+def check_total(record: Record, total: int) -> None:
+    """Hold XLA's count of a program against its budget.
+
+    Raises:
+        InfeasibleBudgetError: it is over, as was expected.
+        BudgetExceededError: it is over.
+    """
     if total > record.budget_bytes:
         if record.hlo is not None and not record.hlo.status.found:
             raise InfeasibleBudgetError.from_outcome(_of_the_program(record.hlo))
@@ -275,6 +330,8 @@ def _facts(record: Record) -> dict[str, Any]:
         "baseline_total_bytes": record.baseline_total_bytes,
         "baseline_compiled": record.baseline_compiled,
         "baseline_cost_ns": record.baseline_cost_ns,
+        "pin": record.pin,
+        "on_fragmentation": record.on_fragmentation,
         "jaxpr": None if record.jaxpr is None else _outcome_dict(record.jaxpr),
     }
 
@@ -289,6 +346,8 @@ def _record_from_facts(record_id: str, facts: Mapping[str, Any]) -> Record:
         baseline_total_bytes=facts["baseline_total_bytes"],
         baseline_compiled=facts["baseline_compiled"],
         baseline_cost_ns=facts["baseline_cost_ns"],
+        pin=facts["pin"],
+        on_fragmentation=facts["on_fragmentation"],
         jaxpr=None if facts["jaxpr"] is None else _outcome_from(facts["jaxpr"]),
     )
 

@@ -19,6 +19,7 @@ from jax._src import (
     api_util,
     checkify,
     compiler,
+    config,
     core,
     dispatch,
     monitoring,
@@ -169,6 +170,16 @@ def device_kind(avals: Sequence[Any]) -> str | None:
         if kind is not None:
             return str(kind)
     return None
+
+
+def is_tracing() -> bool:
+    """True inside of a transformation or a `jit` that is being traced."""
+    return not core.trace_state_clean()
+
+
+def trace_context() -> Any:
+    """What settings of JAX a trace depends on, hashable."""
+    return config.trace_context()
 
 
 def typeof(value: Any) -> Any:

@@ -88,7 +88,12 @@ def _type_nbytes(kind: Any) -> int:
 
 def module_attributes(ctx: Any) -> dict[str, str]:
     """The frontend attributes of the module that is being lowered."""
-    attributes = ctx.module_context.module.operation.attributes
+    return attributes_of(ctx.module_context.module)
+
+
+def attributes_of(lowered: Any) -> dict[str, str]:
+    """The frontend attributes of a StableHLO module."""
+    attributes = lowered.operation.attributes
     if _ATTRIBUTES not in attributes:
         return {}
     found = ir.DictAttr(attributes[_ATTRIBUTES])
