@@ -20,6 +20,7 @@ from passes.ir import Plan, Program, Status
 from passes.liveness import Graph
 from passes.planners import PlannerConfig, cut_bound, frontier, least_peak, plan, working_set_bytes
 from passes.planners.config import PLANNERS
+from passes.planners.proof import is_impossible
 from passes.planners.schedule import Schedule
 from passes.planners.search import TOTAL_LIMITS, Search
 from passes.simulate import simulate
@@ -76,6 +77,57 @@ def test_least_peak_and_the_working_set_bound_do_not_contradict_the_oracle(progr
         assert made.peak_bytes == least_bytes
 
 
+@given(programs(max_ops=5), st.integers(0, 30))
+def test_nothing_possible_is_proved_impossible(program: Program, budget_bytes: int):
+    if least_cost_ns(program, budget_bytes) is not None:
+        assert not is_impossible(Graph.of(program), budget_bytes, 2000)
+
+
+def test_what_walking_backwards_proves_is_the_least_peak_of_most_tiny_programs():
+    """The working-set bound knows one op at a time; the walk knows what had to be alive before it."""
+    generator = random.Random(5)
+    proved = above = 0
+    for _ in range(40):
+        program = random_program(generator, n_ops=6)
+        least = least_peak_bytes(program)
+        graph = Graph.of(program)
+        assert not is_impossible(graph, least, 4000)
+        proved += is_impossible(graph, least - 1, 4000)
+        above += least > working_set_bytes(program)
+    assert proved >= 28
+    assert above >= 4
+
+
+def test_bytes_that_nothing_can_make_again_are_in_the_working_set_bound():
+    """Either the value that an effect made is held across the large op, or what comes of it."""
+    b = Builder()
+    first = b.op((), (8,), 1)
+    second = b.op(first, (6,), 1)
+    large = b.op((), (20,), 1)
+    sums = b.op(large, (1,), 1)
+    program = b.build("held", b.op((*second, *sums), (1,), 1))
+    assert working_set_bytes(program) == 21
+    ops = (dataclasses.replace(program.ops[0], recomputable=False), *program.ops[1:])
+    held = dataclasses.replace(program, ops=ops)
+    assert working_set_bytes(held) == least_peak_bytes(held) == 27
+    made = plan(held, 26)
+    check(held, made)
+    assert made.status is Status.INFEASIBLE
+
+
+def test_a_larger_budget_is_kept_wherever_a_smaller_one_is():
+    program = random_program(random.Random(11), 60)
+    least = least_peak(program, QUICK)
+    check(program, least)
+    found = []
+    for share in (0.0, 0.1, 0.25, 0.5, 0.8):
+        made = plan(program, least.peak_bytes + int(share * (own_peak(program) - least.peak_bytes)), QUICK)
+        check(program, made)
+        assert made.status.found
+        found.append(made.overhead_ratio)
+    assert found == sorted(found, reverse=True)
+
+
 @given(programs(max_ops=9), st.sampled_from(PLANNERS), st.floats(0.3, 1.0))
 def test_every_planner_ends_with_a_valid_plan(program: Program, planner: str, ratio: float):
     check(program, plan(program, int(ratio * own_peak(program)), quick(planner)))
@@ -91,7 +143,7 @@ def test_planning_is_deterministic(program: Program, planner: str, ratio: float)
 def test_planning_does_not_depend_on_the_hash_seed():
     script = (
         "import sys; from strategies import small_gpt; from passes.planners import PlannerConfig, plan;"
-        "made = plan(small_gpt(3), int(sys.argv[2]), PlannerConfig(planner=sys.argv[1]));"
+        "made = plan(small_gpt(3), int(sys.argv[2]), PlannerConfig(planner=sys.argv[1], quick=True));"
         "sys.stdout.write(' '.join(map(str, made.steps)))"
     )
     budget_bytes = own_peak(small_gpt(3)) * 6 // 10
@@ -185,7 +237,7 @@ def test_the_auto_plan_is_never_dearer_than_the_cut_plan():
     program = small_gpt(3)
     for ratio in (0.8, 0.6, 0.4):
         budget_bytes = int(ratio * own_peak(program))
-        cut, auto = (plan(program, budget_bytes, PlannerConfig(planner=p)) for p in ("cut", "auto"))
+        cut, auto = (plan(program, budget_bytes, quick(p)) for p in ("cut", "auto"))
         assert auto.overhead_ratio <= cut.overhead_ratio
 
 
@@ -198,7 +250,7 @@ def test_effects_and_deadlines_are_kept_on_a_real_graph():
     program = dataclasses.replace(program, ops=ops)
     for planner in PLANNERS:
         for ratio in (0.9, 0.8, 0.7):
-            made = plan(program, int(ratio * own_peak(program)), PlannerConfig(planner=planner))
+            made = plan(program, int(ratio * own_peak(program)), PlannerConfig(planner=planner, quick=True))
             check(program, made)
     assert plan(program, int(0.9 * own_peak(program))).status.found
 
@@ -375,4 +427,4 @@ def test_a_call_that_fails_does_a_bounded_amount_of_work(limit: int):
     budget_bytes = search.working_set_bytes
     found = search.best(budget_bytes)
     assert found.peak_bytes > budget_bytes
-    assert limit < search.done < 1.5 * TOTAL_LIMITS * limit
+    assert limit < search.done < 2 * TOTAL_LIMITS * limit

@@ -82,7 +82,7 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
         least = prediction.total_bytes - saved
         return module_bytes, replace(kept, status=Status.UNKNOWN, needs_pinning=True, least_total_bytes=least)
     lifted = lift(view, request.device, request.platform, assigner=before, prediction=prediction)
-    config = PlannerConfig(planner=request.planner)
+    config = PlannerConfig(planner=request.planner, quick=True)
     pinned = request.on_fragmentation == "pin"
     task = Task(lifted=lifted, budget_bytes=request.budget_bytes, config=config, pinned=pinned)
     written = fit(task)

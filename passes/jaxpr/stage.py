@@ -231,7 +231,7 @@ def _search(lifted: LiftedJaxpr, as_is: LiftedJaxpr, request: JaxprRequest, scal
     peak_bytes = simulate(lifted.program, _identity(lifted)).peak_bytes
     target_bytes = max(int(request.temp_budget_bytes * scale), 1)
     written = emit_config(lifted, as_is, request.device, strict=request.strict)
-    config = PlannerConfig(planner=request.planner, bound=False)
+    config = PlannerConfig(planner=request.planner, bound=False, quick=True)
     best: Candidate | None = None
     rung = _rungs_down(target_bytes / max(peak_bytes, 1))
     for _ in range(MAX_CANDIDATES):

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 PLANNERS = ("auto", "window", "cut", "exact", "dtr", "dtr-eq", "dte", "coop-online", "chen")
 UNITS_PER_OP = 100
-LEAST_UNITS = 200_000
+LEAST_UNITS = 1_000_000
+QUICK_UNITS = 200_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +22,10 @@ class PlannerConfig:
         planner: "auto" (the cheaper of both), "window" or "cut"; "exact" (a 0-1 program, from `auto`'s plan
             on); or a baseline: "dtr", "dtr-eq", "dte", "coop-online", "chen".
         work_limit: how much work a search may do, in units of about a microsecond; None scales with the
-            program (about 0.2 s, and 100 us an op from 2000 ops on). Where the first search misses the
-            budget, up to `passes.planners.search.TOTAL_LIMITS` times as much is done in all.
+            program (about a second, and 100 us an op from 10,000 ops on; a fifth of a second, and 100 us an
+            op from 2000 ops on, if `quick`). It ends sooner near the bound; where the first search misses the
+            budget, a few times as much is done in all.
+        quick: whether someone waits for the plan, such as a compile.
         placed: whether the budget is for the plan placed by best fit, holes included, instead of its live
             bytes; the plan then carries offsets.
         bound: whether to prove a lower bound on the overhead beside the plan.
@@ -35,6 +38,7 @@ class PlannerConfig:
 
     planner: str = "auto"
     work_limit: int | None = None
+    quick: bool = False
     placed: bool = False
     bound: bool = True
     bound_moments: int = 8
@@ -53,4 +57,6 @@ class PlannerConfig:
 
     def units(self, n_ops: int) -> int:
         """The work limit for a program of `n_ops` ops."""
-        return max(LEAST_UNITS, UNITS_PER_OP * n_ops) if self.work_limit is None else self.work_limit
+        if self.work_limit is not None:
+            return self.work_limit
+        return max(QUICK_UNITS if self.quick else LEAST_UNITS, UNITS_PER_OP * n_ops)

@@ -12,6 +12,7 @@ they could. States are sets of buffers as bit masks. Deterministic; gives up aft
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 
 from passes.liveness import Graph
 from passes.planners.bounds import last_needs
@@ -54,7 +55,7 @@ def _targets(graph: Graph) -> list[int]:
     return [mask for _, _, mask in sorted(found)]
 
 
-def _mask(buffers: tuple[int, ...] | list[int]) -> int:
+def _mask(buffers: Iterable[int]) -> int:
     mask = 0
     for b in buffers:
         mask |= 1 << b

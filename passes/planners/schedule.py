@@ -107,7 +107,7 @@ class Order:
 
 
 class _Links:
-    """The order as linked lists: for every touch its neighbours of the same buffer, -1 where there is none."""
+    """The order as linked lists: for every touch its neighbours of the same buffer, -1 for none."""
 
     __slots__ = ("before", "behind", "first", "is_run", "place", "position")
 
@@ -244,10 +244,7 @@ class Schedule:
     def is_useless(self, position: int) -> bool:
         """True if nothing reads what the re-run at `position` makes."""
         links = self.links
-        for touch in links.of(position):
-            if links.is_run[touch] and not self._dies(touch):
-                return False
-        return True
+        return not any(links.is_run[touch] and not self._dies(touch) for touch in links.of(position))
 
     def _dies(self, touch: int) -> bool:
         """True if the copy that it makes or uses is not alive after it."""
@@ -353,7 +350,7 @@ def prune(schedule: Schedule) -> None:
 
 
 def reverse_delete(schedule: Schedule, limit_bytes: int, rounds: int = 3) -> int:
-    """Take out re-runs, costliest first, while the peak stays within `limit_bytes`; returns how many it tried."""
+    """Take out re-runs, costliest first, while the peak stays in the limit; returns how often it tried."""
     prune(schedule)
     cost_ns = schedule.graph.cost_ns
     tried = 0

@@ -1,5 +1,12 @@
 """The driver of the planners: what `plan`, `least_peak` and `frontier` do.
 
+A budget is first tried from the program as it is: descents in several styles, each a series of minimum
+cuts. Where they miss it, or end far above the bound, levels below the budget are tried, too, and their plans
+relaxed. These levels are rungs of a ladder that belongs to the program and not to the budget, and below
+them lies the program's deepest plan: budgets that are near each other see the same plans, so that more
+bytes hardly ever cost more time, and what one budget was found to need is enough for the next. A
+large-neighbourhood search ends it.
+
 Invariant: whatever is returned is a valid sequence of steps; the status says what is known about it.
 """
 
@@ -13,15 +20,14 @@ from itertools import pairwise
 
 from passes.ir import OpId, Plan, Program, Status
 from passes.liveness import Graph
-from passes.offsets.best_fit import place_graph
 from passes.planners.bounds import Bound, least_bytes
 from passes.planners.config import PlannerConfig
 from passes.planners.cut import Descent, Style, Work, deepen, descend, lower_to, of_schedule, rank, relax
 from passes.planners.greedy import evict_one_by_one
 from passes.planners.neighbourhood import improve
+from passes.planners.placing import end_of, walks, windows, with_offsets
 from passes.planners.proof import is_impossible
-from passes.planners.schedule import Schedule, reverse_delete
-from passes.planners.window import Walked, walk
+from passes.planners.schedule import Schedule
 
 PORTFOLIO = (
     Style(tilt_ratio=0.1),
@@ -47,21 +53,21 @@ LOW_STYLES = (
 )
 NEAR_RATIO = 0.004
 FIRST_LIMITS = 3
-TOTAL_LIMITS = 4
+TOTAL_LIMITS = 5
+RUNG_RATIO = 0.9
+NEAR_RUNGS = (0, 1)
+FAR_RUNGS = (0, 1, 3, 7, 15)
 GREEDY_UNITS_PER_OP = 1000
 RESTARTS = 3
-BELOW_SHARES = (0.05, 0.2, 0.5)
 MAX_PLACED = 8
 WALKS_LIMITS = 0.5
+WINDOWS_LIMITS = 0.25
+DEEPEST_LIMITS = 1.0
 ROUNDING_NS = 1e-3
 NEAR_OVERHEAD = 0.0004
 NEAR_BOUND = 0.02
 PROOF_STATES = 2000
 STATE_UNITS = 25
-LEAST_PEAK_EFFORT = 2.0
-WINDOW_EXPONENTS = (0.0, 1.0, 0.5)
-WINDOW_EXCESS = (1.0, 1.06, 1.2, 1.5)
-WINDOW_UNITS_PER_OP = 1000
 
 
 class Search:
@@ -74,10 +80,10 @@ class Search:
         self.start = of_schedule(schedule)
         self.working_set_bytes = least_bytes(self.graph, schedule)
         self.effort = 1.0
-        self.only_deep = False
         self.impossible_bytes = self.working_set_bytes - 1
         self.total_limits = TOTAL_LIMITS
         self._clocks: list[Work] = []
+        self._deepest: Descent | None = None
         self._bound: Bound | None = None
 
     def bound_ratio(self, budget_bytes: int) -> float:
@@ -105,6 +111,11 @@ class Search:
         self._clocks.append(Work(int(max(0.0, min(limits * limit, left)))))
         return self._clocks[-1]
 
+    def _own_work(self, limits: float) -> Work:
+        """A fresh clock of its own, whatever was used before."""
+        self._clocks.append(Work(int(limits * self.config.units(len(self.graph.cost_ns)) * self.effort)))
+        return self._clocks[-1]
+
     @property
     def done(self) -> int:
         """The work of all clocks."""
@@ -124,7 +135,13 @@ class Search:
             return self.start
         best = min((self.start, *known), key=lambda d: rank(d, budget_bytes))
         if self.config.planner != "cut":
-            best = self._windows(budget_bytes, best)
+            best = windows(
+                self.graph,
+                self.config.planner,
+                budget_bytes,
+                best,
+                self.work(WINDOWS_LIMITS if self.config.planner == "auto" else 1.0),
+            )
         if self.config.planner != "window":
             best = self._cuts(budget_bytes, best)
         return best
@@ -134,12 +151,10 @@ class Search:
         best: tuple[Descent, int] | None = None
         target_bytes = budget_bytes
         for tries in range(MAX_PLACED):
-            placement = place_graph(self.graph, found.steps)
-            offsets, heap_bytes = placement.offsets, placement.heap_bytes
-            if found.offsets and self._end(found) < heap_bytes:
-                offsets, heap_bytes = found.offsets, self._end(found)
+            found = with_offsets(self.graph, found)
+            heap_bytes = end_of(self.graph, found)
             if best is None or heap_bytes < best[1]:
-                best = dataclasses.replace(found, offsets=offsets), heap_bytes
+                best = found, heap_bytes
             excess = heap_bytes - budget_bytes
             if excess <= 0 or found.peak_bytes > target_bytes:
                 break
@@ -151,104 +166,79 @@ class Search:
             found = self.best(target_bytes)
         assert best is not None, "at least one placement is made"
         if self.config.planner == "auto" and budget_bytes >= self.working_set_bytes:
-            for found in self._walks(budget_bytes):
-                best = min(best, (found, self._end(found)), key=lambda d: (d[1] > budget_bytes, d[0].cost_ns))
+            for found in walks(self.graph, budget_bytes, self.work(WALKS_LIMITS)):
+                best = min(
+                    best,
+                    (found, end_of(self.graph, found)),
+                    key=lambda d: (d[1] > budget_bytes, d[0].cost_ns),
+                )
         return best
 
-    def _walks(self, budget_bytes: int) -> list[Descent]:
-        """Walks in a pool of the budget's size, with offsets."""
-        work = self.work(WALKS_LIMITS)
-        walks = [walk(self.graph, budget_bytes, exponent, work) for exponent in WINDOW_EXPONENTS]
-        return [self._with_offsets(walked, budget_bytes) for walked in walks if walked is not None]
-
-    def _end(self, found: Descent) -> int:
-        """The end of the highest copy of a sequence with offsets."""
-        graph = self.graph
-        ends = [
-            offset + graph.nbytes[b]
-            for op, offsets in zip(found.steps, found.offsets, strict=True)
-            for b, offset in zip(graph.outputs[op], offsets, strict=True)
-        ]
-        return max(ends, default=graph.argument_bytes)
-
-    def _windows(self, budget_bytes: int, best: Descent) -> Descent:
-        """The best of a few walks over the pool; larger pools only if the budget's own is too small."""
-        n_ops = len(self.graph.cost_ns)
-        work = self.work()
-        if self.config.planner == "auto" and WINDOW_UNITS_PER_OP * n_ops > work.limit:
-            return best
-        for excess in WINDOW_EXCESS:
-            for exponent in WINDOW_EXPONENTS:
-                walked = walk(self.graph, int(budget_bytes * excess), exponent, work)
-                if walked is not None:
-                    best = min(best, self._placed(walked, budget_bytes), key=lambda d: rank(d, budget_bytes))
-                if not work.left:
-                    return best
-            if self.config.planner == "auto" or best.peak_bytes <= budget_bytes:
-                break
-        return best
-
-    def _placed(self, walked: Walked, budget_bytes: int) -> Descent:
-        """A walk after reverse delete; with its offsets where only windows are wanted."""
-        if self.config.planner != "auto":
-            return self._with_offsets(walked, budget_bytes)
-        schedule = Schedule(self.graph, walked.steps)
-        reverse_delete(schedule, max(budget_bytes, schedule.peak_bytes))
-        return of_schedule(schedule)
-
-    def _with_offsets(self, walked: Walked, budget_bytes: int) -> Descent:
-        """A walk after reverse delete if best fit still places it, else the walk at its own offsets."""
-        schedule = Schedule(self.graph, walked.steps)
-        raw = dataclasses.replace(of_schedule(schedule), offsets=walked.offsets)
-        reverse_delete(schedule, max(budget_bytes, schedule.peak_bytes))
-        shorter = of_schedule(schedule)
-        placement = place_graph(self.graph, shorter.steps)
-        if placement.heap_bytes <= max(budget_bytes, shorter.peak_bytes):
-            return dataclasses.replace(shorter, offsets=placement.offsets)
-        return raw
+    def deepest(self) -> Descent:
+        """The sequence of lowest peak that is found; it does not depend on any budget."""
+        if self._deepest is None:
+            target_bytes = self.working_set_bytes
+            work = self._own_work(DEEPEST_LIMITS)
+            tried = [self.start, *self._attempts(target_bytes, work)]
+            best = min(tried, key=lambda d: rank(d, target_bytes))
+            if best.peak_bytes > target_bytes:
+                best = deepen(self.graph, best, target_bytes, self._own_work(DEEPEST_LIMITS / 3))
+                work = self._own_work(DEEPEST_LIMITS)
+                best = self._lowest(target_bytes, best, work)
+            self._deepest = self._improved(target_bytes, best, tried, work)
+        return self._deepest
 
     def _cuts(self, budget_bytes: int, best: Descent) -> Descent:
-        """Cuts and a search around them; where they miss the budget, from below."""
-        target_bytes = max(budget_bytes, self.working_set_bytes)
-        best = self._solve(target_bytes, best)
-        if best.peak_bytes <= target_bytes or self.only_deep or self.is_impossible(budget_bytes):
-            return best
-        found = self._from_below(target_bytes, best)
-        if found.peak_bytes <= target_bytes:
-            found = improve(self.graph, found, target_bytes, self._floor_ns(target_bytes), self.work())
-        return min(best, found, key=lambda d: rank(d, target_bytes))
-
-    def _from_below(self, target_bytes: int, best: Descent) -> Descent:
-        """Descents below the budget, from nearby to half-way to the working set, and up again."""
-        work = self.work()
-        room_ratio = 1 - self.working_set_bytes / max(1, target_bytes)
-        for share in BELOW_SHARES:
-            for style in LOW_STYLES:
-                below = dataclasses.replace(style, below_ratio=share * room_ratio)
-                for start in (self.start, best):
-                    if best.peak_bytes > target_bytes and work.left:
-                        found = descend(self.graph, start, target_bytes, work, below)
-                        best = min(best, found, key=lambda d: rank(d, target_bytes))
-        return best
-
-    def _solve(self, target_bytes: int, best: Descent) -> Descent:
-        """A portfolio of descents, then a search around the best ones."""
+        """Descents to the budget, to levels below it where they miss it or cost much, and a search around."""
+        if budget_bytes < self.working_set_bytes:
+            return min(best, self.deepest(), key=lambda d: rank(d, budget_bytes))
         work = self.work()
         tried = [best]
-        if self.start.peak_bytes > best.peak_bytes > target_bytes:
-            tried.append(lower_to(self.graph, best.steps, target_bytes, work))
-        tried += self._attempts(target_bytes, work)
-        best = min(tried, key=lambda d: rank(d, target_bytes))
-        if best.peak_bytes > target_bytes:
-            best = deepen(self.graph, best, target_bytes, self.work(1 / 3))
-            work = self.work()
-            best = self._lowest(target_bytes, best, work)
+        if self.start.peak_bytes > best.peak_bytes > budget_bytes:
+            tried.append(lower_to(self.graph, best.steps, budget_bytes, work))
+        tried += self._attempts(budget_bytes, work)
+        best = min(tried, key=lambda d: rank(d, budget_bytes))
+        if best.peak_bytes > budget_bytes and not self.is_impossible(budget_bytes):
+            tried += self._from_rungs(budget_bytes, FAR_RUNGS, self.work(1 / 2))
+            best = min(tried, key=lambda d: rank(d, budget_bytes))
+        elif best.cost_ns > self._floor_ns(budget_bytes):
+            tried += self._from_rungs(budget_bytes, NEAR_RUNGS, self.work(1 / 3))
+        if best.peak_bytes > budget_bytes:
+            tried.append(relax(self.graph, self.deepest(), budget_bytes))
+        best = min(tried, key=lambda d: rank(d, budget_bytes))
+        if best.peak_bytes > budget_bytes:
+            return best
+        return self._improved(budget_bytes, best, tried, work if work.left else self.work(1 / 3))
+
+    def _improved(self, target_bytes: int, best: Descent, tried: list[Descent], work: Work) -> Descent:
+        """A search around the best descents."""
         floor_ns = self._floor_ns(target_bytes)
         others = sorted((d for d in tried if d.steps != best.steps), key=lambda d: rank(d, target_bytes))
         for seed, start in enumerate((best, *others[:RESTARTS])):
             found = improve(self.graph, start, target_bytes, floor_ns, work, seed)
             best = min(best, found, key=lambda d: rank(d, target_bytes))
         return best
+
+    def _from_rungs(self, budget_bytes: int, rungs: tuple[int, ...], work: Work) -> list[Descent]:
+        """Descents to rungs below the budget, and up to it again; stops at the first that keeps it.
+
+        Rung `k` leaves `RUNG_RATIO ** k` of the bytes between the working set and the program's own peak.
+        """
+        whole_bytes = max(1, self.start.peak_bytes - self.working_set_bytes)
+        room_ratio = max(budget_bytes - self.working_set_bytes, 0) / whole_bytes
+        top = math.floor(math.log(room_ratio) / math.log(RUNG_RATIO)) + 1 if room_ratio > 0 else 0
+        found: list[Descent] = []
+        for k in rungs if room_ratio > 0 else ():
+            level_bytes = self.working_set_bytes + int(whole_bytes * RUNG_RATIO ** (top + k))
+            for style in LOW_STYLES:
+                if work.left:
+                    lowered = descend(self.graph, self.start, level_bytes, work, style)
+                    found.append(relax(self.graph, lowered, budget_bytes))
+                    if found[-1].peak_bytes <= budget_bytes:
+                        break
+            if rungs is FAR_RUNGS and found and found[-1].peak_bytes <= budget_bytes:
+                break
+        return found
 
     def _lowest(self, target_bytes: int, best: Descent, work: Work) -> Descent:
         """Bisect for the lowest level that a descent from the start, or from the best so far, reaches."""
@@ -348,9 +338,7 @@ def least_peak(program: Program, config: PlannerConfig | None = None) -> Plan:
     """
     begin = time.perf_counter()
     search = Search(program, config or PlannerConfig())
-    search.effort = LEAST_PEAK_EFFORT
-    search.only_deep = True
-    found = search.best(search.working_set_bytes)
+    found = search.deepest()
     made = search.plan(found, found.peak_bytes, 0.0, search.config.planner)
     proved = search.is_impossible(found.peak_bytes - 1)
     return _timed(made, begin, Status.OPTIMAL if proved else Status.FEASIBLE)
