@@ -18,14 +18,15 @@ from strategies import Builder, chain, example, programs, random_program, small_
 
 from passes.ir import Plan, Program, Status
 from passes.liveness import Graph
+from passes.offsets.best_fit import place_graph
 from passes.planners import PlannerConfig, cut_bound, frontier, least_peak, plan, working_set_bytes
-from passes.planners.config import PLANNERS
 from passes.planners.proof import is_impossible
 from passes.planners.schedule import Schedule
 from passes.planners.search import TOTAL_LIMITS, Search
 from passes.simulate import simulate
 from passes.validate import validate
 
+SEARCHES = ("auto", "window", "cut")
 QUICK = PlannerConfig(work_limit=20_000)
 
 
@@ -47,7 +48,7 @@ def own_peak(program: Program) -> int:
     return simulate(program, tuple(op.id for op in program.ops)).peak_bytes
 
 
-@given(st.data(), st.sampled_from(PLANNERS))
+@given(st.data(), st.sampled_from(SEARCHES))
 def test_no_planner_contradicts_the_oracle(data: st.DataObject, planner: str):
     program = data.draw(programs(max_ops=5))
     budget_bytes = data.draw(st.integers(0, own_peak(program)))
@@ -128,12 +129,12 @@ def test_a_larger_budget_is_kept_wherever_a_smaller_one_is():
     assert found == sorted(found, reverse=True)
 
 
-@given(programs(max_ops=9), st.sampled_from(PLANNERS), st.floats(0.3, 1.0))
+@given(programs(max_ops=9), st.sampled_from(SEARCHES), st.floats(0.3, 1.0))
 def test_every_planner_ends_with_a_valid_plan(program: Program, planner: str, ratio: float):
     check(program, plan(program, int(ratio * own_peak(program)), quick(planner)))
 
 
-@given(programs(max_ops=8), st.sampled_from(PLANNERS), st.floats(0.3, 1.0))
+@given(programs(max_ops=8), st.sampled_from(SEARCHES), st.floats(0.3, 1.0))
 def test_planning_is_deterministic(program: Program, planner: str, ratio: float):
     budget_bytes = int(ratio * own_peak(program))
     first, second = (plan(program, budget_bytes, quick(planner)) for _ in range(2))
@@ -147,7 +148,7 @@ def test_planning_does_not_depend_on_the_hash_seed():
         "sys.stdout.write(' '.join(map(str, made.steps)))"
     )
     budget_bytes = own_peak(small_gpt(3)) * 6 // 10
-    for planner in PLANNERS:
+    for planner in SEARCHES:
         outputs = {run_python(script, (planner, str(budget_bytes)), seed) for seed in ("1", "2")}
         assert len(outputs) == 1
         assert len(outputs.pop().split()) >= len(small_gpt(3).ops)
@@ -200,7 +201,7 @@ def test_the_example_is_planned_to_optimality():
 
 
 def test_a_budget_that_the_program_keeps_changes_nothing():
-    for planner in PLANNERS:
+    for planner in SEARCHES:
         program = small_gpt(2)
         made = plan(program, own_peak(program), PlannerConfig(planner=planner))
         assert made.steps == tuple(op.id for op in program.ops)
@@ -248,7 +249,7 @@ def test_effects_and_deadlines_are_kept_on_a_real_graph():
         for op in program.ops
     )
     program = dataclasses.replace(program, ops=ops)
-    for planner in PLANNERS:
+    for planner in SEARCHES:
         for ratio in (0.9, 0.8, 0.7):
             made = plan(program, int(ratio * own_peak(program)), PlannerConfig(planner=planner, quick=True))
             check(program, made)
@@ -323,7 +324,7 @@ def test_a_work_limit_of_nothing_still_plans():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"planner": "exact"}, "unknown planner 'exact'; choose one of auto, window, cut"),
+        ({"planner": "best"}, "unknown planner 'best'; choose one of auto, window, cut"),
         ({"work_limit": -1}, "`work_limit` is -1; it must not be negative"),
         ({"bound_moments": 0}, "`bound_moments` is 0; it must be at least 1"),
     ],
@@ -404,7 +405,7 @@ def test_overlapping_offsets_are_refused():
         validate(program, dataclasses.replace(made, offsets=nowhere))
 
 
-@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("planner", SEARCHES)
 @pytest.mark.parametrize("ratio", [0.9, 0.7, 0.5, 0.2])
 def test_a_placed_plan_keeps_the_budget_holes_included(planner: str, ratio: float):
     program = small_gpt(4)
@@ -418,6 +419,35 @@ def test_a_placed_plan_keeps_the_budget_holes_included(planner: str, ratio: floa
     ]
     assert made.status.found == (max(ends) <= budget_bytes)
     assert made.status.found == (ratio > 0.2)
+
+
+def test_holes_are_packed_away_before_anything_is_run_again_for_them():
+    """Best fit in XLA's two orders leaves holes here; another order does not."""
+    generator = random.Random(2)
+    saved = 0
+    for _ in range(30):
+        program = random_program(generator, 25)
+        steps = tuple(op.id for op in program.ops)
+        peak_bytes = own_peak(program)
+        loose = place_graph(Graph.of(program), steps).heap_bytes
+        tight = place_graph(Graph.of(program), steps, peak_bytes)
+        made = dataclasses.replace(plan(program, loose, QUICK), offsets=tight.offsets)
+        validate(program, made)
+        assert peak_bytes <= tight.heap_bytes <= loose
+        saved += tight.heap_bytes < loose
+    assert saved >= 5
+
+
+def test_five_thousand_ops_are_planned_near_the_bound_in_a_bounded_amount_of_work():
+    program = small_gpt(333)
+    budget_bytes = own_peak(program) // 4
+    search = Search(program, PlannerConfig())
+    found = search.best(budget_bytes)
+    made = search.plan(found, budget_bytes, 0.0, "auto")
+    check(program, made)
+    assert made.status.found
+    assert made.overhead_ratio <= made.lower_bound_ratio + 0.002
+    assert search.done <= 1_000_000
 
 
 @pytest.mark.parametrize("limit", [20_000, 100_000])

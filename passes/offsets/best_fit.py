@@ -3,7 +3,9 @@
 Follows the packing rule of XLA's heap: best fit by (size, duration) and by (duration, size), both
 descending; the smaller heap wins, ties to the first. A copy that takes a dying input's place has its
 offset: such a chain moves as one. Arguments lie at the bottom, workspaces are placed like values.
-It does not model XLA's alias classes and allocation order (an issue of its own).
+It does not model XLA's alias classes and allocation order (`passes.hlo` does).
+
+Where a limit is given and missed, what sticks out is placed earlier, again and again.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ import numpy as np
 
 from passes.ir import OpId, Program
 from passes.liveness import Copies, Graph, IntArray, copies_of
+
+MAX_ROUNDS = 100
+MOST_GROUPS = 4_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,21 +49,53 @@ def place(program: Program, steps: Sequence[OpId]) -> Placement:
     return place_graph(Graph.of(program), steps)
 
 
-def place_graph(graph: Graph, steps: Sequence[int]) -> Placement:
-    """`place` for callers that keep the `Graph` of a program."""
+def place_graph(graph: Graph, steps: Sequence[int], limit_bytes: int | None = None) -> Placement:
+    """`place` for callers that keep the `Graph` of a program.
+
+    Args:
+        limit_bytes: try more orders until the heap ends within it, at most `MAX_ROUNDS`; fewer where there
+            are many copies.
+    """
     copies = copies_of(graph, steps)
     group, segments = _groups(graph, steps, copies)
-    by_size = _pack(segments, sorted(range(len(segments)), key=lambda g: (*_key(segments[g]), g)))
-    by_time = _pack(segments, sorted(range(len(segments)), key=lambda g: (*_key(segments[g])[::-1], g)))
-    best = by_size if _height(segments, by_size) <= _height(segments, by_time) else by_time
+    count = range(len(segments))
+    orders = [
+        sorted(count, key=lambda g: (*_key(segments[g]), g)),
+        sorted(count, key=lambda g: (*_key(segments[g])[::-1], g)),
+    ]
+    tried = [(_pack(segments, order), order) for order in orders]
+    best, order = min(tried, key=lambda t: _height(segments, t[0]))
     base = graph.argument_bytes
+    if limit_bytes is not None and segments:
+        best = _tightened(segments, best, order, limit_bytes - base)
     offsets: list[tuple[int, ...]] = []
     copy = 0
     for op in steps:
-        count = len(graph.outputs[op])
-        offsets.append(tuple(base + best[group[c]] for c in range(copy, copy + count)))
-        copy += count
+        n_outputs = len(graph.outputs[op])
+        offsets.append(tuple(base + best[group[c]] for c in range(copy, copy + n_outputs)))
+        copy += n_outputs
     return Placement(offsets=tuple(offsets), heap_bytes=base + _height(segments, best))
+
+
+def _tightened(
+    segments: list[list[_Segment]], best: list[int], order: list[int], limit_bytes: int
+) -> list[int]:
+    """Offsets that end within a limit, or the lowest found by placing what sticks out earlier."""
+    offsets, least_bytes = best, _height(segments, best)
+    for n in range(min(MAX_ROUNDS, MOST_GROUPS // max(1, len(segments)) ** 2)):
+        if least_bytes <= limit_bytes:
+            break
+        height_bytes = _height(segments, offsets)
+        top = {g for g, group in enumerate(segments) for s in group if offsets[g] + s.nbytes == height_bytes}
+        first = next(k for k, g in enumerate(order) if g in top)
+        rest = [g for g in order if g not in top]
+        # A little earlier mostly, to the very front now and then.
+        place = 0 if n % 8 == 7 else first // 2
+        order = [*rest[:place], *sorted(top), *rest[place:]]
+        offsets = _pack(segments, order)
+        if _height(segments, offsets) < least_bytes:
+            best, least_bytes = offsets, _height(segments, offsets)
+    return best
 
 
 def _groups(graph: Graph, steps: Sequence[int], copies: Copies) -> tuple[list[int], list[list[_Segment]]]:

@@ -25,9 +25,9 @@ def end_of(graph: Graph, found: Descent) -> int:
     return max(ends, default=graph.argument_bytes)
 
 
-def with_offsets(graph: Graph, found: Descent) -> Descent:
+def with_offsets(graph: Graph, found: Descent, budget_bytes: int) -> Descent:
     """A sequence placed by best fit, or at the offsets that it has if they end lower."""
-    placement = place_graph(graph, found.steps)
+    placement = place_graph(graph, found.steps, budget_bytes if found.peak_bytes <= budget_bytes else None)
     if found.offsets and end_of(graph, found) < placement.heap_bytes:
         return found
     return dataclasses.replace(found, offsets=placement.offsets)
@@ -69,7 +69,8 @@ def _with_offsets(graph: Graph, walked: Walked, budget_bytes: int) -> Descent:
     """A walk after reverse delete if best fit still places it, else the walk at its own offsets."""
     raw = dataclasses.replace(of_schedule(Schedule(graph, walked.steps)), offsets=walked.offsets)
     shorter = _trimmed(graph, walked, budget_bytes)
-    placement = place_graph(graph, shorter.steps)
-    if placement.heap_bytes <= max(budget_bytes, shorter.peak_bytes):
+    limit_bytes = max(budget_bytes, shorter.peak_bytes)
+    placement = place_graph(graph, shorter.steps, limit_bytes)
+    if placement.heap_bytes <= limit_bytes:
         return dataclasses.replace(shorter, offsets=placement.offsets)
     return raw

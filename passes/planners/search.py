@@ -59,7 +59,7 @@ NEAR_RUNGS = (0, 1)
 FAR_RUNGS = (0, 1, 3, 7, 15)
 GREEDY_UNITS_PER_OP = 1000
 RESTARTS = 3
-MAX_PLACED = 8
+TIGHTER_RATIOS = (0.993, 0.985, 0.97, 0.95, 0.92, 0.87, 0.8)
 WALKS_LIMITS = 0.5
 WINDOWS_LIMITS = 0.25
 DEEPEST_LIMITS = 1.0
@@ -148,23 +148,20 @@ class Search:
 
     def placed(self, found: Descent, budget_bytes: int) -> tuple[Descent, int]:
         """A sequence with the offsets of its copies, planned tighter until they fit; also their heap."""
-        best: tuple[Descent, int] | None = None
-        target_bytes = budget_bytes
-        for tries in range(MAX_PLACED):
-            found = with_offsets(self.graph, found)
-            heap_bytes = end_of(self.graph, found)
-            if best is None or heap_bytes < best[1]:
-                best = found, heap_bytes
-            excess = heap_bytes - budget_bytes
-            if excess <= 0 or found.peak_bytes > target_bytes:
+        found = with_offsets(self.graph, found, budget_bytes)
+        best = found, end_of(self.graph, found)
+        self.effort, self.total_limits = self.effort / 3, self.total_limits * 3
+        for ratio in TIGHTER_RATIOS:
+            target_bytes = int(budget_bytes * ratio)
+            if best[1] <= budget_bytes or target_bytes < self.working_set_bytes:
                 break
-            target_bytes = min(target_bytes, found.peak_bytes) - (excess << max(0, tries - 1))
-            if target_bytes < self.working_set_bytes:
+            if found.peak_bytes <= target_bytes:
+                continue
+            tighter = self.best(target_bytes, (dataclasses.replace(found, offsets=()),))
+            if tighter.peak_bytes > target_bytes:
                 break
-            if not tries:
-                self.effort, self.total_limits = self.effort / 3, self.total_limits * 3
-            found = self.best(target_bytes)
-        assert best is not None, "at least one placement is made"
+            found = with_offsets(self.graph, tighter, budget_bytes)
+            best = min(best, (found, end_of(self.graph, found)), key=lambda d: d[1])
         if self.config.planner == "auto" and budget_bytes >= self.working_set_bytes:
             for found in walks(self.graph, budget_bytes, self.work(WALKS_LIMITS)):
                 best = min(
