@@ -1,6 +1,6 @@
-"""The command line: `coop solve PROGRAM.json --budget ...` plans a program on its own, without XLA.
+"""The command line: `coop solve` plans a program on its own, without XLA; `coop pack` places items.
 
-Exit codes: 0 a plan was found, 1 no plan within the budget is known, 2 bad input.
+Exit codes: 0 a plan or a packing was found, 1 none is known, 2 bad input.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from coop_jax.budget import parse_bytes
+from coop_jax.pack import pack_file
 from coop_jax.text import format_bytes
 from passes.ir import Plan, Program
 from passes.offsets.best_fit import place
@@ -32,17 +33,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     arguments = _parser().parse_args(argv)
     try:
-        return _solve(arguments)
+        return int(arguments.run(arguments))
     except (OSError, ValueError) as error:
         text = " ".join(str(error).split())
-        sys.stderr.write(f"coop solve: {text}\n")
+        sys.stderr.write(f"coop {arguments.command}: {text}\n")
         return 2
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="coop", description="Rematerialization planning.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    solve = commands.add_parser("solve", help="plan a program for a byte budget")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    _add_solve(commands.add_parser("solve", help="plan a program for a byte budget"))
+    _add_pack(commands.add_parser("pack", help="place items with fixed lifetimes in so many bytes"))
+    return parser
+
+
+def _add_solve(solve: argparse.ArgumentParser) -> None:
+    solve.set_defaults(run=_solve)
     solve.add_argument("program", type=Path, metavar="PROGRAM.json", help="in the coop-program/1 format")
     solve.add_argument(
         "--budget",
@@ -63,7 +70,14 @@ def _parser() -> argparse.ArgumentParser:
         help="with --planner exact: place the plan, too, so that it fits without fragmentation",
     )
     solve.add_argument("--out", type=Path, metavar="PLAN.json", help="write the plan here")
-    return parser
+
+
+def _add_pack(pack: argparse.ArgumentParser) -> None:
+    pack.set_defaults(run=_pack)
+    pack.add_argument("problem", type=Path, metavar="PROBLEM.csv", help="columns id, lower, upper, size")
+    pack.add_argument("--capacity", required=True, help='bytes, such as 1048576 or "1MiB"')
+    pack.add_argument("--time-limit", type=float, metavar="S", default=60.0, help="seconds (default 60)")
+    pack.add_argument("--out", type=Path, metavar="FILE", help="write the problem with offsets here")
 
 
 def _solve(arguments: argparse.Namespace) -> int:
@@ -80,9 +94,7 @@ def _solve(arguments: argparse.Namespace) -> int:
 
 
 def _config(arguments: argparse.Namespace) -> PlannerConfig:
-    limit_s = arguments.time_limit
-    if limit_s is not None and not 0 < limit_s <= 86_400:
-        raise ValueError(f"--time-limit is {limit_s}; give seconds above 0, at most 86400")
+    limit_s = _seconds(arguments.time_limit)
     if arguments.planner == "exact":
         joint = bool(arguments.joint)
         return PlannerConfig(planner="exact", time_limit_s=limit_s, joint=joint, report=_progress)
@@ -90,6 +102,21 @@ def _config(arguments: argparse.Namespace) -> PlannerConfig:
         raise ValueError("--joint is for --planner exact; the other planners place their plans anyway")
     work_limit = None if limit_s is None else int(limit_s * UNITS_PER_SECOND)
     return PlannerConfig(planner=arguments.planner, placed=True, work_limit=work_limit)
+
+
+def _seconds(limit_s: float | None) -> float | None:
+    if limit_s is not None and not 0 < limit_s <= 86_400:
+        raise ValueError(f"--time-limit is {limit_s}; give seconds above 0, at most 86400")
+    return limit_s
+
+
+def _pack(arguments: argparse.Namespace) -> int:
+    text = arguments.capacity.strip()
+    capacity_bytes = int(text) if text.isdecimal() else parse_bytes(text)
+    _seconds(arguments.time_limit)
+    summary_text, fits = pack_file(arguments.problem, capacity_bytes, arguments.time_limit, arguments.out)
+    sys.stdout.write(summary_text)
+    return 0 if fits else 1
 
 
 def _progress(line: str) -> None:
@@ -127,7 +154,7 @@ def parse_budget(text: str, peak_bytes: int) -> int:
 
 def summary(program: Program, made: Plan, before_bytes: int) -> str:
     """What a plan needs and costs, in lines for people."""
-    placement_bytes = place(program, made.steps).heap_bytes
+    placement_bytes = placed_bytes(program, made)
     fragmentation_ratio = placement_bytes / made.peak_bytes - 1 if made.peak_bytes else 0.0
     share = f"{made.peak_bytes / before_bytes:.3f} of before" if before_bytes else "nothing to plan"
     again_ns = sum(program.ops[made.steps[i]].cost_ns for i in made.reruns())
@@ -145,6 +172,18 @@ def summary(program: Program, made: Plan, before_bytes: int) -> str:
         ("seconds", f"{made.seconds:.3f}"),
     ]
     return "".join(f"{name:<12} {value}\n" for name, value in rows)
+
+
+def placed_bytes(program: Program, made: Plan) -> int:
+    """The end of the highest copy: at the plan's offsets, or at best fit's if that ends lower."""
+    argument_bytes = sum(program.buffers[b].nbytes for b in program.arguments)
+    ends = [
+        offset + program.buffers[b].nbytes
+        for step, offsets in zip(made.steps, made.offsets, strict=bool(made.offsets))
+        for b, offset in zip(dict.fromkeys(program.ops[step].outputs), offsets, strict=True)
+    ]
+    best_fit_bytes = place(program, made.steps).heap_bytes
+    return min(best_fit_bytes, max(ends, default=argument_bytes)) if made.offsets else best_fit_bytes
 
 
 def _status(made: Plan) -> str:

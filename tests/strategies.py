@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from passes.ir import Buffer, BufferId, Op, OpId, Program
+from passes.offsets.packing import Item, Span
 
 settings.register_profile(
     "coop", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -78,6 +79,22 @@ def sequences(draw: st.DrawFn, program: Program, max_reruns: int = 6) -> tuple[O
         if slot < len(program.ops):
             steps.append(OpId(slot))
     return tuple(steps)
+
+
+@st.composite
+def items_to_pack(draw: st.DrawFn) -> list[Item]:
+    """Up to six items with lifetimes, some of two spans that follow each other."""
+    items: list[Item] = []
+    for _ in range(draw(st.integers(1, 6))):
+        start = draw(st.integers(0, 6))
+        stop = start + draw(st.integers(1, 5))
+        spans = [Span(start=start, stop=stop, nbytes=draw(st.integers(1, 5)))]
+        if draw(st.integers(0, 4)) == 0:
+            spans.append(
+                Span(start=stop, stop=stop + draw(st.integers(1, 3)), nbytes=draw(st.integers(1, 5)))
+            )
+        items.append(tuple(spans))
+    return items
 
 
 def example() -> Program:

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from oracle import least_cost_ns, least_peak_bytes
 from ortools.sat.python import cp_model
 from strategies import chain, example, programs, sequences, small_gpt
+from test_pool import check_offsets
 
 from passes.ir import Buffer, BufferId, Op, OpId, Plan, Program, Status
 from passes.liveness import Graph
-from passes.planners import search
+from passes.planners import PlannerConfig, plan, search
 from passes.planners.exact import retention
 from passes.planners.exact.expand import hint_of, steps_of
 from passes.planners.exact.frame import Frame, unit_bytes
@@ -218,3 +219,26 @@ def test_every_answer_is_a_valid_sequence(data: st.DataObject):
     rerun = {k for k, x in made.rerun.items() if solver.boolean_value(x)}
     kept = {k for k, x in made.kept.items() if solver.boolean_value(x)}
     simulate(program, tuple(OpId(op) for op in steps_of(frame, rerun, kept)))
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_joint_plans_fit_at_their_offsets(data: st.DataObject):
+    program = data.draw(programs())
+    peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
+    least_bytes = least_peak_bytes(program)
+    budget_bytes = data.draw(st.integers(least_bytes, max(least_bytes, peak_bytes)))
+    made = plan(program, budget_bytes, PlannerConfig(planner="exact", joint=True, work_limit=0))
+    validate(program, made)
+    if made.status.found:
+        check_offsets(program, made.steps, made.offsets, budget_bytes)
+
+
+def test_a_joint_plan_leaves_no_fragmentation_over_its_budget():
+    program = small_gpt(4)
+    peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
+    budget_bytes = int(0.6 * peak_bytes)
+    made = plan(program, budget_bytes, PlannerConfig(planner="exact", joint=True))
+    validate(program, made)
+    assert made.status is Status.OPTIMAL
+    check_offsets(program, made.steps, made.offsets, budget_bytes)

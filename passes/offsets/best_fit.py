@@ -17,6 +17,7 @@ import numpy as np
 
 from passes.ir import OpId, Program
 from passes.liveness import Copies, Graph, IntArray, copies_of
+from passes.offsets.packing import Span
 
 MAX_ROUNDS = 100
 MOST_GROUPS = 4_000_000
@@ -35,15 +36,6 @@ class Placement:
     heap_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Segment:
-    """One live range of an item. Items of one group share their offset."""
-
-    start: int
-    stop: int
-    nbytes: int
-
-
 def place(program: Program, steps: Sequence[OpId]) -> Placement:
     """Place all copies of a sequence of steps; O(copies ** 2) with small constants."""
     return place_graph(Graph.of(program), steps)
@@ -57,7 +49,7 @@ def place_graph(graph: Graph, steps: Sequence[int], limit_bytes: int | None = No
             are many copies.
     """
     copies = copies_of(graph, steps)
-    group, segments = _groups(graph, steps, copies)
+    group, segments = copy_groups(graph, steps, copies)
     count = range(len(segments))
     orders = [
         sorted(count, key=lambda g: (*_key(segments[g]), g)),
@@ -77,9 +69,7 @@ def place_graph(graph: Graph, steps: Sequence[int], limit_bytes: int | None = No
     return Placement(offsets=tuple(offsets), heap_bytes=base + _height(segments, best))
 
 
-def _tightened(
-    segments: list[list[_Segment]], best: list[int], order: list[int], limit_bytes: int
-) -> list[int]:
+def _tightened(segments: list[list[Span]], best: list[int], order: list[int], limit_bytes: int) -> list[int]:
     """Offsets that end within a limit, or the lowest found by placing what sticks out earlier."""
     offsets, least_bytes = best, _height(segments, best)
     for n in range(min(MAX_ROUNDS, MOST_GROUPS // max(1, len(segments)) ** 2)):
@@ -98,10 +88,10 @@ def _tightened(
     return best
 
 
-def _groups(graph: Graph, steps: Sequence[int], copies: Copies) -> tuple[list[int], list[list[_Segment]]]:
+def copy_groups(graph: Graph, steps: Sequence[int], copies: Copies) -> tuple[list[int], list[list[Span]]]:
     """The group of every copy, and the live ranges of every group; workspaces follow the copies."""
     group: list[int] = []
-    segments: list[list[_Segment]] = []
+    segments: list[list[Span]] = []
     for copy, buffer in enumerate(copies.buffer):
         if copies.place[copy] >= 0:
             group.append(group[copies.place[copy]])
@@ -109,26 +99,26 @@ def _groups(graph: Graph, steps: Sequence[int], copies: Copies) -> tuple[list[in
             group.append(len(segments))
             segments.append([])
         segments[group[copy]].append(
-            _Segment(start=copies.start[copy], stop=copies.stop[copy], nbytes=graph.nbytes[buffer])
+            Span(start=copies.start[copy], stop=copies.stop[copy], nbytes=graph.nbytes[buffer])
         )
     for position, op in enumerate(steps):
         if graph.workspace_bytes[op]:
             nbytes = graph.workspace_bytes[op]
-            segments.append([_Segment(start=position, stop=position + 1, nbytes=nbytes)])
+            segments.append([Span(start=position, stop=position + 1, nbytes=nbytes)])
     return group, segments
 
 
-def _key(group: list[_Segment]) -> tuple[int, int]:
+def _key(group: list[Span]) -> tuple[int, int]:
     """(-size, -duration): ascending order is largest first."""
     return -max(s.nbytes for s in group), -(max(s.stop for s in group) - min(s.start for s in group))
 
 
-def _height(segments: list[list[_Segment]], offsets: list[int]) -> int:
+def _height(segments: list[list[Span]], offsets: list[int]) -> int:
     ends = [offsets[g] + s.nbytes for g, group in enumerate(segments) for s in group]
     return max(ends, default=0)
 
 
-def _pack(segments: list[list[_Segment]], order: Sequence[int]) -> list[int]:
+def _pack(segments: list[list[Span]], order: Sequence[int]) -> list[int]:
     """Best fit in the given order of groups; returns the offset of every group."""
     count = sum(len(group) for group in segments)
     placed = np.zeros((4, count), dtype=np.int64)
@@ -144,7 +134,7 @@ def _pack(segments: list[list[_Segment]], order: Sequence[int]) -> list[int]:
     return offsets
 
 
-def _best_offset(group: list[_Segment], placed: IntArray) -> int:
+def _best_offset(group: list[Span], placed: IntArray) -> int:
     """The start of the tightest gap that holds the group, the lowest on ties, else above everything.
 
     An offset is forbidden if a segment of the group would overlap a placed one in time and bytes.

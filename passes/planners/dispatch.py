@@ -54,10 +54,16 @@ def _searched(config: PlannerConfig | None) -> PlannerConfig:
 def _exact(program: Program, budget_bytes: int, config: PlannerConfig) -> Plan:
     """The search's plan as a hint, then the solver."""
     begin = time.perf_counter()
-    hint = search.plan(program, budget_bytes, dataclasses.replace(config, planner="auto", placed=False))
+    hint = search.plan(
+        program, budget_bytes, dataclasses.replace(config, planner="auto", placed=config.joint)
+    )
     solver = importlib.import_module("passes.planners.exact.solve")
     settings = solver.ExactConfig(
         work_limit=config.exact_work_limit, time_limit_s=config.time_limit_s, report=config.report
     )
-    made: Plan = solver.solve_exact(program, budget_bytes, hint, settings)
+    if config.joint:
+        solve = importlib.import_module("passes.planners.exact.joint").solve_jointly
+    else:
+        solve = solver.solve_exact
+    made: Plan = solve(program, budget_bytes, hint, settings)
     return dataclasses.replace(made, seconds=time.perf_counter() - begin)

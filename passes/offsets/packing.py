@@ -1,0 +1,86 @@
+"""Static allocation: items with fixed lifetimes, to be placed in a given number of bytes.
+
+An item is one or more spans that share an offset (a chain of copies that take each other's places).
+Lifetimes are half-open. `check_packing` is the plain quadratic check, which knows only the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Bytes that an item holds from time `start` until before time `stop`."""
+
+    start: int
+    stop: int
+    nbytes: int
+
+
+Item = tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """What is known about a problem.
+
+    Attributes:
+        fits: True with offsets, False if it is proved that there are none, None if neither is known.
+        offsets: for every item its byte offset; empty without a packing.
+        method: what found or proved it: "live bytes", "sweep" or "cp-sat"; "" for nothing.
+        seconds: wall time.
+    """
+
+    fits: bool | None
+    offsets: tuple[int, ...]
+    method: str
+    seconds: float
+
+
+def live_bytes(items: Sequence[Item]) -> int:
+    """The most bytes alive at once: no packing needs less."""
+    changes: dict[int, int] = {}
+    for item in items:
+        for span in item:
+            if span.start < span.stop:
+                changes[span.start] = changes.get(span.start, 0) + span.nbytes
+                changes[span.stop] = changes.get(span.stop, 0) - span.nbytes
+    live = most = 0
+    for time in sorted(changes):
+        live += changes[time]
+        most = max(most, live)
+    return most
+
+
+def height_bytes(items: Sequence[Item], offsets: Sequence[int]) -> int:
+    """The end of the highest span."""
+    ends = (offset + span.nbytes for item, offset in zip(items, offsets, strict=True) for span in item)
+    return max(ends, default=0)
+
+
+def check_packing(items: Sequence[Item], offsets: Sequence[int], capacity_bytes: int) -> None:
+    """Check that everything lies in the capacity and nothing overlaps in time and bytes; O(spans ** 2).
+
+    Raises:
+        ValueError: a sentence that says what is wrong.
+    """
+    if len(items) != len(offsets):
+        raise ValueError(f"there are {len(items)} items and {len(offsets)} offsets")
+    placed = []
+    for index, (item, offset) in enumerate(zip(items, offsets, strict=True)):
+        for span in item:
+            if offset < 0 or offset + span.nbytes > capacity_bytes:
+                raise ValueError(
+                    f"item {index} lies at bytes {offset} to {offset + span.nbytes} of {capacity_bytes}"
+                )
+            placed.append((index, span, offset))
+    for (one, a, low), (two, b, other_low) in combinations(placed, 2):
+        meet = a.start < b.stop and b.start < a.stop
+        if one != two and meet and low < other_low + b.nbytes and other_low < low + a.nbytes:
+            raise ValueError(
+                f"items {one} and {two} overlap: bytes {low} to {low + a.nbytes} in times {a.start} to "
+                f"{a.stop}, and bytes {other_low} to {other_low + b.nbytes} in times {b.start} to {b.stop}"
+            )

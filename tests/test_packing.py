@@ -1,0 +1,121 @@
+"""The exact packers against brute force, and `coop pack`."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from ortools.sat.python import cp_model
+from strategies import items_to_pack
+
+from coop_jax.cli import main
+from passes.offsets.packing import Item, Span, check_packing, height_bytes, live_bytes
+from passes.offsets.sweep import LimitError, Sweep
+from passes.planners.exact.packing import model_of, pack
+
+
+def least_height(items: list[Item]) -> int:
+    """Brute force: some order of placing every item as low as what is placed leaves it is optimal."""
+    best = sum(max(span.nbytes for span in item) for item in items)
+    for order in permutations(range(len(items))):
+        offsets = [-1] * len(items)
+        height = 0
+        for i in order:
+            offset = 0
+            for j in order:
+                if offsets[j] < 0:
+                    break
+                for a in items[i]:
+                    for b in items[j]:
+                        if a.start < b.stop and b.start < a.stop:
+                            offset = max(offset, offsets[j] + b.nbytes)
+            offsets[i] = offset
+            height = max(height, *(offset + span.nbytes for span in items[i]))
+            if height >= best:
+                break
+        else:
+            best = height
+    return best
+
+
+@settings(max_examples=40)
+@given(items_to_pack())
+def test_both_packers_agree_with_brute_force(items: list[Item]):
+    least = least_height(items)
+    for capacity, fits in ((least, True), (least - 1, False)):
+        found = Sweep(items, capacity).solve(10**6)
+        assert (found is not None) is fits
+        if found is not None:
+            check_packing(items, found, capacity)
+        if max(span.nbytes for item in items for span in item) <= capacity:
+            model, _, _ = model_of(items, capacity)
+            solver = cp_model.CpSolver()
+            solver.parameters.num_workers = 1
+            solved = solver.solve(model) in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+            assert solved is fits
+
+
+@settings(max_examples=20)
+@given(items_to_pack())
+def test_pack_says_what_it_knows(items: list[Item]):
+    least = least_height(items)
+    made = pack(items, least)
+    assert made.fits is True
+    check_packing(items, made.offsets, least)
+    assert live_bytes(items) <= height_bytes(items, made.offsets) == least
+    assert pack(items, least - 1).fits is False
+
+
+def test_the_limit_is_not_a_proof():
+    items = [(Span(start=i, stop=i + 3, nbytes=2 + i % 3),) for i in range(12)]
+    with pytest.raises(LimitError):
+        Sweep(items, live_bytes(items)).solve(2)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [((0, 2), "overlap"), ((0, 7), "of 8"), ((-1, 4), "of 8"), ((0,), "2 items and 1 offsets")],
+)
+def test_the_checker_says_what_is_wrong(offsets: tuple[int, ...], message: str):
+    items = [(Span(start=0, stop=2, nbytes=4),), (Span(start=1, stop=3, nbytes=4),)]
+    check_packing(items, (0, 4), 8)
+    with pytest.raises(ValueError, match=message):
+        check_packing(items, offsets, 8)
+
+
+@pytest.fixture
+def problem_path(tmp_path: Path) -> Path:
+    path = tmp_path / "problem.csv"
+    path.write_text("id,lower,upper,size\na,0,2,4\nb,1,3,4\nc,2,4,4\n")
+    return path
+
+
+def test_pack_writes_offsets(problem_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = problem_path.with_name("out.csv")
+    assert main(["pack", str(problem_path), "--capacity", "8 B", "--out", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert "status       fits" in text
+    assert "milliseconds" in text
+    lines = out.read_text().splitlines()
+    assert lines[0] == "id,lower,upper,size,offset"
+    assert lines[1].rsplit(",", 1)[0] == "a,0,2,4"
+
+
+def test_too_little_is_proved_and_exit_code_1(problem_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["pack", str(problem_path), "--capacity", "7"]) == 1
+    assert "proved not to fit (live bytes)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("id,lower,upper\n", "no column size"), ("id,lower,upper,size\na,0,x,1\n", "line 2"),
+     ("id,lower,upper,size\na,3,1,1\n", "line 2")],
+)  # fmt: skip
+def test_broken_problems_are_exit_code_2(
+    problem_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
+):
+    problem_path.write_text(text)
+    assert main(["pack", str(problem_path), "--capacity", "7"]) == 2
+    assert message in capsys.readouterr().err
