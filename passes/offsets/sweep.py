@@ -98,7 +98,7 @@ class Sweep:
         width = self.last - self.first + 1
         area = self.held.sum(axis=0)
         total = np.where(self.held > 0, self.held.sum(axis=1)[:, None], 0).max(axis=0, initial=0)
-        keys = ((total, width, area), (total, area, width), (width, area, total), (area, width, total))
+        keys = ((area, width, total), (width, area, total), (total, width, area))
         return [np.lexsort([-k for k in reversed(key)]) for key in keys]
 
     def _solve_parts(self, items: IntArray, low: IntArray, least: int, rank: int) -> bool:

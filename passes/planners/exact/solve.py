@@ -26,6 +26,7 @@ from passes.simulate import simulate_graph
 UNITS = 10**6
 FINER = 64
 REPORT_AFTER_S = 2.0
+ROUNDING_RATIO = 1e-9
 LP_SUBSOLVERS = ("max_lp", "reduced_costs")
 
 
@@ -71,7 +72,8 @@ def solve_exact(program: Program, budget_bytes: int, hint: Plan, config: ExactCo
     """The cheapest plan within a budget, with a proof where the limit allows it.
 
     Args:
-        hint: a plan of the same program for the same budget; need not keep it.
+        hint: a plan of the same program for the same budget or a larger one; need not keep it. What it
+            proves is believed.
 
     Returns:
         OPTIMAL: no plan costs less. FEASIBLE: within the budget, never costlier than a hint that keeps
@@ -79,10 +81,12 @@ def solve_exact(program: Program, budget_bytes: int, hint: Plan, config: ExactCo
     """
     begin = time.perf_counter()
     graph = Graph.of(program)
-    known = _Known(steps=list(hint.steps), cost_ns=None, bound_ns=0, ordered_bound_ns=0)
+    bound_ns = int(hint.lower_bound_ratio * sum(graph.cost_ns) * (1 - ROUNDING_RATIO))
+    known = _Known(steps=list(hint.steps), cost_ns=None, bound_ns=bound_ns, ordered_bound_ns=0)
     if hint.peak_bytes <= budget_bytes:
         known.cost_ns = _again_ns(graph, known.steps)
-    known.proved_infeasible = working_set_bytes(program) > budget_bytes
+    impossible = hint.status is Status.INFEASIBLE and hint.budget_bytes >= budget_bytes
+    known.proved_infeasible = impossible or working_set_bytes(program) > budget_bytes
     if not known.proved_infeasible and known.cost_ns != 0:
         refinement = _Refinement(graph, budget_bytes, known, config, begin)
         try:
