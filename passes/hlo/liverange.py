@@ -105,11 +105,13 @@ def _range(flow: Dataflow, ticks: Clock, value: Value, async_end: int) -> Range:
             time = ticks.span[position.computation][1]
         if time > end:
             end, last = time, position
-    return Range(start, max(end, _last_use(flow, ticks, value)), last)
+    used, operand = _last_use(flow, ticks, value)
+    return Range(start, used, operand) if used > end and operand else Range(start, max(end, used), last)
 
 
-def _last_use(flow: Dataflow, ticks: Clock, value: Value) -> int:
-    last = -1
+def _last_use(flow: Dataflow, ticks: Clock, value: Value) -> tuple[int, Position | None]:
+    """When the value is used last, and where that use finds it."""
+    last: tuple[int, Position | None] = (-1, None)
     for use in value.uses:
         instruction = flow.instruction(use)
         if instruction.opcode == "call":
@@ -118,7 +120,9 @@ def _last_use(flow: Dataflow, ticks: Clock, value: Value) -> int:
         if instruction.opcode == "while":
             body, _ = loop_parts(flow.module, instruction)
             time = ticks.time[body.id, body.parameters()[0].id]
-        last = max(last, time)
+        if time > last[0]:
+            operand = instruction.operands[use.operand]
+            last = (time, Position(use.computation, operand, use.index))
     return last
 
 
