@@ -79,7 +79,7 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
         pinned_temp_bytes = kept.planned_temp_bytes - saved
         if request.on_fragmentation == "pin":
             return module_bytes, replace(kept, planned_temp_bytes=pinned_temp_bytes, needs_pinning=True)
-        least = prediction.total_bytes - saved
+        least = prediction.total_bytes
         return module_bytes, replace(kept, status=Status.UNKNOWN, needs_pinning=True, least_total_bytes=least)
     lifted = lift(view, request.device, request.platform, assigner=before, prediction=prediction)
     config = PlannerConfig(planner=request.planner, quick=True)
