@@ -73,6 +73,11 @@ def source_line(eqn: Any) -> str:
     return str(source_info_util.summarize(eqn.source_info))
 
 
+def is_variable(atom: Any) -> bool:
+    """True for a variable, False for a literal."""
+    return not isinstance(atom, core.Literal)
+
+
 def aval_nbytes(aval: Any) -> int:
     """Bytes of one array of abstract value `aval` (zero for tokens and other non-arrays)."""
     shape = getattr(aval, "shape", None)
@@ -127,6 +132,12 @@ def rebuild(
 def _plain_debug_info(info: Any, n_args: int, n_results: int) -> Any:
     """`info` with empty names for as many inputs and results."""
     return info._replace(arg_names=("",) * n_args, result_paths=("",) * n_results)
+
+
+def scan_sizes(eqn: Any) -> tuple[int, int]:
+    """How many of a scan's operands are constants and how many are its carry."""
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return len(consts), len(carry)
 
 
 def trace(function: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Any:

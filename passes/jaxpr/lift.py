@@ -22,7 +22,9 @@ from passes.cost import DeviceModel, kernel_ns
 from passes.ir import Buffer, BufferId, Op, OpId, Program
 from passes.jaxpr import compat
 from passes.jaxpr.flops import matrix_work
+from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.primitives import CONTROL_FLOW, SLICING, Kind, is_expensive, kind_of
+from passes.simulate import simulate
 
 # A value with several readers is stored if reading its leaves costs more than this many times its own
 # bytes; one with a single reader (which fuses it) only where a chain would keep many leaves alive.
@@ -324,7 +326,9 @@ class _Lift:
             id=op_id,
             inputs=leaves,
             outputs=tuple(buffer_of[v] for v in outvars),
-            cost_ns=kernel_ns(
+            cost_ns=self._inner_ns(eqn)
+            if eqn.primitive.name in CONTROL_FLOW
+            else kernel_ns(
                 self.device,
                 nbytes=traffic,
                 matrix_flops=flops,
@@ -378,16 +382,32 @@ class _Lift:
         """The inner peak of control flow: of its largest body."""
         if eqn.primitive.name not in CONTROL_FLOW:
             return 0
-        return max((inner_peak_bytes(inner, self.device) for inner in compat.inner_jaxprs(eqn)), default=0)
+        return max(
+            (inner_work(inner, self.device).peak_bytes for inner in compat.inner_jaxprs(eqn)), default=0
+        )
+
+    def _inner_ns(self, eqn: Any) -> int:
+        """Time of control flow: its dearest body, as often as it is known to run."""
+        inner = [inner_work(body, self.device).cost_ns for body in compat.inner_jaxprs(eqn)]
+        return int(eqn.params.get("length") or 1) * max(inner, default=0)
 
 
-def inner_peak_bytes(jaxpr: Any, device: DeviceModel) -> int:
-    """Peak of the temporaries of a body of control flow, its results counted too."""
-    from passes.simulate import simulate
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InnerWork:
+    """One run of a body of control flow: its peak of temporaries, results counted too, and its time."""
 
-    program = lift(jaxpr, device, as_xla=True).program
+    peak_bytes: int
+    cost_ns: int
+
+
+@compat.cached_by_jaxpr
+def inner_work(jaxpr: Any, device: DeviceModel) -> InnerWork:
+    """What one run of a body of control flow needs, as XLA runs it by itself."""
+    flat = compat.open_jaxpr(inline_calls(compat.close_jaxpr(jaxpr, [])))[0] if not jaxpr.constvars else jaxpr
+    program = lift(flat, device, as_xla=True).program
     results = sum(compat.aval_nbytes(v.aval) for v in jaxpr.outvars)
-    return int(simulate(program, tuple(op.id for op in program.ops)).peak_bytes) + results
+    peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
+    return InnerWork(peak_bytes=int(peak_bytes) + results, cost_ns=program.cost_ns)
 
 
 def eqn_kind(eqn: Any) -> Kind:

@@ -1,0 +1,68 @@
+"""Helpers for passes that replace equations of a jaxpr by others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from passes.jaxpr import compat
+
+
+def renewed(jaxpr: Any, known: dict[Any, Any] | None = None) -> Any:
+    """A copy of an open jaxpr with variables of its own, but for those that `known` gives."""
+    env: dict[Any, Any] = dict(known or {})
+
+    def new(v: Any) -> Any:
+        if not compat.is_variable(v) or isinstance(v, compat.DropVar):
+            return v
+        if v not in env:
+            env[v] = compat.fresh_var(v)
+        return env[v]
+
+    eqns = [
+        eqn.replace(invars=list(map(new, eqn.invars)), outvars=list(map(new, eqn.outvars)))
+        for eqn in jaxpr.eqns
+    ]
+    return compat.rebuild(
+        jaxpr,
+        eqns=eqns,
+        outvars=list(map(new, jaxpr.outvars)),
+        invars=list(map(new, jaxpr.invars)),
+        constvars=list(map(new, jaxpr.constvars)),
+    )
+
+
+def consts_as_literals(closed: Any) -> Any:
+    """The open jaxpr of `closed` with its constants written into the equations that read them."""
+    jaxpr, consts = compat.open_jaxpr(closed)
+    if not consts:
+        return jaxpr
+    pairs = zip(jaxpr.constvars, consts, strict=True)
+    values = {v: compat.Literal(x, compat.typeof(x)) for v, x in pairs}
+    eqns = [compat.rename_inputs(eqn, values) for eqn in jaxpr.eqns]
+    outvars = [compat.renamed(v, values) for v in jaxpr.outvars]
+    return compat.rebuild(jaxpr, eqns=eqns, outvars=outvars, constvars=[])
+
+
+def defined(jaxpr: Any) -> list[Any]:
+    """Inputs of an open jaxpr and results of its equations, each once."""
+    results = [v for eqn in jaxpr.eqns for v in eqn.outvars if not isinstance(v, compat.DropVar)]
+    return list(dict.fromkeys([*jaxpr.constvars, *jaxpr.invars, *results]))
+
+
+def splice(
+    function: Callable[[list[Any]], Sequence[Any]], operands: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Equations that compute `function` of some atoms of a jaxpr, and the atoms of its results."""
+    variables = list(dict.fromkeys(v for v in operands if compat.is_variable(v)))
+
+    def run(*values: Any) -> Sequence[Any]:
+        env = dict(zip(variables, values, strict=True))
+        given = [env[v] if compat.is_variable(v) else jnp.asarray(v.val, v.aval.dtype) for v in operands]
+        return function(given)
+
+    traced = consts_as_literals(compat.trace(run, [v.aval for v in variables]))
+    new = renewed(traced, dict(zip(traced.invars, variables, strict=True)))
+    return list(new.eqns), list(new.outvars)

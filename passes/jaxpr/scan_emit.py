@@ -1,0 +1,144 @@
+"""Write a pair of scans anew: fewer stacks in the first, what is missing made again in the second.
+
+The first scan stacks what is kept, and still what others read of it. The second takes these stacks, the
+first one's own operands where it needs them, and runs again what lies between them and what it reads. No
+barrier is needed: the two bodies are different computations to XLA, which shares nothing between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from passes.jaxpr import compat
+from passes.jaxpr.rewrite import splice
+from passes.jaxpr.scan_cut import Choice
+
+
+def rewrite(jaxpr: Any, choices: Sequence[Choice]) -> Any:
+    """An open jaxpr with its pairs written as chosen."""
+    groups, rename = rewrite_groups(jaxpr, choices)
+    eqns = [eqn for group in groups for eqn in group]
+    outvars = [compat.renamed(v, rename) for v in jaxpr.outvars]
+    new = compat.rebuild(jaxpr, eqns=eqns, outvars=outvars)
+    return compat.dce_jaxpr(new, [True] * len(outvars))
+
+
+def rewrite_groups(jaxpr: Any, choices: Sequence[Choice]) -> tuple[list[list[Any]], dict[Any, Any]]:
+    """For every equation of an open jaxpr what stands in its place; and the results' new names."""
+    firsts = {choice.pair.first: choice for choice in choices}
+    seconds = {choice.pair.second: choice for choice in choices}
+    rename: dict[Any, Any] = {}
+    written: dict[int, _First] = {}
+    groups: list[list[Any]] = []
+    for i, eqn in enumerate(jaxpr.eqns):
+        eqn = compat.rename_inputs(eqn, rename)
+        if i in firsts:
+            written[i] = _write_first(firsts[i], eqn, rename)
+            groups.append(written[i].eqns)
+        elif i in seconds:
+            groups.append(_write_second(seconds[i], eqn, written[seconds[i].pair.first], rename))
+        else:
+            groups.append([eqn])
+    return groups, rename
+
+
+@dataclass(slots=True, kw_only=True)
+class _First:
+    """The first scan as written.
+
+    Attributes:
+        eqns: its equations.
+        at_hand: for variables of its body the whole operand or stack that holds them.
+        sliced: which of these are stacks.
+    """
+
+    eqns: list[Any]
+    at_hand: dict[Any, Any] = field(default_factory=dict)
+    sliced: set[Any] = field(default_factory=set)
+
+
+def _write_first(choice: Choice, eqn: Any, rename: dict[Any, Any]) -> _First:
+    pair, make = choice.pair, choice.pair.make
+    staying = [k for k in range(len(make.slices_out)) if k not in pair.only]
+    there = {v for v in (*make.jaxpr.invars[: make.n_consts], *make.slices_in) if compat.is_variable(v)}
+    there.update(make.slices_out[k] for k in staying if compat.is_variable(make.slices_out[k]))
+    added = [v for v in choice.kept if v not in there]
+    outvars = [*make.jaxpr.outvars[: make.n_carry], *(make.slices_out[k] for k in staying), *added]
+    body = compat.rebuild(make.jaxpr, eqns=make.jaxpr.eqns, outvars=outvars)
+    body = compat.dce_jaxpr(body, [True] * len(outvars))
+    eqns, found = splice(lambda values: run_scan(eqn, body, values, make.n_consts, make.n_carry), eqn.invars)
+    old = [*eqn.outvars[: make.n_carry], *(make.stacks_out[k] for k in staying)]
+    _rename_all(rename, old, found[: len(old)])
+    first = _First(eqns=eqns)
+    first.at_hand.update(zip(make.jaxpr.invars[: make.n_consts], eqn.invars[: make.n_consts], strict=True))
+    stacks = dict(zip(make.slices_in, eqn.invars[make.n_consts + make.n_carry :], strict=True))
+    stacks |= {
+        make.slices_out[k]: stack
+        for k, stack in zip(staying, found[make.n_carry :], strict=False)
+        if compat.is_variable(make.slices_out[k]) and make.slices_out[k] not in first.at_hand
+    }
+    stacks |= dict(zip(added, found[len(old) :], strict=True))
+    first.sliced.update(stacks)
+    first.at_hand.update(stacks)
+    return first
+
+
+def _write_second(choice: Choice, eqn: Any, first: _First, rename: dict[Any, Any]) -> list[Any]:
+    make, take = choice.pair.make, choice.pair.take
+    own = {*make.jaxpr.invars, *(v for e in make.jaxpr.eqns for v in e.outvars)}
+    consts = [v for v in choice.kept if v not in first.sliced]
+    slices = [v for v in choice.kept if v in first.sliced]
+    others = [
+        (v, x)
+        for v, x in zip(take.slices_in, eqn.invars[take.n_consts + take.n_carry :], strict=True)
+        if v not in own
+    ]
+    cut = take.n_consts + take.n_carry
+    invars = [*consts, *take.jaxpr.invars[:cut], *slices, *(v for v, _ in others)]
+    operands = [
+        *(first.at_hand[v] for v in consts), *eqn.invars[:cut],
+        *(first.at_hand[v] for v in slices), *(x for _, x in others),
+    ]  # fmt: skip
+    kept = set(choice.kept)
+    again = [_without(e, kept) for e in make.jaxpr.eqns if not e.effects and not kept.issuperset(e.outvars)]
+    body = compat.rebuild(
+        take.jaxpr, eqns=[*again, *take.jaxpr.eqns], outvars=take.jaxpr.outvars, invars=invars, constvars=[]
+    )
+    body = compat.dce_jaxpr(body, [True] * len(take.jaxpr.outvars))
+    n_consts = len(consts) + take.n_consts
+    eqns, found = splice(lambda values: run_scan(eqn, body, values, n_consts, take.n_carry), operands)
+    _rename_all(rename, eqn.outvars, found)
+    return eqns
+
+
+def _without(eqn: Any, kept: set[Any]) -> Any:
+    """`eqn` not defining what is kept."""
+    return eqn.replace(outvars=[compat.fresh_var(v) if v in kept else v for v in eqn.outvars])
+
+
+def _rename_all(rename: dict[Any, Any], old: Sequence[Any], new: Sequence[Any]) -> None:
+    for v, atom in zip(old, new, strict=True):
+        if not isinstance(v, compat.DropVar):
+            rename[v] = atom
+
+
+def run_scan(like: Any, body: Any, operands: Sequence[Any], n_consts: int, n_carry: int) -> list[Any]:
+    """Results (carry, then stacks) of a scan of an open `body` that runs as the equation `like` does."""
+    closed = compat.close_jaxpr(body, [])
+    consts, init = operands[:n_consts], operands[n_consts : n_consts + n_carry]
+
+    def turn(carry: Any, slices: Any) -> tuple[Any, Any]:
+        found = compat.evaluate(closed, [*consts, *carry, *slices])
+        return found[:n_carry], found[n_carry:]
+
+    carry, ys = jax.lax.scan(
+        turn,
+        list(init),
+        list(operands[n_consts + n_carry :]),
+        **{name: like.params[name] for name in ("length", "reverse", "unroll")},
+    )
+    return [*carry, *ys]

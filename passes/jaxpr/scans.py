@@ -1,0 +1,184 @@
+"""Pairs of scans: one stacks values, a later one reads the stacks slice by slice.
+
+After differentiation a scan over layers is such a pair: the first runs forward and stacks what the second,
+which runs the other way, needs of every turn. XLA cannot shrink the stacks. Here the two bodies become
+one straight-line program, in which a stacked value is an ordinary value that passes from the first half
+to the second.
+
+    first                                second
+    carry, stacks = scan(f, c0, xs)      carry, grads = scan(b, c1, (stacks, ys), reverse)
+
+    joined body of turn i                inputs: consts and slices of both, both carries
+      f's equations                      `boundary` is where they end
+      b's equations                      reading f's variables instead of slices of the stacks
+
+Turn i of the one meets turn i of the other whatever way each of them runs, because stacks are indexed by i.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from passes.jaxpr import compat
+from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.rewrite import consts_as_literals, renewed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Body:
+    """A scan and its body, calls inlined, constants written in.
+
+    Attributes:
+        eqn: the scan.
+        jaxpr: its body, open: (*consts, *carry, *slices) -> (*carry, *slices), variables of its own.
+        n_consts, n_carry: how many of the inputs are constants, and carried.
+        length: the number of turns.
+    """
+
+    eqn: Any
+    jaxpr: Any
+    n_consts: int
+    n_carry: int
+    length: int
+
+    @property
+    def slices_in(self) -> list[Any]:
+        """The body's variables of sliced operands."""
+        return list(self.jaxpr.invars[self.n_consts + self.n_carry :])
+
+    @property
+    def stacks_in(self) -> list[Any]:
+        """The operands that are sliced."""
+        return list(self.eqn.invars[self.n_consts + self.n_carry :])
+
+    @property
+    def slices_out(self) -> list[Any]:
+        """The body's results that are stacked."""
+        return list(self.jaxpr.outvars[self.n_carry :])
+
+    @property
+    def stacks_out(self) -> list[Any]:
+        """The scan's results that are stacks."""
+        return list(self.eqn.outvars[self.n_carry :])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScanPair:
+    """Two scans of one program, where the second reads stacks of the first.
+
+    Attributes:
+        first, second: their places among the program's equations.
+        make, take: their bodies; `take`'s reads variables of `make`'s where it read slices of its stacks.
+        passed: indices of `make`'s stacks that `take` reads.
+        only: those of `passed` that nothing else reads.
+        at_hand: for every sliced operand of `make` whether its stack is there for `take` at no price.
+    """
+
+    first: int
+    second: int
+    make: Body
+    take: Body
+    passed: tuple[int, ...]
+    only: frozenset[int]
+    at_hand: tuple[bool, ...]
+
+    @property
+    def length(self) -> int:
+        """The number of turns."""
+        return self.make.length
+
+
+def find_pairs(jaxpr: Any) -> list[ScanPair]:
+    """Pairs of an open jaxpr, calls inlined, in the order of their second scan; no scan is in two."""
+    producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    readers: dict[Any, list[int]] = {}
+    for i, eqn in enumerate(jaxpr.eqns):
+        for v in filter(compat.is_variable, eqn.invars):
+            readers.setdefault(v, []).append(i)
+    results = {v for v in jaxpr.outvars if compat.is_variable(v)}
+    pairs: list[ScanPair] = []
+    used: set[int] = set()
+    for second, eqn in enumerate(jaxpr.eqns):
+        first = _fullest_source(jaxpr, second, producer, used) if _is_plain_scan(eqn) else None
+        if first is None:
+            continue
+        used.update((first, second))
+        pairs.append(_pair(jaxpr, first, second, readers, results))
+    return pairs
+
+
+def _is_plain_scan(eqn: Any) -> bool:
+    """True for a scan that may be written anew: it carries no references."""
+    return eqn.primitive.name == "scan" and not any(compat.is_ref(v.aval) for v in eqn.invars)
+
+
+def _fullest_source(jaxpr: Any, second: int, producer: dict[Any, int], used: set[int]) -> int | None:
+    """The earlier scan of as many turns whose stacks fill most of the second's operands."""
+    eqn = jaxpr.eqns[second]
+    nbytes: dict[int, int] = {}
+    for v in eqn.invars[sum(compat.scan_sizes(eqn)) :]:
+        i = producer.get(v) if compat.is_variable(v) else None
+        if i is None or i in used or not _is_plain_scan(jaxpr.eqns[i]):
+            continue
+        source = jaxpr.eqns[i]
+        stacks = source.outvars[compat.scan_sizes(source)[1] :]
+        if source.params["length"] == eqn.params["length"] and v in stacks:
+            nbytes[i] = nbytes.get(i, 0) + compat.aval_nbytes(v.aval)
+    return max(nbytes, key=lambda i: (nbytes[i], i), default=None)
+
+
+def body_of(eqn: Any) -> Body:
+    """A scan's body in variables of its own."""
+    n_consts, n_carry = compat.scan_sizes(eqn)
+    inlined = consts_as_literals(inline_calls(eqn.params["jaxpr"]))
+    return Body(
+        eqn=eqn,
+        jaxpr=renewed(inlined),
+        n_consts=n_consts,
+        n_carry=n_carry,
+        length=int(eqn.params["length"]),
+    )
+
+
+def _pair(jaxpr: Any, first: int, second: int, readers: dict[Any, list[int]], results: set[Any]) -> ScanPair:
+    make, take = body_of(jaxpr.eqns[first]), body_of(jaxpr.eqns[second])
+    place = {v: k for k, v in enumerate(make.stacks_out)}
+    known, passed = {}, []
+    for operand, variable in zip(take.stacks_in, take.slices_in, strict=True):
+        k = place.get(operand) if compat.is_variable(operand) else None
+        if k is not None and compat.is_variable(make.slices_out[k]):
+            known[variable] = make.slices_out[k]
+            passed.append(k)
+    # A stack that is also a whole operand of the second scan, or read by anything else, stays.
+    whole = {v for v in take.eqn.invars[: take.n_consts + take.n_carry] if compat.is_variable(v)}
+    only = frozenset(
+        k
+        for k in passed
+        if set(readers[make.stacks_out[k]]) == {second}
+        and make.stacks_out[k] not in results
+        and make.stacks_out[k] not in whole
+    )
+    arguments = {*jaxpr.constvars, *jaxpr.invars}
+    at_hand = tuple(
+        not compat.is_variable(v)
+        or v in arguments
+        or v in results
+        or any(reader >= second for reader in readers.get(v, []))
+        for v in make.stacks_in
+    )
+    return ScanPair(
+        first=first,
+        second=second,
+        make=make,
+        take=Body(
+            eqn=take.eqn,
+            jaxpr=renewed(take.jaxpr, known),
+            n_consts=take.n_consts,
+            n_carry=take.n_carry,
+            length=take.length,
+        ),
+        passed=tuple(dict.fromkeys(passed)),
+        only=only,
+        at_hand=at_hand,
+    )
