@@ -78,6 +78,11 @@ def is_variable(atom: Any) -> bool:
     return not isinstance(atom, core.Literal)
 
 
+def literal(value: Any) -> Any:
+    """`value` as an operand of an equation."""
+    return core.Literal(value, core.typeof(value))
+
+
 def aval_nbytes(aval: Any) -> int:
     """Bytes of one array of abstract value `aval` (zero for tokens and other non-arrays)."""
     shape = getattr(aval, "shape", None)

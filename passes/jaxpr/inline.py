@@ -15,7 +15,7 @@ from passes.jaxpr import compat
 
 CHECKPOINT = "remat2"
 
-_CALLS = {
+CALLS = {
     "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "eval_jaxpr": "call_jaxpr",
     CHECKPOINT: "jaxpr",
@@ -80,7 +80,7 @@ def inline_calls(closed: Any) -> Any:
 
 def _opened(eqn: Any) -> Any:
     """The closed jaxpr of a call that may be opened, else None."""
-    param = _CALLS.get(eqn.primitive.name)
+    param = CALLS.get(eqn.primitive.name)
     body = None if param is None else eqn.params.get(param)
     if body is None or getattr(body, "is_high", False) or compat.is_pinned(eqn):
         return None

@@ -22,7 +22,7 @@ from passes.cost import DeviceModel, kernel_ns
 from passes.ir import Buffer, BufferId, Op, OpId, Program
 from passes.jaxpr import compat
 from passes.jaxpr.flops import matrix_work
-from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.inline import CALLS, inline_calls
 from passes.jaxpr.primitives import CONTROL_FLOW, SLICING, Kind, is_expensive, kind_of
 from passes.simulate import simulate
 
@@ -415,10 +415,9 @@ def eqn_kind(eqn: Any) -> Kind:
     kind = kind_of(eqn.primitive.name)
     if eqn.effects:
         return Kind.OPAQUE
-    if eqn.primitive.name in CONTROL_FLOW:
+    if eqn.primitive.name in CONTROL_FLOW or eqn.primitive.name in CALLS:
         inner = [e for j in compat.inner_jaxprs(eqn) for e in j.eqns]
-        if any(eqn_kind(e) is Kind.OPAQUE for e in inner):
-            return Kind.OPAQUE
+        return Kind.OPAQUE if any(eqn_kind(e) is Kind.OPAQUE for e in inner) else Kind.KERNEL
     return kind
 
 

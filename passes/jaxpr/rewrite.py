@@ -40,7 +40,7 @@ def consts_as_literals(closed: Any) -> Any:
     if not consts:
         return jaxpr
     pairs = zip(jaxpr.constvars, consts, strict=True)
-    values = {v: compat.Literal(x, compat.typeof(x)) for v, x in pairs}
+    values = {v: compat.literal(x) for v, x in pairs}
     eqns = [compat.rename_inputs(eqn, values) for eqn in jaxpr.eqns]
     outvars = [compat.renamed(v, values) for v in jaxpr.outvars]
     return compat.rebuild(jaxpr, eqns=eqns, outvars=outvars, constvars=[])

@@ -16,14 +16,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from passes.cost import DeviceModel
+from passes.ir import Op
 from passes.jaxpr import compat
 from passes.jaxpr.lift import lift
 from passes.jaxpr.primitives import is_expensive
 from passes.jaxpr.rewrite import defined
 from passes.jaxpr.scans import Body, ScanPair, find_pairs
+from passes.outcome import Recomputed
 from passes.planners.closure import MadeBy, cheapest_to_keep
 
 PICO = 1000
+# Prices of a byte, in units of the time that the device takes to move one.
+FIRST_PRICE = 0.02
+GROWTH = 1.35
+PRICES = 45
 EXPENSIVE_FLOPS = 16
 
 
@@ -35,6 +41,7 @@ class Turn:
         pair: the scans.
         values: the first body's variables, inputs and then results of equations.
         ops: its equations.
+        kernels: what the report says of those that are kernels.
         demanded: indices of the values that the second body reads.
         stacked_bytes: for every value what a slice adds to the stacks if it is kept.
         traffic_ps: for every value the time of writing and reading one slice.
@@ -43,6 +50,7 @@ class Turn:
     pair: ScanPair
     values: tuple[Any, ...]
     ops: tuple[MadeBy, ...]
+    kernels: dict[int, Recomputed]
     demanded: tuple[int, ...]
     stacked_bytes: tuple[int, ...]
     traffic_ps: tuple[int, ...]
@@ -56,20 +64,20 @@ class Choice:
         pair: the scans, pairs inside their bodies rewritten.
         kept: variables of the first body.
         stacked_bytes: bytes of all stacks that are there for this purpose only.
-        remade: how many equations of the first body the second half runs again.
+        remade: what the second half runs again, for the report; costs of all turns.
         inner: choices for the pairs inside the bodies.
     """
 
     pair: ScanPair
     kept: tuple[Any, ...]
     stacked_bytes: int
-    remade: int
+    remade: tuple[Recomputed, ...]
     inner: tuple[Choice, ...] = ()
 
     @property
     def signature(self) -> tuple[Any, ...]:
         """Tells different choices for the same pair apart."""
-        return self.stacked_bytes, self.remade, tuple(c.signature for c in self.inner)
+        return self.stacked_bytes, self.kept, tuple(c.signature for c in self.inner)
 
 
 def turn_of(pair: ScanPair, device: DeviceModel) -> Turn:
@@ -79,10 +87,12 @@ def turn_of(pair: ScanPair, device: DeviceModel) -> Turn:
     index = {v: k for k, v in enumerate(values)}
     read = [v for eqn in take.eqns for v in eqn.invars] + list(take.outvars)
     nbytes, traffic = _prices(pair, values, device)
+    ops, kernels = _ops(pair, index, device)
     return Turn(
         pair=pair,
         values=tuple(values),
-        ops=tuple(_ops(pair, index, device)),
+        ops=tuple(ops),
+        kernels=kernels,
         demanded=tuple(sorted({index[v] for v in read if compat.is_variable(v) and v in index})),
         stacked_bytes=tuple(nbytes),
         traffic_ps=tuple(traffic),
@@ -104,6 +114,11 @@ def choose(turn: Turn, ns_per_byte: float) -> Choice:
     )
 
 
+def all_remade(choice: Choice) -> tuple[Recomputed, ...]:
+    """What a choice and those inside it run again."""
+    return choice.remade + tuple(r for inner in choice.inner for r in all_remade(inner))
+
+
 def joined_body(pair: ScanPair) -> Any:
     """One turn of both halves as one open jaxpr; the first half's equations come first."""
     make, take = pair.make.jaxpr, pair.take.jaxpr
@@ -117,18 +132,17 @@ def joined_body(pair: ScanPair) -> Any:
     )
 
 
-def _remade(turn: Turn, kept: tuple[int, ...]) -> int:
-    """How many ops run again if `kept` is kept."""
-    op_of = {v: op for op in turn.ops for v in op.outputs}
-    there, stack, again = set(kept), [v for v in turn.demanded if v not in kept], set()
+def _remade(turn: Turn, kept: tuple[int, ...]) -> tuple[Recomputed, ...]:
+    """The kernels that run again if `kept` is kept."""
+    op_of = {v: k for k, op in enumerate(turn.ops) for v in op.outputs}
+    there, stack, again = set(kept), list(turn.demanded), set()
     while stack:
         v = stack.pop()
-        if v in there:
-            continue
-        there.add(v)
-        again.add(op_of[v].outputs)
-        stack.extend(op_of[v].inputs)
-    return len(again)
+        if v not in there:
+            there.add(v)
+            again.add(op_of[v])
+            stack.extend(turn.ops[op_of[v]].inputs)
+    return tuple(turn.kernels[k] for k in sorted(again) if k in turn.kernels)
 
 
 def _prices(pair: ScanPair, values: list[Any], device: DeviceModel) -> tuple[list[int], list[int]]:
@@ -150,22 +164,39 @@ def _prices(pair: ScanPair, values: list[Any], device: DeviceModel) -> tuple[lis
     return nbytes, traffic
 
 
-def _ops(pair: ScanPair, index: dict[Any, int], device: DeviceModel) -> list[MadeBy]:
+def _ops(
+    pair: ScanPair, index: dict[Any, int], device: DeviceModel
+) -> tuple[list[MadeBy], dict[int, Recomputed]]:
     """The first body's equations with what it costs to run them in the second half, too."""
     joined = joined_body(pair)
     lifted = lift(compat.dce_jaxpr(joined, [True] * len(joined.outvars)), device, as_xla=False)
-    costs: dict[Any, int | None] = {}
+    kernel_of: dict[Any, Op] = {}
     for op, body in zip(lifted.program.ops, lifted.bodies, strict=True):
-        for v in lifted.jaxpr.eqns[body[-1]].outvars:
-            costs[v] = PICO * op.cost_ns if op.recomputable else None
-    ops = []
+        kernel_of.update(dict.fromkeys(lifted.jaxpr.eqns[body[-1]].outvars, op))
+    ops: list[MadeBy] = []
+    kernels: dict[int, Recomputed] = {}
     for eqn in pair.make.jaxpr.eqns:
         outputs = tuple(index[v] for v in eqn.outvars if v in index)
-        if outputs:
-            cost = next((costs[v] for v in eqn.outvars if v in costs), _fused_ps(eqn, device))
-            inputs = tuple(index[v] for v in eqn.invars if compat.is_variable(v))
-            ops.append(MadeBy(cost=None if eqn.effects else cost, inputs=inputs, outputs=outputs))
-    return ops
+        if not outputs:
+            continue
+        kernel = next((kernel_of[v] for v in eqn.outvars if v in kernel_of), None)
+        cost = _fused_ps(eqn, device) if kernel is None else PICO * kernel.cost_ns
+        if kernel is not None:
+            kernels[len(ops)] = _recomputed(eqn, kernel, pair.length)
+        once = eqn.effects or (kernel is not None and not kernel.recomputable)
+        inputs = tuple(index[v] for v in eqn.invars if compat.is_variable(v))
+        ops.append(MadeBy(cost=None if once else cost, inputs=inputs, outputs=outputs))
+    return ops, kernels
+
+
+def _recomputed(eqn: Any, op: Op, turns: int) -> Recomputed:
+    return Recomputed(
+        op=f"{op.name} in {turns} turns of a scan",
+        source=op.source,
+        nbytes=turns * sum(compat.aval_nbytes(v.aval) for v in eqn.outvars),
+        cost_ns=turns * op.cost_ns,
+        stage="jaxpr",
+    )
 
 
 def _fused_ps(eqn: Any, device: DeviceModel) -> int:
@@ -173,6 +204,27 @@ def _fused_ps(eqn: Any, device: DeviceModel) -> int:
     size = max((int(getattr(v.aval, "size", 0)) for v in eqn.outvars), default=0)
     flops = size * (EXPENSIVE_FLOPS if is_expensive(eqn.primitive.name) else 1)
     return 1 + round(PICO * 1e9 * flops / device.vector_flops)
+
+
+def ladder(jaxpr: Any, device: DeviceModel) -> list[tuple[Choice, ...]]:
+    """Choices for all pairs of an open jaxpr at rising prices of a byte, from fast to small.
+
+    The first one stacks what is faster to read than to make; the last one as little as possible.
+    """
+    pairs = find_pairs(jaxpr)
+    if not pairs:
+        return []
+    flat = {k: turn_of(pair, device) for k, pair in enumerate(pairs) if not find_pairs(joined_body(pair))}
+    rungs: list[tuple[Choice, ...]] = []
+    for price in (0.0, *(FIRST_PRICE * GROWTH**k for k in range(PRICES))):
+        ns_per_byte = price * 1e9 / device.bytes_per_second
+        rung = tuple(
+            choose(flat[k], ns_per_byte) if k in flat else choose_nested(pair, device, ns_per_byte)
+            for k, pair in enumerate(pairs)
+        )
+        if not rungs or [c.signature for c in rung] != [c.signature for c in rungs[-1]]:
+            rungs.append(rung)
+    return rungs
 
 
 def choices_at(jaxpr: Any, device: DeviceModel, ns_per_byte: float) -> list[Choice]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,8 @@ from passes.ir import BufferId, Op, OpId, Plan, Program, Status
 from passes.jaxpr import compat
 from passes.jaxpr.emit import EmitConfig, emit, emit_split
 from passes.jaxpr.lift import LiftedJaxpr, lift
+from passes.jaxpr.scan_cut import Choice, all_remade, ladder
+from passes.jaxpr.scan_emit import rewrite
 from passes.jaxpr.simplify import scatter_in_place
 from passes.outcome import StageOutcome, recomputed_by, tightest_values
 from passes.planners import PlannerConfig, cut_bound, plan
@@ -26,6 +29,7 @@ from passes.simulate import simulate
 
 RUNG_RATIO = 0.97
 MAX_CANDIDATES = 8
+RUNGS_ABOVE = 2
 SMALL_DOT_ELEMENTS = 2 << 20
 MOVES = frozenset({"slice", "dynamic_slice", "split", "gather", "convert_element_type"})
 
@@ -169,7 +173,9 @@ class Candidate:
         lifted: the program that `steps` are a plan of.
         steps, config, emitted: what is run and how it is written.
         peak_bytes: expected peak of XLA's temporaries.
-        plan: None for the program as it is.
+        cost_ns: expected time of what is run.
+        plan: None for a program without re-runs.
+        scans: how its pairs of scans were rewritten before it was planned.
     """
 
     lifted: LiftedJaxpr
@@ -177,7 +183,14 @@ class Candidate:
     config: EmitConfig
     emitted: Any
     peak_bytes: int
+    cost_ns: int
     plan: Plan | None = None
+    scans: tuple[Choice, ...] = ()
+
+    @property
+    def changed(self) -> bool:
+        """False for the program as it was."""
+        return self.plan is not None or bool(self.scans)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,15 +203,12 @@ def _choose(jaxpr: Any, request: JaxprRequest) -> _Choice:
     """The shallowest candidate that fits, or the smallest if none does."""
     started = time.perf_counter()
     as_is = lift(jaxpr, request.device, as_xla=True)
-    steps = _identity(as_is)
-    before = simulate(as_is.program, steps)
-    candidate = Candidate(
-        lifted=as_is, steps=steps, config=EmitConfig(), emitted=jaxpr, peak_bytes=before.peak_bytes
-    )
-    if not _fits_as_it_is(before.peak_bytes, request):
-        scale = _scale(before.peak_bytes, request)
-        candidate = _search(lift(jaxpr, request.device, as_xla=False), as_is, request, scale)
-    outcome = _outcome(as_is, before.peak_bytes, candidate, request)
+    before_bytes = (candidate := _as_it_is(as_is)).peak_bytes
+    if not _fits_as_it_is(before_bytes, request):
+        scale = _scale(before_bytes, request)
+        rungs = ladder(jaxpr, request.device)
+        candidate = _search_scans(jaxpr, rungs, request, scale) if rungs else _search(as_is, request, scale)
+    outcome = _outcome(as_is, before_bytes, candidate, request)
     return _Choice(candidate=candidate, outcome=replace(outcome, seconds=time.perf_counter() - started))
 
 
@@ -222,12 +232,65 @@ def _scale(peak_bytes: int, request: JaxprRequest) -> float:
     return 1 / max(ratio, 1.0)
 
 
-def _search(lifted: LiftedJaxpr, as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate:
+def _search_scans(
+    jaxpr: Any, rungs: Sequence[tuple[Choice, ...]], request: JaxprRequest, scale: float
+) -> Candidate:
+    """The cheapest candidate that fits among the rungs of the scans' ladder, with and without re-runs beside.
+
+    Bytes fall along the ladder, so the first rung that fits by itself is found by bisection; a rung or two
+    above it may fit more cheaply with re-runs outside the scans.
+    """
+    target_bytes = max(int(request.temp_budget_bytes * scale), 1)
+    found: dict[tuple[int, bool], Candidate] = {}
+
+    def look(k: int, again: bool) -> Candidate:
+        if (k, again) not in found:
+            as_is = lift(rewrite(jaxpr, rungs[k]), request.device, as_xla=True)
+            made = _search(as_is, request, scale) if again else _as_it_is(as_is)
+            found[k, again] = replace(made, scans=rungs[k])
+        return found[k, again]
+
+    for again in (False, True):
+        low, high = 0, len(rungs)
+        while low < high:
+            middle = (low + high) // 2
+            if look(middle, again).peak_bytes <= target_bytes:
+                high = middle
+            else:
+                low = middle + 1
+        if low < len(rungs):
+            for k in range(max(0, low - RUNGS_ABOVE), low):
+                look(k, True)
+            break
+    return min(found.values(), key=lambda c: _rank(c, target_bytes))
+
+
+def _rank(candidate: Candidate, target_bytes: int) -> tuple[bool, int, int]:
+    """Within the target by time, else by bytes; smaller is better."""
+    over = candidate.peak_bytes > target_bytes
+    return over, candidate.peak_bytes if over else candidate.cost_ns, candidate.peak_bytes
+
+
+def _as_it_is(as_is: LiftedJaxpr) -> Candidate:
+    """A program without re-runs."""
+    steps = _identity(as_is)
+    return Candidate(
+        lifted=as_is,
+        steps=steps,
+        config=EmitConfig(),
+        emitted=as_is.jaxpr,
+        peak_bytes=simulate(as_is.program, steps).peak_bytes,
+        cost_ns=as_is.program.cost_ns,
+    )
+
+
+def _search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate:
     """Judge candidates of growing depth until one fits `scale` times what the budget leaves.
 
     The depths are steps of a fixed ladder below the peak without re-runs, whatever the budget is, so
     that a larger budget takes the same rung or a higher one.
     """
+    lifted = lift(as_is.jaxpr, request.device, as_xla=False)
     peak_bytes = simulate(lifted.program, _identity(lifted)).peak_bytes
     target_bytes = max(int(request.temp_budget_bytes * scale), 1)
     written = emit_config(lifted, as_is, request.device, strict=request.strict)
@@ -324,27 +387,34 @@ def judge(lifted: LiftedJaxpr, made: Plan, config: EmitConfig, device: DeviceMod
         config=config,
         emitted=emitted,
         peak_bytes=(made.peak_bytes + max(seen_bytes, made.peak_bytes)) // 2,
+        cost_ns=seen.program.cost_ns,
         plan=made,
     )
 
 
 def _lower_bound_ratio(candidate: Candidate, cost_ns: int) -> float:
     """The bound for what was planned, as a ratio of the program's cost as it is; 0.0 if nothing is proved."""
-    if candidate.plan is None or not candidate.plan.status.found:
+    if candidate.plan is None or candidate.scans or not candidate.plan.status.found:
         return 0.0
     program = candidate.lifted.program
     return cut_bound(program, candidate.plan.budget_bytes, moments=2) * program.cost_ns / max(cost_ns, 1)
+
+
+def _planner_name(candidate: Candidate) -> str:
+    names = ["scan"] * bool(candidate.scans) + ([] if candidate.plan is None else [candidate.plan.planner])
+    return "+".join(names) or "none"
 
 
 def _outcome(
     as_is: LiftedJaxpr, before_bytes: int, candidate: Candidate, request: JaxprRequest
 ) -> StageOutcome:
     program = candidate.lifted.program
-    recomputed = recomputed_by(program, candidate.steps, "jaxpr")
-    fits = candidate.peak_bytes <= request.temp_budget_bytes or candidate.plan is None
+    inside = tuple(r for choice in candidate.scans for r in all_remade(choice))
+    recomputed = inside + recomputed_by(program, candidate.steps, "jaxpr")
+    fits = candidate.peak_bytes <= request.temp_budget_bytes or not candidate.changed
     return StageOutcome(
         stage="jaxpr",
-        changed=candidate.plan is not None,
+        changed=candidate.changed,
         budget_bytes=request.budget_bytes,
         argument_bytes=request.argument_bytes,
         output_bytes=request.output_bytes,
@@ -355,7 +425,7 @@ def _outcome(
         recompute_ns=sum(r.cost_ns for r in recomputed),
         lower_bound_ratio=_lower_bound_ratio(candidate, as_is.program.cost_ns),
         status=Status.FEASIBLE if fits else Status.UNKNOWN,
-        planner="none" if candidate.plan is None else candidate.plan.planner,
+        planner=_planner_name(candidate),
         seconds=0.0,
         recomputed=recomputed,
         tightest=tightest_values(program, candidate.steps),
