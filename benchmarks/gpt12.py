@@ -32,6 +32,7 @@ from coop_jax import aot, xla
 from coop_jax.errors import CoopError, error_from_text
 from coop_jax.text import format_table
 from examples.models import GPTConfig, gpt
+from passes.cost import DEVICES
 
 MIB = 2**20
 POLICIES = ("dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable")
@@ -53,16 +54,20 @@ class Row:
     planning_s: float | None = None
     jaxpr_recompute_ms: float | None = None
     hlo_recompute_ms: float | None = None
+    least_bytes: int | None = None
     error: str = ""
 
 
-def compile_row(name: str, fn: Callable[..., Any], specs: Any, device: aot.Target, **extra: Any) -> Row:
-    """Compile `fn` for `device` and read what came out."""
+def compile_row(
+    name: str, fn: Callable[..., Any], specs: Any, device: aot.Target | None, **extra: Any
+) -> Row:
+    """Compile `fn` for `device` (None: this machine's CPU) and read what came out."""
     start = time.perf_counter()
     try:
         compiled = aot.lower_for(fn, specs, device=device).compile()
     except (CoopError, jax.errors.JaxRuntimeError) as error:
         found = error if isinstance(error, CoopError) else error_from_text(str(error))
+        extra["least_bytes"] = getattr(found, "least_bytes", None)
         return Row(name=name, error=str(found or error), compile_s=time.perf_counter() - start, **extra)
     seconds = time.perf_counter() - start
     memory = aot.memory(compiled)
@@ -74,7 +79,7 @@ def compile_row(name: str, fn: Callable[..., Any], specs: Any, device: aot.Targe
         temp_mib=memory.temp_bytes / MIB,
         total_bytes=memory.total_bytes,
         fixed_bytes=memory.fixed_bytes,
-        cost_ms=aot.kernels_ns(compiled, aot.model_for("gpu", "NVIDIA H200")) / 1e6,
+        cost_ms=aot.kernels_ns(compiled, DEVICES["cpu" if device is None else device.name]) / 1e6,
         compile_s=seconds,
         planning_s=sum(s.seconds for s in stages) if stages else None,
         **recompute,

@@ -30,6 +30,8 @@ from passes.simulate import simulate
 # bytes; one with a single reader (which fuses it) only where a chain would keep many leaves alive.
 SEVERAL_READERS_RATIO = 1.5
 ONE_READER_RATIO = 2.5
+# A slice that a scan takes from a stack or puts on one is read once and written once for it.
+SLICE_PASSES = 2
 # XLA:GPU stores an expensive value for several readers, unless reading its leaves is that much cheaper.
 SHARED_RATIO = 0.75
 
@@ -389,7 +391,13 @@ class _Lift:
     def _inner_ns(self, eqn: Any) -> int:
         """Time of control flow: its dearest body, as often as it is known to run."""
         inner = [inner_work(body, self.device).cost_ns for body in compat.inner_jaxprs(eqn)]
-        return int(eqn.params.get("length") or 1) * max(inner, default=0)
+        turns = int(eqn.params.get("length") or 1) * max(inner, default=0)
+        if eqn.primitive.name != "scan":
+            return turns
+        n_consts, n_carry = compat.scan_sizes(eqn)
+        stacks = [*eqn.invars[n_consts + n_carry :], *eqn.outvars[n_carry:]]
+        moved = SLICE_PASSES * sum(compat.aval_nbytes(v.aval) for v in stacks)
+        return turns + round(1e9 * moved / self.device.bytes_per_second)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,13 +12,15 @@ inside the bodies are cut first, for the same price.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from passes.cost import DeviceModel
 from passes.ir import Op
 from passes.jaxpr import compat
-from passes.jaxpr.lift import lift
+from passes.jaxpr.lift import SLICE_PASSES, lift
 from passes.jaxpr.primitives import is_expensive
 from passes.jaxpr.rewrite import defined
 from passes.jaxpr.scans import Body, ScanPair, find_pairs
@@ -30,6 +32,8 @@ PICO = 1000
 FIRST_PRICE = 0.02
 GROWTH = 1.35
 PRICES = 45
+REFINEMENTS = 5
+STEP_RATIO = 0.04
 EXPENSIVE_FLOPS = 16
 
 
@@ -150,15 +154,15 @@ def _prices(pair: ScanPair, values: list[Any], device: DeviceModel) -> tuple[lis
     make = pair.make
     own = dict.fromkeys(make.jaxpr.invars[: make.n_consts], (False, 0))
     for v, there in zip(make.slices_in, pair.at_hand, strict=True):
-        own[v] = (not there, 1)
+        own[v] = (not there, SLICE_PASSES)
     for k, v in enumerate(make.slices_out):
         # A stack that something else reads is there at no price.
         if k not in pair.only and compat.is_variable(v):
-            own.setdefault(v, (False, 1))
+            own.setdefault(v, (False, SLICE_PASSES))
     nbytes, traffic = [], []
     for v in values:
         size = compat.aval_nbytes(v.aval)
-        priced, passes = own.get(v, (True, 2))
+        priced, passes = own.get(v, (True, 2 * SLICE_PASSES))
         nbytes.append(size if priced else 0)
         traffic.append(round(PICO * 1e9 * passes * size / device.bytes_per_second))
     return nbytes, traffic
@@ -215,16 +219,45 @@ def ladder(jaxpr: Any, device: DeviceModel) -> list[tuple[Choice, ...]]:
     if not pairs:
         return []
     flat = {k: turn_of(pair, device) for k, pair in enumerate(pairs) if not find_pairs(joined_body(pair))}
-    rungs: list[tuple[Choice, ...]] = []
-    for price in (0.0, *(FIRST_PRICE * GROWTH**k for k in range(PRICES))):
+
+    def rung(price: float) -> tuple[Choice, ...]:
         ns_per_byte = price * 1e9 / device.bytes_per_second
-        rung = tuple(
+        return tuple(
             choose(flat[k], ns_per_byte) if k in flat else choose_nested(pair, device, ns_per_byte)
             for k, pair in enumerate(pairs)
         )
-        if not rungs or [c.signature for c in rung] != [c.signature for c in rungs[-1]]:
-            rungs.append(rung)
-    return rungs
+
+    prices = [0.0, *(FIRST_PRICE * GROWTH**k for k in range(PRICES))]
+    found = {price: rung(price) for price in prices}
+    step_bytes = STEP_RATIO * _bytes(found[0.0])
+    for low, high in itertools.pairwise(prices):
+        _refine(found, low, high, step_bytes, rung)
+    rungs = [found[price] for price in sorted(found)]
+    return [r for k, r in enumerate(rungs) if k == 0 or _signatures(r) != _signatures(rungs[k - 1])]
+
+
+def _refine(
+    found: dict[float, tuple[Choice, ...]],
+    low: float,
+    high: float,
+    step_bytes: float,
+    rung: Callable[[float], tuple[Choice, ...]],
+    depth: int = REFINEMENTS,
+) -> None:
+    """Look between two prices while their choices lie far apart."""
+    if depth and _bytes(found[low]) - _bytes(found[high]) > step_bytes:
+        middle = (low + high) / 2
+        found[middle] = rung(middle)
+        _refine(found, low, middle, step_bytes, rung, depth - 1)
+        _refine(found, middle, high, step_bytes, rung, depth - 1)
+
+
+def _bytes(rung: Sequence[Choice]) -> int:
+    return sum(c.stacked_bytes for c in rung)
+
+
+def _signatures(rung: Sequence[Choice]) -> list[Any]:
+    return [c.signature for c in rung]
 
 
 def choices_at(jaxpr: Any, device: DeviceModel, ns_per_byte: float) -> list[Choice]:

@@ -18,6 +18,7 @@ from typing import Any
 from passes.cost import DeviceModel
 from passes.ir import BufferId, Op, OpId, Plan, Program, Status
 from passes.jaxpr import compat
+from passes.jaxpr.bodies import fit_bodies, has_control_flow
 from passes.jaxpr.emit import EmitConfig, emit, emit_split
 from passes.jaxpr.lift import LiftedJaxpr, lift
 from passes.jaxpr.scan_cut import Choice, all_remade, ladder
@@ -30,6 +31,10 @@ from passes.simulate import simulate
 RUNG_RATIO = 0.97
 MAX_CANDIDATES = 8
 RUNGS_ABOVE = 2
+RUNGS_BELOW = 3
+WAYS = (ALONE, RERUNS, BODIES) = (0, 1, 2)
+
+Rung = tuple[Choice, ...]
 SMALL_DOT_ELEMENTS = 2 << 20
 MOVES = frozenset({"slice", "dynamic_slice", "split", "gather", "convert_element_type"})
 
@@ -176,6 +181,7 @@ class Candidate:
         cost_ns: expected time of what is run.
         plan: None for a program without re-runs.
         scans: how its pairs of scans were rewritten before it was planned.
+        rewritten: True if anything was done to it before it was planned.
     """
 
     lifted: LiftedJaxpr
@@ -186,11 +192,12 @@ class Candidate:
     cost_ns: int
     plan: Plan | None = None
     scans: tuple[Choice, ...] = ()
+    rewritten: bool = False
 
     @property
     def changed(self) -> bool:
         """False for the program as it was."""
-        return self.plan is not None or bool(self.scans)
+        return self.plan is not None or self.rewritten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,8 +213,11 @@ def _choose(jaxpr: Any, request: JaxprRequest) -> _Choice:
     before_bytes = (candidate := _as_it_is(as_is)).peak_bytes
     if not _fits_as_it_is(before_bytes, request):
         scale = _scale(before_bytes, request)
-        rungs = ladder(jaxpr, request.device)
-        candidate = _search_scans(jaxpr, rungs, request, scale) if rungs else _search(as_is, request, scale)
+        if has_control_flow(jaxpr.eqns):
+            rungs = ladder(jaxpr, request.device) or [()]
+            candidate = _search_structured(jaxpr, rungs, request, scale)
+        else:
+            candidate = _search(as_is, request, scale)
     outcome = _outcome(as_is, before_bytes, candidate, request)
     return _Choice(candidate=candidate, outcome=replace(outcome, seconds=time.perf_counter() - started))
 
@@ -232,37 +242,61 @@ def _scale(peak_bytes: int, request: JaxprRequest) -> float:
     return 1 / max(ratio, 1.0)
 
 
-def _search_scans(
-    jaxpr: Any, rungs: Sequence[tuple[Choice, ...]], request: JaxprRequest, scale: float
-) -> Candidate:
-    """The cheapest candidate that fits among the rungs of the scans' ladder, with and without re-runs beside.
+def _search_structured(jaxpr: Any, rungs: Sequence[Rung], request: JaxprRequest, scale: float) -> Candidate:
+    """The cheapest candidate that fits, among the rungs of the scans' ladder and what can be done beside it.
 
-    Bytes fall along the ladder, so the first rung that fits by itself is found by bisection; a rung or two
-    above it may fit more cheaply with re-runs outside the scans.
+    A rung alone, with re-runs beside the scans, with the bodies of control flow planned, too. Bytes fall
+    along the ladder, so the first rung that fits is found by bisection; its neighbours may be cheaper.
     """
     target_bytes = max(int(request.temp_budget_bytes * scale), 1)
-    found: dict[tuple[int, bool], Candidate] = {}
+    found: dict[tuple[int, int], Candidate] = {}
 
-    def look(k: int, again: bool) -> Candidate:
-        if (k, again) not in found:
-            as_is = lift(rewrite(jaxpr, rungs[k]), request.device, as_xla=True)
-            made = _search(as_is, request, scale) if again else _as_it_is(as_is)
-            found[k, again] = replace(made, scans=rungs[k])
-        return found[k, again]
+    def look(k: int, way: int) -> Candidate:
+        if (k, way) not in found:
+            found[k, way] = _look(jaxpr, rungs[k], way, request, scale)
+        return found[k, way]
 
-    for again in (False, True):
+    for way in WAYS:
         low, high = 0, len(rungs)
         while low < high:
             middle = (low + high) // 2
-            if look(middle, again).peak_bytes <= target_bytes:
+            if look(middle, way).peak_bytes <= target_bytes:
                 high = middle
             else:
                 low = middle + 1
         if low < len(rungs):
+            for k in range(low + 1, min(low + 1 + RUNGS_BELOW, len(rungs))):
+                look(k, way)
             for k in range(max(0, low - RUNGS_ABOVE), low):
-                look(k, True)
+                look(k, min(way + 1, WAYS[-1]))
             break
     return min(found.values(), key=lambda c: _rank(c, target_bytes))
+
+
+def _look(jaxpr: Any, rung: Rung, way: int, request: JaxprRequest, scale: float) -> Candidate:
+    """One rung in one of the `WAYS`."""
+    device, target_bytes = request.device, max(int(request.temp_budget_bytes * scale), 1)
+    program = rewrite(jaxpr, rung) if rung else jaxpr
+    if way == BODIES:
+        program = fit_bodies(program, device, target_bytes, lambda body, nbytes: _body(body, nbytes, request))
+    as_is = lift(program, device, as_xla=True)
+    made = _as_it_is(as_is)
+    if way != ALONE and made.peak_bytes > target_bytes:
+        made = _search(as_is, request, scale)
+    return replace(made, scans=rung, rewritten=program is not jaxpr)
+
+
+def _body(body: Any, nbytes: int, request: JaxprRequest) -> Any:
+    """A body of control flow planned for some bytes of temporaries."""
+    inner = JaxprRequest(
+        budget_bytes=nbytes,
+        argument_bytes=0,
+        output_bytes=0,
+        alias_bytes=0,
+        device=request.device,
+        planner=request.planner,
+    )
+    return _choose(body, inner).candidate.emitted
 
 
 def _rank(candidate: Candidate, target_bytes: int) -> tuple[bool, int, int]:
@@ -401,7 +435,7 @@ def _lower_bound_ratio(candidate: Candidate, cost_ns: int) -> float:
 
 
 def _planner_name(candidate: Candidate) -> str:
-    names = ["scan"] * bool(candidate.scans) + ([] if candidate.plan is None else [candidate.plan.planner])
+    names = ["scan"] * candidate.rewritten + ([] if candidate.plan is None else [candidate.plan.planner])
     return "+".join(names) or "none"
 
 

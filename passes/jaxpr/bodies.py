@@ -1,0 +1,66 @@
+"""Plan the bodies of control flow whose inner peak is what breaks the budget.
+
+To its surroundings control flow is one op with a workspace, the peak of its largest body. Where the program
+is over its target while such an op runs, the body may take what the target leaves beside the values that
+are alive around it, and is planned for that as a program of its own: what is run again is run again in
+every turn, in every branch that needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from passes.cost import DeviceModel
+from passes.jaxpr import compat
+from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.lift import inner_work, lift
+from passes.jaxpr.primitives import CONTROL_FLOW
+from passes.jaxpr.rewrite import consts_as_literals
+from passes.simulate import simulate
+
+PlanBody = Callable[[Any, int], Any]
+
+
+def fit_bodies(jaxpr: Any, device: DeviceModel, target_bytes: int, plan_body: PlanBody) -> Any:
+    """An open jaxpr whose bodies take no more than the target leaves them, as far as they can be planned.
+
+    Args:
+        plan_body: (open jaxpr, bytes for its temporaries) -> an open jaxpr that computes the same.
+    """
+    lifted = lift(jaxpr, device, as_xla=True)
+    live = simulate(lifted.program, tuple(op.id for op in lifted.program.ops)).live_bytes
+    allowed: dict[int, int] = {}
+    for op, body, nbytes in zip(lifted.program.ops, lifted.bodies, live, strict=True):
+        root = body[-1]
+        if lifted.jaxpr.eqns[root].primitive.name in CONTROL_FLOW and nbytes > target_bytes:
+            allowed[root] = op.workspace_bytes - (int(nbytes) - target_bytes)
+    if not allowed:
+        return jaxpr
+    eqns = [
+        _with_bodies(eqn, device, allowed[i], plan_body) if i in allowed else eqn
+        for i, eqn in enumerate(lifted.jaxpr.eqns)
+    ]
+    return compat.rebuild(lifted.jaxpr, eqns=eqns, outvars=lifted.jaxpr.outvars)
+
+
+def _with_bodies(eqn: Any, device: DeviceModel, allowed_bytes: int, plan_body: PlanBody) -> Any:
+    def fitted(body: Any) -> Any:
+        flat = consts_as_literals(inline_calls(body))
+        results = sum(compat.aval_nbytes(v.aval) for v in flat.outvars)
+        if inner_work(flat, device).peak_bytes <= allowed_bytes:
+            return body
+        return compat.close_jaxpr(plan_body(flat, max(allowed_bytes - results, 1)), [])
+
+    name = eqn.primitive.name
+    if name == "cond":
+        new: dict[str, Any] = {"branches": tuple(map(fitted, eqn.params["branches"]))}
+    else:
+        param = {"scan": "jaxpr", "while": "body_jaxpr"}[name]
+        new = {param: fitted(eqn.params[param])}
+    return eqn.replace(params={**eqn.params, **new})
+
+
+def has_control_flow(eqns: Sequence[Any]) -> bool:
+    """True if some equation has a body that may be planned."""
+    return any(eqn.primitive.name in CONTROL_FLOW for eqn in eqns)
