@@ -68,6 +68,11 @@ def dce_jaxpr(jaxpr: Any, used_outputs: Sequence[bool]) -> Any:
     return pe.dce_jaxpr(jaxpr, list(used_outputs), instantiate=True)[0]
 
 
+def check(jaxpr: Any) -> None:
+    """Raise if an open jaxpr is not well typed."""
+    core.check_jaxpr(jaxpr)
+
+
 def source_line(eqn: Any) -> str:
     """The user's line that an equation comes from, such as "model.py:41 (attention)"."""
     return str(source_info_util.summarize(eqn.source_info))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from passes.jaxpr import compat
@@ -66,3 +67,29 @@ def splice(
     traced = consts_as_literals(compat.trace(run, [v.aval for v in variables]))
     new = renewed(traced, dict(zip(traced.invars, variables, strict=True)))
     return list(new.eqns), list(new.outvars)
+
+
+def run_scan(
+    like: Any, body: Any, operands: Sequence[Any], n_consts: int, n_carry: int, turns: int | None = None
+) -> list[Any]:
+    """Results (carry, then stacks) of a scan of an open `body` that runs as the equation `like` does.
+
+    Args:
+        turns: the number of turns, if it is not that of `like`.
+    """
+    closed = compat.close_jaxpr(body, [])
+    consts, init = operands[:n_consts], operands[n_consts : n_consts + n_carry]
+
+    def turn(carry: Any, slices: Any) -> tuple[Any, Any]:
+        found = compat.evaluate(closed, [*consts, *carry, *slices])
+        return found[:n_carry], found[n_carry:]
+
+    carry, ys = jax.lax.scan(
+        turn,
+        list(init),
+        list(operands[n_consts + n_carry :]),
+        length=like.params["length"] if turns is None else turns,
+        reverse=like.params["reverse"],
+        unroll=like.params["unroll"],
+    )
+    return [*carry, *ys]

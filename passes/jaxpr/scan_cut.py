@@ -11,9 +11,6 @@ inside the bodies are cut first, for the same price.
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,17 +20,12 @@ from passes.jaxpr import compat
 from passes.jaxpr.lift import SLICE_PASSES, lift
 from passes.jaxpr.primitives import is_expensive
 from passes.jaxpr.rewrite import defined
-from passes.jaxpr.scans import Body, ScanPair, find_pairs
+from passes.jaxpr.scan_segments import Segments
+from passes.jaxpr.scans import ScanPair
 from passes.outcome import Recomputed
 from passes.planners.closure import MadeBy, cheapest_to_keep
 
 PICO = 1000
-# Prices of a byte, in units of the time that the device takes to move one.
-FIRST_PRICE = 0.02
-GROWTH = 1.35
-PRICES = 45
-REFINEMENTS = 5
-STEP_RATIO = 0.04
 EXPENSIVE_FLOPS = 16
 
 
@@ -70,6 +62,7 @@ class Choice:
         stacked_bytes: bytes of all stacks that are there for this purpose only.
         remade: what the second half runs again, for the report; costs of all turns.
         inner: choices for the pairs inside the bodies.
+        segments: how the pair runs in segments; then `kept` and `inner` are of one segment.
     """
 
     pair: ScanPair
@@ -77,11 +70,13 @@ class Choice:
     stacked_bytes: int
     remade: tuple[Recomputed, ...]
     inner: tuple[Choice, ...] = ()
+    segments: Segments | None = None
 
     @property
     def signature(self) -> tuple[Any, ...]:
         """Tells different choices for the same pair apart."""
-        return self.stacked_bytes, self.kept, tuple(c.signature for c in self.inner)
+        count = 1 if self.segments is None else self.segments.count
+        return self.stacked_bytes, self.kept, count, tuple(c.signature for c in self.inner)
 
 
 def turn_of(pair: ScanPair, device: DeviceModel) -> Turn:
@@ -134,6 +129,11 @@ def joined_body(pair: ScanPair) -> Any:
         invars=[*make.invars, *(v for v in take.invars if v not in own)],
         constvars=[],
     )
+
+
+def kernels_of(turn: Turn) -> tuple[Recomputed, ...]:
+    """All kernels of the first body."""
+    return tuple(turn.kernels[k] for k in sorted(turn.kernels))
 
 
 def _remade(turn: Turn, kept: tuple[int, ...]) -> tuple[Recomputed, ...]:
@@ -208,81 +208,3 @@ def _fused_ps(eqn: Any, device: DeviceModel) -> int:
     size = max((int(getattr(v.aval, "size", 0)) for v in eqn.outvars), default=0)
     flops = size * (EXPENSIVE_FLOPS if is_expensive(eqn.primitive.name) else 1)
     return 1 + round(PICO * 1e9 * flops / device.vector_flops)
-
-
-def ladder(jaxpr: Any, device: DeviceModel) -> list[tuple[Choice, ...]]:
-    """Choices for all pairs of an open jaxpr at rising prices of a byte, from fast to small.
-
-    The first one stacks what is faster to read than to make; the last one as little as possible.
-    """
-    pairs = find_pairs(jaxpr)
-    if not pairs:
-        return []
-    flat = {k: turn_of(pair, device) for k, pair in enumerate(pairs) if not find_pairs(joined_body(pair))}
-
-    def rung(price: float) -> tuple[Choice, ...]:
-        ns_per_byte = price * 1e9 / device.bytes_per_second
-        return tuple(
-            choose(flat[k], ns_per_byte) if k in flat else choose_nested(pair, device, ns_per_byte)
-            for k, pair in enumerate(pairs)
-        )
-
-    prices = [0.0, *(FIRST_PRICE * GROWTH**k for k in range(PRICES))]
-    found = {price: rung(price) for price in prices}
-    step_bytes = STEP_RATIO * _bytes(found[0.0])
-    for low, high in itertools.pairwise(prices):
-        _refine(found, low, high, step_bytes, rung)
-    rungs = [found[price] for price in sorted(found)]
-    return [r for k, r in enumerate(rungs) if k == 0 or _signatures(r) != _signatures(rungs[k - 1])]
-
-
-def _refine(
-    found: dict[float, tuple[Choice, ...]],
-    low: float,
-    high: float,
-    step_bytes: float,
-    rung: Callable[[float], tuple[Choice, ...]],
-    depth: int = REFINEMENTS,
-) -> None:
-    """Look between two prices while their choices lie far apart."""
-    if depth and _bytes(found[low]) - _bytes(found[high]) > step_bytes:
-        middle = (low + high) / 2
-        found[middle] = rung(middle)
-        _refine(found, low, middle, step_bytes, rung, depth - 1)
-        _refine(found, middle, high, step_bytes, rung, depth - 1)
-
-
-def _bytes(rung: Sequence[Choice]) -> int:
-    return sum(c.stacked_bytes for c in rung)
-
-
-def _signatures(rung: Sequence[Choice]) -> list[Any]:
-    return [c.signature for c in rung]
-
-
-def choices_at(jaxpr: Any, device: DeviceModel, ns_per_byte: float) -> list[Choice]:
-    """A choice for every pair of an open jaxpr, at one price of a byte."""
-    return [choose_nested(pair, device, ns_per_byte) for pair in find_pairs(jaxpr)]
-
-
-def choose_nested(pair: ScanPair, device: DeviceModel, ns_per_byte: float) -> Choice:
-    """The choice for one pair after the pairs inside its bodies have been rewritten for the same price."""
-    from passes.jaxpr.scan_emit import rewrite_groups
-
-    joined = joined_body(pair)
-    inner = tuple(choices_at(joined, device, ns_per_byte))
-    if inner:
-        groups, rename = rewrite_groups(joined, inner)
-        boundary = len(pair.make.jaxpr.eqns)
-        pair = dataclasses.replace(
-            pair,
-            make=_with_eqns(pair.make, groups[:boundary], rename),
-            take=_with_eqns(pair.take, groups[boundary:], rename),
-        )
-    return dataclasses.replace(choose(turn_of(pair, device), ns_per_byte), inner=inner)
-
-
-def _with_eqns(body: Body, groups: list[list[Any]], rename: dict[Any, Any]) -> Body:
-    outvars = [compat.renamed(v, rename) for v in body.jaxpr.outvars]
-    eqns = [eqn for group in groups for eqn in group]
-    return dataclasses.replace(body, jaxpr=compat.rebuild(body.jaxpr, eqns=eqns, outvars=outvars))

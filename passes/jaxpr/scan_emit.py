@@ -11,10 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
-
-from passes.jaxpr import compat
-from passes.jaxpr.rewrite import splice
+from passes.jaxpr import compat, scan_segments
+from passes.jaxpr.rewrite import run_scan, splice
 from passes.jaxpr.scan_cut import Choice
 
 
@@ -54,16 +52,22 @@ class _First:
         eqns: its equations.
         at_hand: for variables of its body the whole operand or stack that holds them.
         sliced: which of these are stacks.
+        operands: what it was given.
+        starts: of a scan in segments, stacks of its carry at the start of each.
     """
 
     eqns: list[Any]
     at_hand: dict[Any, Any] = field(default_factory=dict)
     sliced: set[Any] = field(default_factory=set)
+    operands: list[Any] = field(default_factory=list)
+    starts: list[Any] = field(default_factory=list)
 
 
 def _write_first(choice: Choice, eqn: Any, rename: dict[Any, Any]) -> _First:
     pair, make = choice.pair, choice.pair.make
     staying = [k for k in range(len(make.slices_out)) if k not in pair.only]
+    if choice.segments is not None:
+        return _write_first_in_segments(choice, eqn, staying, rename)
     there = {v for v in (*make.jaxpr.invars[: make.n_consts], *make.slices_in) if compat.is_variable(v)}
     there.update(make.slices_out[k] for k in staying if compat.is_variable(make.slices_out[k]))
     added = [v for v in choice.kept if v not in there]
@@ -87,8 +91,23 @@ def _write_first(choice: Choice, eqn: Any, rename: dict[Any, Any]) -> _First:
     return first
 
 
+def _write_first_in_segments(choice: Choice, eqn: Any, staying: list[int], rename: dict[Any, Any]) -> _First:
+    assert choice.segments is not None, "only called for these"
+    make = choice.pair.make
+    eqns, found = scan_segments.write_first(choice.pair, choice.segments, eqn.invars, staying)
+    old = [*eqn.outvars[: make.n_carry], *(eqn.outvars[make.n_carry + k] for k in staying)]
+    _rename_all(rename, old, found[: len(old)])
+    return _First(eqns=eqns, operands=list(eqn.invars), starts=found[len(old) :])
+
+
 def _write_second(choice: Choice, eqn: Any, first: _First, rename: dict[Any, Any]) -> list[Any]:
     make, take = choice.pair.make, choice.pair.take
+    if choice.segments is not None:
+        eqns, found = scan_segments.write_second(
+            choice.pair, choice.segments, first.operands, first.starts, eqn.invars
+        )
+        _rename_all(rename, eqn.outvars, found)
+        return eqns
     own = {*make.jaxpr.invars, *(v for e in make.jaxpr.eqns for v in e.outvars)}
     consts = [v for v in choice.kept if v not in first.sliced]
     slices = [v for v in choice.kept if v in first.sliced]
@@ -106,13 +125,35 @@ def _write_second(choice: Choice, eqn: Any, first: _First, rename: dict[Any, Any
     kept = set(choice.kept)
     again = [_without(e, kept) for e in make.jaxpr.eqns if not e.effects and not kept.issuperset(e.outvars)]
     body = compat.rebuild(
-        take.jaxpr, eqns=[*again, *take.jaxpr.eqns], outvars=take.jaxpr.outvars, invars=invars, constvars=[]
+        take.jaxpr,
+        eqns=when_needed(again, take.jaxpr.eqns),
+        outvars=take.jaxpr.outvars,
+        invars=invars,
+        constvars=[],
     )
     body = compat.dce_jaxpr(body, [True] * len(take.jaxpr.outvars))
     n_consts = len(consts) + take.n_consts
     eqns, found = splice(lambda values: run_scan(eqn, body, values, n_consts, take.n_carry), operands)
     _rename_all(rename, eqn.outvars, found)
     return eqns
+
+
+def when_needed(early: Sequence[Any], eqns: Sequence[Any]) -> list[Any]:
+    """`eqns` in their order, each after those of `early` that it needs and that are not there yet."""
+    maker = {v: i for i, eqn in enumerate(early) for v in eqn.outvars}
+    done: set[int] = set()
+    ordered: list[Any] = []
+    for eqn in eqns:
+        needed, stack = set(), [v for v in eqn.invars if compat.is_variable(v)]
+        while stack:
+            i = maker.get(stack.pop())
+            if i is not None and i not in done and i not in needed:
+                needed.add(i)
+                stack.extend(v for v in early[i].invars if compat.is_variable(v))
+        ordered.extend(early[i] for i in sorted(needed))
+        done |= needed
+        ordered.append(eqn)
+    return [*ordered, *(eqn for i, eqn in enumerate(early) if i not in done)]
 
 
 def _without(eqn: Any, kept: set[Any]) -> Any:
@@ -124,21 +165,3 @@ def _rename_all(rename: dict[Any, Any], old: Sequence[Any], new: Sequence[Any]) 
     for v, atom in zip(old, new, strict=True):
         if not isinstance(v, compat.DropVar):
             rename[v] = atom
-
-
-def run_scan(like: Any, body: Any, operands: Sequence[Any], n_consts: int, n_carry: int) -> list[Any]:
-    """Results (carry, then stacks) of a scan of an open `body` that runs as the equation `like` does."""
-    closed = compat.close_jaxpr(body, [])
-    consts, init = operands[:n_consts], operands[n_consts : n_consts + n_carry]
-
-    def turn(carry: Any, slices: Any) -> tuple[Any, Any]:
-        found = compat.evaluate(closed, [*consts, *carry, *slices])
-        return found[:n_carry], found[n_carry:]
-
-    carry, ys = jax.lax.scan(
-        turn,
-        list(init),
-        list(operands[n_consts + n_carry :]),
-        **{name: like.params[name] for name in ("length", "reverse", "unroll")},
-    )
-    return [*carry, *ys]

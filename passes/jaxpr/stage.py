@@ -21,8 +21,9 @@ from passes.jaxpr import compat
 from passes.jaxpr.bodies import fit_bodies, has_control_flow
 from passes.jaxpr.emit import EmitConfig, emit, emit_split
 from passes.jaxpr.lift import LiftedJaxpr, lift
-from passes.jaxpr.scan_cut import Choice, all_remade, ladder
+from passes.jaxpr.scan_cut import all_remade
 from passes.jaxpr.scan_emit import rewrite
+from passes.jaxpr.scan_ladder import Rung, ladder, segment_ladder
 from passes.jaxpr.simplify import scatter_in_place
 from passes.outcome import StageOutcome, recomputed_by, tightest_values
 from passes.planners import PlannerConfig, cut_bound, plan
@@ -33,8 +34,6 @@ MAX_CANDIDATES = 8
 RUNGS_ABOVE = 2
 RUNGS_BELOW = 3
 WAYS = (ALONE, RERUNS, BODIES) = (0, 1, 2)
-
-Rung = tuple[Choice, ...]
 SMALL_DOT_ELEMENTS = 2 << 20
 MOVES = frozenset({"slice", "dynamic_slice", "split", "gather", "convert_element_type"})
 
@@ -191,7 +190,7 @@ class Candidate:
     peak_bytes: int
     cost_ns: int
     plan: Plan | None = None
-    scans: tuple[Choice, ...] = ()
+    scans: Rung = ()
     rewritten: bool = False
 
     @property
@@ -214,8 +213,7 @@ def _choose(jaxpr: Any, request: JaxprRequest) -> _Choice:
     if not _fits_as_it_is(before_bytes, request):
         scale = _scale(before_bytes, request)
         if has_control_flow(jaxpr.eqns):
-            rungs = ladder(jaxpr, request.device) or [()]
-            candidate = _search_structured(jaxpr, rungs, request, scale)
+            candidate = _search_structured(jaxpr, request, scale)
         else:
             candidate = _search(as_is, request, scale)
     outcome = _outcome(as_is, before_bytes, candidate, request)
@@ -242,11 +240,30 @@ def _scale(peak_bytes: int, request: JaxprRequest) -> float:
     return 1 / max(ratio, 1.0)
 
 
-def _search_structured(jaxpr: Any, rungs: Sequence[Rung], request: JaxprRequest, scale: float) -> Candidate:
+def _search_structured(jaxpr: Any, request: JaxprRequest, scale: float) -> Candidate:
     """The cheapest candidate that fits, among the rungs of the scans' ladder and what can be done beside it.
 
-    A rung alone, with re-runs beside the scans, with the bodies of control flow planned, too. Bytes fall
-    along the ladder, so the first rung that fits is found by bisection; its neighbours may be cheaper.
+    A rung alone, with re-runs beside the scans, with the bodies of control flow planned, too; then scans
+    in segments.
+    """
+    target_bytes = max(int(request.temp_budget_bytes * scale), 1)
+    rungs: list[Rung] = ladder(jaxpr, request.device) or [()]
+    found = _search_rungs(jaxpr, rungs, request, scale)
+    if found.peak_bytes > target_bytes and rungs[-1]:
+        segments = segment_ladder(rungs[-1], request.device)
+        if segments:
+            found = min(
+                found,
+                _search_rungs(jaxpr, segments, request, scale),
+                key=lambda c: _rank(c, target_bytes),
+            )
+    return found
+
+
+def _search_rungs(jaxpr: Any, rungs: Sequence[Rung], request: JaxprRequest, scale: float) -> Candidate:
+    """The cheapest candidate that fits of some rungs.
+
+    Bytes fall along the ladder, so the first rung that fits is found by bisection; others may be cheaper.
     """
     target_bytes = max(int(request.temp_budget_bytes * scale), 1)
     found: dict[tuple[int, int], Candidate] = {}

@@ -1,0 +1,141 @@
+"""The ladder of a program with scans: choices from fast to small, at rising prices of a byte.
+
+One price holds for all pairs of scans of a program and for those inside their bodies, so that bytes are
+given up where they cost least. Below the lowest rung there are segments (`passes.jaxpr.scan_segments`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from passes.cost import DeviceModel
+from passes.jaxpr import compat
+from passes.jaxpr.scan_cut import Choice, choose, joined_body, kernels_of, turn_of
+from passes.jaxpr.scan_emit import rewrite, rewrite_groups
+from passes.jaxpr.scan_segments import Segments, segment_counts, segment_program
+from passes.jaxpr.scans import Body, ScanPair, find_pairs
+
+Rung = tuple[Choice, ...]
+
+# Prices of a byte, in units of the time that the device takes to move one.
+FIRST_PRICE = 0.02
+GROWTH = 1.35
+PRICES = 45
+REFINEMENTS = 5
+STEP_RATIO = 0.04
+SEGMENT_RUNGS = 4
+
+
+def ladder(jaxpr: Any, device: DeviceModel) -> list[Rung]:
+    """Choices for all pairs of an open jaxpr at rising prices of a byte, from fast to small.
+
+    The first one stacks what is faster to read than to make; the last one as little as possible.
+    """
+    pairs = find_pairs(jaxpr)
+    if not pairs:
+        return []
+    flat = {k: turn_of(pair, device) for k, pair in enumerate(pairs) if not find_pairs(joined_body(pair))}
+
+    def rung(price: float) -> Rung:
+        ns_per_byte = price * 1e9 / device.bytes_per_second
+        return tuple(
+            choose(flat[k], ns_per_byte) if k in flat else choose_nested(pair, device, ns_per_byte)
+            for k, pair in enumerate(pairs)
+        )
+
+    prices = [0.0, *(FIRST_PRICE * GROWTH**k for k in range(PRICES))]
+    found = {price: rung(price) for price in prices}
+    step_bytes = STEP_RATIO * _bytes(found[0.0])
+    for low, high in itertools.pairwise(prices):
+        _refine(found, low, high, step_bytes, rung)
+    rungs = [found[price] for price in sorted(found)]
+    return [r for k, r in enumerate(rungs) if k == 0 or _signatures(r) != _signatures(rungs[k - 1])]
+
+
+def _refine(
+    found: dict[float, Rung],
+    low: float,
+    high: float,
+    step_bytes: float,
+    rung: Callable[[float], Rung],
+    depth: int = REFINEMENTS,
+) -> None:
+    """Look between two prices while their choices lie far apart."""
+    if depth and _bytes(found[low]) - _bytes(found[high]) > step_bytes:
+        middle = (low + high) / 2
+        found[middle] = rung(middle)
+        _refine(found, low, middle, step_bytes, rung, depth - 1)
+        _refine(found, middle, high, step_bytes, rung, depth - 1)
+
+
+def _bytes(rung: Sequence[Choice]) -> int:
+    return sum(c.stacked_bytes for c in rung)
+
+
+def _signatures(rung: Sequence[Choice]) -> list[Any]:
+    return [c.signature for c in rung]
+
+
+def segment_ladder(rung: Rung, device: DeviceModel) -> list[Rung]:
+    """Rungs below `rung`, the lowest of the ladder: the pair with the largest stacks runs in segments."""
+    k = max(range(len(rung)), key=lambda k: (rung[k].stacked_bytes, -k))
+    found = []
+    for count in segment_counts(rung[k].pair.length):
+        found += [
+            s for s in _in_segments(rung[k].pair, count, device) if s.stacked_bytes < rung[k].stacked_bytes
+        ]
+    found.sort(key=lambda choice: -choice.stacked_bytes)
+    return [(*rung[:k], choice, *rung[k + 1 :]) for choice in found]
+
+
+def _in_segments(pair: ScanPair, count: int, device: DeviceModel) -> list[Choice]:
+    """The pair in `count` segments, with a few choices of what is stacked within one."""
+    if pair.make.eqn.effects or pair.take.eqn.effects:
+        return []
+    program = segment_program(pair, count)
+    rungs = ladder(program, device)
+    n_consts, n_carry = pair.make.n_consts, pair.make.n_carry
+    carry = pair.make.jaxpr.invars[n_consts : n_consts + n_carry]
+    start_bytes = sum(compat.aval_nbytes(v.aval) for v in carry)
+    again = kernels_of(turn_of(pair, device))
+    turns = pair.length // count
+    return [
+        Choice(
+            pair=pair,
+            kept=(),
+            stacked_bytes=count * start_bytes + _bytes(rung),
+            remade=again,
+            inner=rung,
+            segments=Segments(count=count, turns=turns, body=rewrite(program, rung)),
+        )
+        for rung in rungs[-1 :: -max(1, len(rungs) // SEGMENT_RUNGS)]
+    ]
+
+
+def choices_at(jaxpr: Any, device: DeviceModel, ns_per_byte: float) -> list[Choice]:
+    """A choice for every pair of an open jaxpr, at one price of a byte."""
+    return [choose_nested(pair, device, ns_per_byte) for pair in find_pairs(jaxpr)]
+
+
+def choose_nested(pair: ScanPair, device: DeviceModel, ns_per_byte: float) -> Choice:
+    """The choice for one pair after the pairs inside its bodies have been rewritten for the same price."""
+    joined = joined_body(pair)
+    inner = tuple(choices_at(joined, device, ns_per_byte))
+    if inner:
+        groups, rename = rewrite_groups(joined, inner)
+        boundary = len(pair.make.jaxpr.eqns)
+        pair = dataclasses.replace(
+            pair,
+            make=_with_eqns(pair.make, groups[:boundary], rename),
+            take=_with_eqns(pair.take, groups[boundary:], rename),
+        )
+    return dataclasses.replace(choose(turn_of(pair, device), ns_per_byte), inner=inner)
+
+
+def _with_eqns(body: Body, groups: list[list[Any]], rename: dict[Any, Any]) -> Body:
+    outvars = [compat.renamed(v, rename) for v in body.jaxpr.outvars]
+    eqns = [eqn for group in groups for eqn in group]
+    return dataclasses.replace(body, jaxpr=compat.rebuild(body.jaxpr, eqns=eqns, outvars=outvars))

@@ -1,0 +1,316 @@
+"""Pairs of scans: found, cut, written anew at every rung of the ladder, in segments, and within a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from coop_jax import aot
+from coop_jax.remat import remat
+from passes.cost import DEVICES
+from passes.jaxpr import compat
+from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.scan_cut import all_remade
+from passes.jaxpr.scan_emit import rewrite
+from passes.jaxpr.scan_ladder import Rung, ladder, segment_ladder
+from passes.jaxpr.scans import find_pairs
+
+CPU = DEVICES["cpu"]
+KEY = jax.random.key(0)
+WS = jax.random.normal(KEY, (6, 2, 16, 16)) * 0.3
+X = jax.random.normal(jax.random.fold_in(KEY, 1), (32, 16))
+
+
+def layer(w: Any, x: Any) -> Any:
+    return x + jnp.tanh(jax.nn.gelu(x @ w[0]) @ w[1]) * jax.nn.sigmoid(x)
+
+
+def plain(ws: Any, x: Any, **options: Any) -> Any:
+    return (lax.scan(lambda h, w: (layer(w, h), None), x, ws, **options)[0] ** 2).mean()
+
+
+def two_carries(ws: Any, x: Any) -> Any:
+    def body(carry: Any, w: Any) -> Any:
+        h, total, count = carry
+        new = layer(w, h)
+        return (new, total + jnp.sin(new * total), count + 1), None
+
+    h, total, count = lax.scan(body, (x, jnp.ones_like(x), 0), ws)[0]
+    return (h * total).mean() * count
+
+
+def stacks_read_elsewhere(ws: Any, x: Any) -> Any:
+    def body(h: Any, w: Any) -> Any:
+        new = layer(w, h)
+        return new, (new, jnp.exp(h))
+
+    h, (hs, es) = lax.scan(body, x, ws)
+    return h.mean() + (hs[::2] * es[1::2]).mean()
+
+
+def with_constants(ws: Any, x: Any) -> Any:
+    mixed = jnp.tanh(x.T @ x)
+    return lax.scan(lambda h, w: (layer(w, h @ mixed), None), x, ws)[0].mean()
+
+
+def noisy(ws: Any, x: Any) -> Any:
+    def body(h: Any, wk: Any) -> Any:
+        w, key = wk
+        return jnp.where(jax.random.bernoulli(key, 0.9, h.shape), layer(w, h), 0.0), None
+
+    return lax.scan(body, x, (ws, jax.random.split(KEY, len(ws))))[0].mean()
+
+
+def indexed(ws: Any, x: Any) -> Any:
+    def body(h: Any, i: Any) -> Any:
+        return layer(ws[i], h), i
+
+    return lax.scan(body, x, jnp.arange(len(ws)))[0].mean()
+
+
+def nested(ws: Any, x: Any) -> Any:
+    """Microbatches over layers."""
+
+    def body(total: Any, rows: Any) -> Any:
+        return total + plain(ws, rows), None
+
+    return lax.scan(body, 0.0, x.reshape(4, 8, 16))[0]
+
+
+def layers_of_layers(ws: Any, x: Any) -> Any:
+    def block(h: Any, ws: Any) -> Any:
+        return lax.scan(lambda h, w: (layer(w, h), None), h, ws)[0], None
+
+    return lax.scan(block, x, ws.reshape(3, 2, *ws.shape[1:]))[0].mean()
+
+
+def branching(ws: Any, x: Any) -> Any:
+    def body(h: Any, w: Any) -> Any:
+        return lax.cond(h.sum() > 0, lambda: layer(w, h), lambda: jnp.sin(h @ w[0])), None
+
+    return lax.scan(body, x, ws)[0].mean()
+
+
+def checkpointed(ws: Any, x: Any) -> Any:
+    policy = jax.checkpoint_policies.dots_saveable
+    body = jax.checkpoint(lambda h, w: (layer(w, h), None), policy=policy)
+    return lax.scan(body, x, ws)[0].mean()
+
+
+def accumulated(ws: Any, x: Any) -> Any:
+    """Gradients summed over microbatches: the pair lies inside the body."""
+
+    def body(total: Any, rows: Any) -> Any:
+        return jax.tree.map(jnp.add, total, jax.grad(plain)(ws, rows)), None
+
+    return lax.scan(body, jnp.zeros_like(ws), x.reshape(4, 8, 16))[0]
+
+
+def printing(ws: Any, x: Any) -> Any:
+    def body(h: Any, w: Any) -> Any:
+        jax.debug.callback(lambda h: None, h.sum())
+        return layer(w, h), None
+
+    return lax.scan(body, x, ws)[0].mean()
+
+
+GRADIENTS: dict[str, Callable[..., Any]] = {
+    "plain": plain,
+    "reversed": lambda ws, x: plain(ws, x, reverse=True),
+    "unrolled": lambda ws, x: plain(ws, x, unroll=4),
+    "two carries": two_carries,
+    "stacks read elsewhere": stacks_read_elsewhere,
+    "constants": with_constants,
+    "random bits": noisy,
+    "indexed": indexed,
+    "microbatches": nested,
+    "layers of layers": layers_of_layers,
+    "branches": branching,
+    "checkpoint": checkpointed,
+    "effects": printing,
+    "map": lambda ws, x: lax.map(lambda w: layer(w, x), ws).mean(),
+    "bfloat16": lambda ws, x: plain(ws.astype(jnp.bfloat16), x.astype(jnp.bfloat16)).astype(jnp.float32),
+}
+
+
+def opened(f: Callable[..., Any], *args: Any) -> tuple[Any, list[Any]]:
+    closed = inline_calls(jax.make_jaxpr(lambda *args: jax.tree.leaves(f(*args)))(*args))
+    jaxpr, consts = compat.open_jaxpr(closed)
+    return compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars)), consts
+
+
+def run(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
+    closed = compat.close_jaxpr(jaxpr, consts)
+    return list(jax.jit(lambda *args: compat.evaluate(closed, args))(*jax.tree.leaves(args)))
+
+
+def some(rungs: list[Rung]) -> list[Rung]:
+    """The first, the middle and the last."""
+    return [rungs[k] for k in sorted({0, len(rungs) // 2, len(rungs) - 1})] if rungs else []
+
+
+def same(found: Sequence[Any], expected: Sequence[Any], rtol: float = 1e-5) -> None:
+    for a, b in zip(found, expected, strict=True):
+        scale = float(np.abs(np.asarray(b, np.float64)).max()) + 1e-30
+        difference = np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)).max()
+        assert difference <= rtol * scale
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_every_rung_computes_the_same(name: str) -> None:
+    jaxpr, consts = opened(jax.value_and_grad(GRADIENTS[name], argnums=(0, 1)), WS, X)
+    rungs = ladder(jaxpr, CPU)
+    assert rungs
+    stacked = [sum(choice.stacked_bytes for choice in rung) for rung in rungs]
+    assert stacked == sorted(stacked, reverse=True)
+    expected = run(jaxpr, consts, WS, X)
+    for rung in [*some(rungs), *segment_ladder(rungs[-1], CPU)[-1:]]:
+        new = rewrite(jaxpr, rung)
+        compat.check(new)
+        same(run(new, consts, WS, X), expected, 1e-2 if name == "bfloat16" else 1e-5)
+
+
+def stack_bytes(jaxpr: Any) -> int:
+    """Bytes of everything that scans of a jaxpr stack."""
+    scans = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+    return sum(
+        compat.aval_nbytes(v.aval)
+        for eqn in scans
+        for v in eqn.outvars[compat.scan_sizes(eqn)[1] :]
+        if not isinstance(v, compat.DropVar)
+    )
+
+
+def test_the_lowest_rung_stacks_the_carry_alone() -> None:
+    jaxpr, _ = opened(jax.grad(plain), WS, X)
+    lowest = ladder(jaxpr, CPU)[-1]
+    assert lowest[0].stacked_bytes == len(WS) * X.nbytes
+    assert stack_bytes(rewrite(jaxpr, lowest)) == len(WS) * X.nbytes + WS.nbytes
+    assert stack_bytes(jaxpr) > 4 * len(WS) * X.nbytes
+
+
+def test_segments_keep_fewer_carries_than_turns() -> None:
+    many = jnp.concatenate([WS] * 6)
+    jaxpr, consts = opened(jax.grad(plain), many, X)
+    lowest = ladder(jaxpr, CPU)[-1]
+    fewest = segment_ladder(lowest, CPU)[-1]
+    assert fewest[0].stacked_bytes == (6 + 6) * X.nbytes
+    new = rewrite(jaxpr, fewest)
+    assert stack_bytes(new) == 6 * X.nbytes + many.nbytes
+    same(run(new, consts, many, X), run(jaxpr, consts, many, X))
+
+
+def test_a_stack_that_something_else_reads_stays_and_costs_nothing() -> None:
+    jaxpr, _ = opened(jax.value_and_grad(stacks_read_elsewhere), WS, X)
+    (pair,) = find_pairs(jaxpr)
+    assert set(pair.passed) - pair.only
+    lowest = ladder(jaxpr, CPU)[-1]
+    # The carry of turn i + 1 is the result of turn i, but only the stack of results is read by others.
+    assert stack_bytes(rewrite(jaxpr, lowest)) < stack_bytes(jaxpr)
+
+
+def test_scans_without_a_backward_are_no_pair() -> None:
+    jaxpr, _ = opened(plain, WS, X)
+    assert find_pairs(jaxpr) == []
+    assert ladder(jaxpr, CPU) == []
+
+
+def test_what_is_made_again_is_reported_with_its_line() -> None:
+    jaxpr, _ = opened(jax.grad(plain), WS, X)
+    again = [r for choice in ladder(jaxpr, CPU)[-1] for r in all_remade(choice)]
+    assert any("dot_general in 6 turns" in r.op and "test_scan.py" in r.source for r in again)
+    assert all(r.cost_ns > 0 for r in again)
+
+
+def test_the_number_of_layers_does_not_change_the_plan() -> None:
+    def signature(layers: int) -> list[tuple[int, int]]:
+        ws = jax.ShapeDtypeStruct((layers, *WS.shape[1:]), WS.dtype)
+        rungs = ladder(opened(jax.grad(plain), ws, X)[0], CPU)
+        return [(rung[0].stacked_bytes // layers, len(rung[0].remade)) for rung in rungs]
+
+    assert signature(2) == signature(48)
+
+
+WIDE = jax.random.normal(KEY, (12, 2, 64, 64)) / 8
+ROWS = jax.random.normal(KEY, (1024, 64))
+
+
+def temp_and_fixed(f: Callable[..., Any], *args: Any) -> tuple[int, int, Any]:
+    compiled = jax.jit(f).lower(*args).compile()
+    memory = aot.memory(compiled)
+    return memory.temp_bytes, memory.fixed_bytes, compiled(*args)
+
+
+def test_budgets_that_no_checkpoint_of_the_body_reaches_are_kept() -> None:
+    gradient = jax.grad(plain)
+    temp, fixed, expected = temp_and_fixed(gradient, WIDE, ROWS)
+
+    def by_hand(ws: Any, x: Any) -> Any:
+        body = jax.checkpoint(lambda h, w: (layer(w, h), None))
+        return (lax.scan(body, x, ws)[0] ** 2).mean()
+
+    least_by_hand = temp_and_fixed(jax.grad(by_hand), WIDE, ROWS)[0]
+    assert least_by_hand < 0.4 * temp
+    for temp_budget in (0.6 * temp, 0.4 * temp, least_by_hand, 0.85 * least_by_hand):
+        budget = fixed + int(temp_budget)
+        for f in (jax.grad(remat(plain, budget=budget)), remat(gradient, budget=budget)):
+            found, _, value = temp_and_fixed(f, WIDE, ROWS)
+            assert found <= temp_budget
+            same([value], [expected])
+
+
+@pytest.mark.parametrize("name", ["accumulated", "layers of layers", "microbatches"])
+def test_pairs_inside_other_scans_keep_budgets(name: str) -> None:
+    f = accumulated if name == "accumulated" else jax.grad(GRADIENTS[name])
+    rows = ROWS if name == "layers of layers" else jnp.concatenate([ROWS] * 4)
+
+    def resized(ws: Any, x: Any) -> Any:
+        return f(ws, x)
+
+    temp, fixed, expected = temp_and_fixed(resized, WIDE, rows)
+    found, _, value = temp_and_fixed(remat(resized, budget=fixed + int(0.5 * temp)), WIDE, rows)
+    assert found <= 0.5 * temp
+    same([value], [expected])
+
+
+def fat(w: Any, x: Any) -> Any:
+    """A gradient inside, with much more alive in the middle than at the ends."""
+
+    def inner(w: Any) -> Any:
+        h = x
+        for _ in range(8):
+            h = jnp.tanh(h @ w)
+        return (h**2).mean()
+
+    return w - jax.grad(inner)(w)
+
+
+FAT: dict[str, Callable[..., Any]] = {
+    "scan": lambda w, x: lax.scan(lambda w, _: (fat(w, x), None), w, None, length=3)[0],
+    "while": lambda w, x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, fat(c[1], x)), (0, w))[1],
+    "cond": lambda w, x: lax.cond(x.sum() > 0, lambda: fat(w, x), lambda: fat(2 * w, x)),
+}
+
+
+@pytest.mark.parametrize("name", FAT)
+def test_bodies_of_control_flow_are_planned_where_their_peak_is_what_hurts(name: str) -> None:
+    w = jax.random.normal(KEY, (64, 64)) / 8
+    temp, fixed, expected = temp_and_fixed(FAT[name], w, ROWS)
+    found, _, value = temp_and_fixed(remat(FAT[name], budget=fixed + int(0.7 * temp)), w, ROWS)
+    assert found <= 0.7 * temp
+    same([value], [expected])
+
+
+def test_an_absent_gpu_keeps_the_budget_of_a_scanned_program(h200: str) -> None:
+    specs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (WIDE, ROWS)]
+    plain_memory = aot.memory(aot.lower_for(jax.jit(jax.grad(plain)), specs, device=h200).compile())
+    budget = plain_memory.fixed_bytes + int(0.4 * plain_memory.temp_bytes)
+    limited = jax.jit(jax.grad(remat(plain, budget=budget, device=h200)))
+    memory = aot.memory(aot.lower_for(limited, specs, device=h200).compile())
+    assert memory.total_bytes <= budget
