@@ -24,7 +24,7 @@ from passes.jaxpr import compat
 from passes.jaxpr.rewrite import consts_as_literals, run_scan, splice
 from passes.jaxpr.scans import Body, ScanPair, body_of
 
-MOST_COUNTS = 3
+MOST_COUNTS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ from passes.jaxpr.scan_cut import all_remade
 from passes.jaxpr.scan_emit import rewrite
 from passes.jaxpr.scan_ladder import Rung, ladder, segment_ladder
 from passes.jaxpr.simplify import scatter_in_place
+from passes.jaxpr.sink import sink_into_scans
 from passes.outcome import StageOutcome, recomputed_by, tightest_values
 from passes.planners import PlannerConfig, cut_bound, plan
 from passes.simulate import simulate
@@ -247,6 +248,7 @@ def _search_structured(jaxpr: Any, request: JaxprRequest, scale: float) -> Candi
     in segments.
     """
     target_bytes = max(int(request.temp_budget_bytes * scale), 1)
+    original, jaxpr = jaxpr, sink_into_scans(jaxpr)
     rungs: list[Rung] = ladder(jaxpr, request.device) or [()]
     found = _search_rungs(jaxpr, rungs, request, scale)
     if found.peak_bytes > target_bytes and rungs[-1]:
@@ -254,13 +256,19 @@ def _search_structured(jaxpr: Any, request: JaxprRequest, scale: float) -> Candi
         if segments:
             found = min(
                 found,
-                _search_rungs(jaxpr, segments, request, scale),
+                _search_rungs(jaxpr, segments, request, scale, ways=(ALONE, RERUNS)),
                 key=lambda c: _rank(c, target_bytes),
             )
-    return found
+    return replace(found, rewritten=found.rewritten or jaxpr is not original)
 
 
-def _search_rungs(jaxpr: Any, rungs: Sequence[Rung], request: JaxprRequest, scale: float) -> Candidate:
+def _search_rungs(
+    jaxpr: Any,
+    rungs: Sequence[Rung],
+    request: JaxprRequest,
+    scale: float,
+    ways: Sequence[int] = WAYS,
+) -> Candidate:
     """The cheapest candidate that fits of some rungs.
 
     Bytes fall along the ladder, so the first rung that fits is found by bisection; others may be cheaper.
@@ -273,7 +281,7 @@ def _search_rungs(jaxpr: Any, rungs: Sequence[Rung], request: JaxprRequest, scal
             found[k, way] = _look(jaxpr, rungs[k], way, request, scale)
         return found[k, way]
 
-    for way in WAYS:
+    for way in ways:
         low, high = 0, len(rungs)
         while low < high:
             middle = (low + high) // 2
@@ -285,7 +293,7 @@ def _search_rungs(jaxpr: Any, rungs: Sequence[Rung], request: JaxprRequest, scal
             for k in range(low + 1, min(low + 1 + RUNGS_BELOW, len(rungs))):
                 look(k, way)
             for k in range(max(0, low - RUNGS_ABOVE), low):
-                look(k, min(way + 1, WAYS[-1]))
+                look(k, min(way + 1, ways[-1]))
             break
     return min(found.values(), key=lambda c: _rank(c, target_bytes))
 
