@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from passes.cost import DeviceModel
-from passes.ir import BufferId, Op, OpId, Plan, Program, Status
+from passes.ir import OpId, Plan, Status
 from passes.jaxpr import compat
 from passes.jaxpr.bodies import fit_bodies, has_control_flow
 from passes.jaxpr.emit import EmitConfig, emit, emit_split
+from passes.jaxpr.freedom import emit_config
 from passes.jaxpr.lift import LiftedJaxpr, lift
 from passes.jaxpr.scan_cut import all_remade
 from passes.jaxpr.scan_emit import rewrite
@@ -35,8 +36,6 @@ MAX_CANDIDATES = 8
 RUNGS_ABOVE = 2
 RUNGS_BELOW = 3
 WAYS = (ALONE, RERUNS, BODIES) = (0, 1, 2)
-SMALL_DOT_ELEMENTS = 2 << 20
-MOVES = frozenset({"slice", "dynamic_slice", "split", "gather", "convert_element_type"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,58 +375,6 @@ def _search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidat
 def _rungs_down(ratio: float) -> int:
     """How many rungs of the ladder lie between 1 and `ratio`, at least none."""
     return max(0, math.ceil(math.log(ratio) / math.log(RUNG_RATIO) - 1e-9))
-
-
-def emit_config(
-    lifted: LiftedJaxpr, as_is: LiftedJaxpr, device: DeviceModel, *, strict: bool = False
-) -> EmitConfig:
-    """What has to be said to XLA so that it stores what `lifted` stores and not what it would by itself.
-
-    On a GPU a small dot is split along its depth, and XLA leaves the sum of the parts, which are several
-    times the result, to the readers; small dots that share an operand are merged into one. Neither happens
-    through a barrier.
-    """
-    wanted = {body[-1] for body in lifted.bodies}
-    own = {body[-1] for body in as_is.bodies}
-    apart, held_back = wanted - own, set()
-    if device.name != "cpu":
-        small = small_dots(lifted)
-        last = _last_readers(lifted.program)
-        reach = 0 if strict else EmitConfig().reach
-        apart |= {
-            root for root, op in small.items() if any(last.get(b, 0) > op.id + reach for b in op.outputs)
-        }
-        ready = _ready_from_the_start(lifted.program)
-        held_back = {root for root, op in small.items() if strict or ready.issuperset(op.inputs)}
-    return EmitConfig(
-        shared=frozenset(own - wanted),
-        apart=frozenset(apart),
-        held_back=frozenset(held_back),
-        one_at_a_time=strict,
-    )
-
-
-def small_dots(lifted: LiftedJaxpr) -> dict[int, Op]:
-    """Root equations and ops of dots whose result does not fill a GPU."""
-    small = {}
-    for op, body in zip(lifted.program.ops, lifted.bodies, strict=True):
-        eqn = lifted.jaxpr.eqns[body[-1]]
-        if eqn.primitive.name == "dot_general" and math.prod(eqn.outvars[0].aval.shape) <= SMALL_DOT_ELEMENTS:
-            small[body[-1]] = op
-    return small
-
-
-def _ready_from_the_start(program: Program) -> set[BufferId]:
-    """Arguments and what follows from them by moving data alone."""
-    ready = set(program.arguments)
-    for op in program.ops:
-        if op.name in MOVES and ready.issuperset(op.inputs):
-            ready.update(op.outputs)
-    return ready
-
-
-def _last_readers(program: Program) -> dict[BufferId, OpId]:
-    return {b: op.id for op in program.ops for b in op.inputs}
 
 
 def judge(lifted: LiftedJaxpr, made: Plan, config: EmitConfig, device: DeviceModel) -> Candidate:
