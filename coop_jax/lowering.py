@@ -44,7 +44,7 @@ class RematConfig:
 
     Attributes:
         budget: see `coop_jax.budget`.
-        planner: "auto", "window" or "cut".
+        planner: one of `passes.planners.config.PLANNERS`.
         device: name of a cost model; None takes that of the device that is compiled for.
         name: the function's name, for people.
         pin, on_fragmentation: see `coop_jax.remat`.

@@ -38,7 +38,7 @@ class EnforceRequest:
         budget_bytes: arguments + outputs - aliased + temporaries must not exceed it.
         device: cost model.
         platform: "cpu" or "cuda"; decides XLA's alignment and sharing rules.
-        planner: "auto", "window" or "cut".
+        planner: one of `passes.planners.config.PLANNERS`.
         counts_local: True if XLA's total counts the scalars of reducers (jaxlib before 0.12).
         on_fragmentation: what to do where the budget would be kept but for XLA's packing of temporaries:
             "recompute", "pin" (count the bytes as they will be after pinning) or "error".

@@ -46,7 +46,7 @@ class JaxprRequest:
         budget_bytes: the whole program's budget.
         argument_bytes, output_bytes, alias_bytes: storage of the whole program that no plan can shrink.
         device: cost model.
-        planner: "auto", "window" or "cut".
+        planner: one of `passes.planners.config.PLANNERS`.
         baseline_total_bytes: what the program needs without this stage, where that was compiled.
         bytes_ratio: XLA's bytes of temporaries over this stage's estimate, where a trial has told.
         strict: True to leave XLA no freedom to merge small dots or to reorder re-runs: every such kernel is
