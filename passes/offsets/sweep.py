@@ -26,8 +26,8 @@ from passes.liveness import IntArray
 from passes.offsets.packing import Item
 
 MOST_ITEMS = 400
-FIRST_TRIES = 2000
-MORE = 8
+FIRST_TRIES = 600
+MORE = 30
 NONE_LEFT = 1 << 62
 
 BoolArray = npt.NDArray[np.bool_]
