@@ -12,6 +12,7 @@ PLANNERS = ("auto", "window", "cut", "exact", "dtr", "dtr-eq", "dte", "coop-onli
 UNITS_PER_OP = 100
 LEAST_UNITS = 1_000_000
 QUICK_UNITS = 200_000
+FEWEST_MOMENTS, MOST_MOMENTS, MOMENT_OPS = 8, 32, 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,8 @@ class PlannerConfig:
         placed: whether the budget is for the plan placed by best fit, holes included, instead of its live
             bytes; the plan then carries offsets.
         bound: whether to prove a lower bound on the overhead beside the plan.
-        bound_moments: at how many moments of the program to look for the bound.
+        bound_moments: at how many moments of the program to look for the bound; None for 8, and up to 32
+            where the program is small and nobody waits.
         exact_work_limit: what the exact mode may use, in its solver's deterministic seconds.
         time_limit_s: wall clock for the exact mode instead; its plan then depends on the machine.
         joint: whether the exact mode also places the plan, so that it fits without any fragmentation.
@@ -41,7 +43,7 @@ class PlannerConfig:
     quick: bool = False
     placed: bool = False
     bound: bool = True
-    bound_moments: int = 8
+    bound_moments: int | None = None
     exact_work_limit: float = 20.0
     time_limit_s: float | None = None
     joint: bool = False
@@ -52,8 +54,18 @@ class PlannerConfig:
             raise ValueError(f"unknown planner {self.planner!r}; choose one of {', '.join(PLANNERS)}")
         if self.work_limit is not None and self.work_limit < 0:
             raise ValueError(f"`work_limit` is {self.work_limit}; it must not be negative")
-        if self.bound_moments < 1:
+        if self.bound_moments is not None and self.bound_moments < 1:
             raise ValueError(f"`bound_moments` is {self.bound_moments}; it must be at least 1")
+
+    def moments(self, n_ops: int) -> int:
+        """At how many moments of a program of `n_ops` ops to look for the bound."""
+        if self.bound_moments is not None:
+            return self.bound_moments
+        return (
+            FEWEST_MOMENTS
+            if self.quick
+            else max(FEWEST_MOMENTS, min(MOST_MOMENTS, MOMENT_OPS // max(1, n_ops)))
+        )
 
     def units(self, n_ops: int) -> int:
         """The work limit for a program of `n_ops` ops."""

@@ -91,7 +91,7 @@ class Search:
         if not self.config.bound or budget_bytes >= self.start.peak_bytes:
             return 0.0
         if self._bound is None:
-            self._bound = Bound(self.graph, self.config.bound_moments)
+            self._bound = Bound(self.graph, self.config.moments(len(self.graph.cost_ns)))
         return self._bound.ratio(budget_bytes)
 
     def is_impossible(self, budget_bytes: int) -> bool:
@@ -276,7 +276,8 @@ class Search:
         The bound is found at one moment only if none is wanted.
         """
         if self._bound is None:
-            self._bound = Bound(self.graph, self.config.bound_moments if self.config.bound else 1)
+            moments = self.config.moments(len(self.graph.cost_ns)) if self.config.bound else 1
+            self._bound = Bound(self.graph, moments)
         bound_ratio = self._bound.ratio(budget_bytes)
         return _at_least_ns(self.start.cost_ns, bound_ratio + NEAR_OVERHEAD + NEAR_BOUND * bound_ratio)
 
