@@ -11,13 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from coop_jax.errors import UnsupportedError
 from passes.hlo import graph, proto
 from passes.hlo.assign import HOST, Assigner
 from passes.hlo.assignment import Assignment, compare, of_message, read_assignment
+from passes.hlo.executable import read_executable
 from passes.hlo.heap import packing_saves, predict_assigned
 from passes.hlo.schema import SchemaError, schema
+from passes.hlo.thunks import ThunkError
 from passes.jaxpr import compat, executables
+from passes.offsets.repack import repack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +81,34 @@ def address_view(compiled: Any) -> AddressView:
         except (SchemaError, FileNotFoundError):
             real = None
     return _view(module, platform, stats.temp_size_in_bytes, real)
+
+
+def executable_view(compiled: Any) -> AddressView:
+    """Where the temporaries of a CPU program lie by its executable alone, pinned or not.
+
+    Times are kernels in the order of the executable, and a temporary is there while its bytes are in use:
+    that can be shorter than XLA's rules of when a value is alive.
+
+    Raises:
+        UnsupportedError: the program's executable cannot be read.
+    """
+    try:
+        data = executables.serialized(compiled)
+        executable = read_executable(data, schema(executables.proto_library("cpu")))
+    except (ThunkError, SchemaError, ValueError, FileNotFoundError, jax.errors.JaxRuntimeError) as error:
+        raise UnsupportedError(f"the executable cannot be read: {error}") from error
+    program, names = executable.thunks.program, executable.thunks.names
+    packed = repack(program)
+    values = [
+        Addressed(name=names[web.slices[0]], nbytes=web.nbytes, offset=web.offset, start=first, end=last)
+        for web in packed.webs
+        for first, last in web.lives
+    ]
+    return AddressView(
+        temp_bytes=program.nbytes, predicted_temp_bytes=program.nbytes, live_bytes=packed.live_bytes,
+        packed_bytes=min(program.nbytes, packed.moved.nbytes), buffers=len(packed.webs),
+        equal=len(packed.webs), values=tuple(sorted(values, key=lambda a: (a.start, a.end, a.name))),
+    )  # fmt: skip
 
 
 def compile_and_view(lowered: Any) -> tuple[Any, AddressView]:

@@ -80,10 +80,24 @@ class Assigner:
     def _positions(self) -> dict[tuple[int, int], int]:
         """XLA's post-order over the whole module, callers before callees."""
         place: dict[tuple[int, int], int] = {}
-        for c in reversed(self.flow.reachable):
+        for c in reversed(self._call_order()):
             for i in self.flow.orders[c]:
                 place[c, i] = len(place)
         return place
+
+    def _call_order(self) -> list[int]:
+        """Computations with global storage, callees before callers, in the order of the calls."""
+        known, order = set(self.flow.reachable), dict[int, None]()
+        stack: list[tuple[int, bool]] = [(self.module.entry.id, False)]
+        while stack:
+            c, done = stack.pop()
+            if done:
+                order[c] = None
+            elif c not in order:
+                calls = [n for i in self.module.computations[c].by_id.values() for n in i.called if n in known]
+                stack.append((c, True))
+                stack += [(n, False) for n in reversed(calls)]
+        return list(order)
 
     def _assign(self, group: int) -> None:
         members = [self.flow.values[v] for v in self.flow.classes[group]]

@@ -97,6 +97,9 @@ def _range(flow: Dataflow, ticks: Clock, value: Value, async_end: int) -> Range:
     at = ticks.time[home.computation, home.instruction]
     is_parameter = flow.instruction(home).opcode == "parameter"
     start = span[0] if is_parameter else at
+    if async_end >= 0:
+        # What runs asynchronously is there from the instruction that starts it.
+        start = max(start, ticks.time[flow.callers[home.computation]])
     end, last = max(span[1] if home.instruction == computation.root else at, async_end), home
     for position in value.positions[1:]:
         where = flow.module.computations[position.computation]
