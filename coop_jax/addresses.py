@@ -136,7 +136,7 @@ def compile_and_view(lowered: Any) -> tuple[Any, AddressView]:
 
 
 def _view(module: Any, platform: str, temp_bytes: int, real: Assignment | None) -> AddressView:
-    assigner = Assigner(graph.read(module), platform, counts_local=compat.COUNTS_LOCAL)
+    assigner = Assigner(graph.read(module), platform, old_rules=compat.OLD_RULES)
     predicted = predict_assigned(assigner)
     found = None if real is None else compare(assigner, real)
     return AddressView(

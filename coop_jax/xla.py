@@ -254,7 +254,7 @@ def _callback(data: bytes, platform: str) -> bytes | None:
         device=DEVICES[record.device_name],
         platform="cpu" if platform == "cpu" else "cuda",
         planner=record.planner,
-        counts_local=compat.COUNTS_LOCAL,
+        old_rules=compat.OLD_RULES,
         on_fragmentation=_on_fragmentation(record, platform, trial=_TRIAL in attributes),
     )
     if REGISTRY.pinning(record.id):

@@ -31,7 +31,7 @@ from passes.jaxpr import compat
 
 Transform = Callable[[bytes], bytes]
 _HOOK: list[tuple[str, Transform]] = []
-COUNTS_LOCAL = compat.COUNTS_LOCAL
+OLD_RULES = compat.OLD_RULES
 _FAST = {"xla_backend_optimization_level": "0"}
 MODEL = {"cpu": DEVICES["cpu"], "cuda": DEVICES["h200"]}
 
@@ -111,12 +111,12 @@ def scheduled(example: Example, platform: str = "cpu") -> tuple[bytes, Any]:
 def lifted(data: bytes, platform: str = "cpu") -> LiftedModule:
     """Parse and lift a scheduled module."""
     view = graph.read(proto.parse(data))
-    return lift(view, MODEL[platform], platform, assigner=Assigner(view, platform, counts_local=COUNTS_LOCAL))
+    return lift(view, MODEL[platform], platform, assigner=Assigner(view, platform, old_rules=OLD_RULES))
 
 
 def predict(module: Any, platform: str) -> HeapPrediction:
     """What the installed XLA will allocate for a parsed module."""
-    return predict_heap(module, platform, counts_local=COUNTS_LOCAL)
+    return predict_heap(module, platform, old_rules=OLD_RULES)
 
 
 def with_steps(

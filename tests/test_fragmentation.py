@@ -124,13 +124,13 @@ def request(budget: int, mode: OnFragmentation) -> EnforceRequest:
     """What is asked of the enforcing stage."""
     return EnforceRequest(
         budget_bytes=budget, device=DEVICES["cpu"], platform="cpu", on_fragmentation=mode,
-        counts_local=h.COUNTS_LOCAL,
+        old_rules=h.OLD_RULES,
     )  # fmt: skip
 
 
 def test_where_packing_breaks_the_budget_the_user_decides() -> None:
     data, compiled = h.scheduled(FRAGMENTED)
-    assigner = Assigner(graph.read(proto.parse(data)), "cpu", counts_local=h.COUNTS_LOCAL)
+    assigner = Assigner(graph.read(proto.parse(data)), "cpu", old_rules=h.OLD_RULES)
     total, saved = predict_assigned(assigner).total_bytes, packing_saves(assigner)
     assert total == h.totals(compiled)["total"]
     assert saved > 0.1 * h.totals(compiled)["temp"]

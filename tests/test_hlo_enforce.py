@@ -20,7 +20,7 @@ def _request(budget_bytes: int, platform: str = "cpu", planner: str = "auto") ->
         device=h.MODEL[platform],
         platform=platform,
         planner=planner,
-        counts_local=h.COUNTS_LOCAL,
+        old_rules=h.OLD_RULES,
     )
 
 

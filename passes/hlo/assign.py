@@ -41,16 +41,17 @@ class Assigner:
         flow, ticks, ranges: what is alive when.
         home: alias class -> allocation outside the heap, for those that got one.
         heap: alias classes that the packer places.
-        counts_local: True if XLA's total counts the scalars of reducers (jaxlib before 0.12).
+        old_rules: True for jaxlib before 0.12: XLA's total counts the scalars of reducers, and
+            asynchronous values live from their own instruction on.
     """
 
-    def __init__(self, module: graph.Module, platform: str, *, counts_local: bool = False) -> None:
+    def __init__(self, module: graph.Module, platform: str, *, old_rules: bool = False) -> None:
         self.module = module
         self.platform = platform
-        self.counts_local = counts_local
+        self.old_rules = old_rules
         self.flow: Dataflow = analyse(module)
         self.ticks: Clock = clock(self.flow)
-        self.ranges: list[Range] = live_ranges(self.flow, self.ticks)
+        self.ranges: list[Range] = live_ranges(self.flow, self.ticks, old_rules=old_rules)
         self.sharing = Sharing(module, platform)
         self.allocations: list[Allocation] = []
         self.home: dict[int, Allocation] = {}
@@ -94,7 +95,9 @@ class Assigner:
             if done:
                 order[c] = None
             elif c not in order:
-                calls = [n for i in self.module.computations[c].by_id.values() for n in i.called if n in known]
+                calls = [
+                    n for i in self.module.computations[c].by_id.values() for n in i.called if n in known
+                ]
                 stack.append((c, True))
                 stack += [(n, False) for n in reversed(calls)]
         return list(order)

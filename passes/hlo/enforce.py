@@ -39,7 +39,8 @@ class EnforceRequest:
         device: cost model.
         platform: "cpu" or "cuda"; decides XLA's alignment and sharing rules.
         planner: one of `passes.planners.config.PLANNERS`.
-        counts_local: True if XLA's total counts the scalars of reducers (jaxlib before 0.12).
+        old_rules: True for jaxlib before 0.12: XLA's total counts the scalars of reducers, and
+            asynchronous values live from their own instruction on.
         on_fragmentation: what to do where the budget would be kept but for XLA's packing of temporaries:
             "recompute", "pin" (count the bytes as they will be after pinning) or "error".
     """
@@ -48,7 +49,7 @@ class EnforceRequest:
     device: DeviceModel
     platform: str
     planner: str = "auto"
-    counts_local: bool = False
+    old_rules: bool = False
     on_fragmentation: OnFragmentation = "recompute"
 
 
@@ -69,7 +70,7 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
     if drop_barriers(module):
         module_bytes = proto.serialize(module)
     view = graph.read(module)
-    before = Assigner(view, request.platform, counts_local=request.counts_local)
+    before = Assigner(view, request.platform, old_rules=request.old_rules)
     prediction = predict_assigned(before)
     if prediction.total_bytes <= request.budget_bytes:
         return module_bytes, _untouched(request, view, prediction, begin)

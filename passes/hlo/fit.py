@@ -73,7 +73,7 @@ class Task:
         module = emit(self.lifted, made.steps)
         assigner = Assigner(
             graph.read(module, self.lifted.module), self.lifted.platform,
-            counts_local=self.lifted.assigner.counts_local,
+            old_rules=self.lifted.assigner.old_rules,
         )  # fmt: skip
         prediction = predict_assigned(assigner)
         saved = packing_saves(assigner, rounds=PACKING_ROUNDS) if self.pinned else 0

@@ -193,7 +193,7 @@ def predict_assigned(assigner: Assigner) -> HeapPrediction:
     row = _row(assigner)
     tables = sum(a.nbytes for a in assigner.allocations if a.is_temp)
     kinds = {"argument": 0, "donated": 0, "constant": 0, "output": 0}
-    counted = (i for i in row.local if assigner.counts_local or i.opcode == "constant")
+    counted = (i for i in row.local if assigner.old_rules or i.opcode == "constant")
     kinds["constant"] += sum(i.shape.nbytes for i in counted)
     for a in assigner.allocations:
         if a.space == HOST:
@@ -268,12 +268,12 @@ def temp_offsets(assigner: Assigner) -> dict[int, int]:
     return offsets
 
 
-def predict(module: Any, platform: str, *, counts_local: bool = False) -> HeapPrediction:
+def predict(module: Any, platform: str, *, old_rules: bool = False) -> HeapPrediction:
     """What XLA will allocate for a scheduled module.
 
     Args:
         module: a parsed HloModuleProto with a schedule, without barriers (`passes.hlo.barriers`).
         platform: "cpu" or "cuda".
-        counts_local: see `Assigner`.
+        old_rules: see `Assigner`.
     """
-    return predict_assigned(Assigner(graph.read(module), platform, counts_local=counts_local))
+    return predict_assigned(Assigner(graph.read(module), platform, old_rules=old_rules))

@@ -70,8 +70,13 @@ def clock(flow: Dataflow) -> Clock:
     return Clock(time=flatten.time, span=flatten.span, end=flatten.now)
 
 
-def live_ranges(flow: Dataflow, ticks: Clock) -> list[Range]:
-    """The live range of every value, in id order; ranges of one alias class follow each other."""
+def live_ranges(flow: Dataflow, ticks: Clock, *, old_rules: bool = False) -> list[Range]:
+    """The live range of every value, in id order; ranges of one alias class follow each other.
+
+    Args:
+        flow, ticks: of the module.
+        old_rules: see `passes.hlo.assign.Assigner`.
+    """
     entry = flow.module.entry
     donated = set(flow.module.donated.values())
     done = _async_ends(flow, ticks)
@@ -79,6 +84,9 @@ def live_ranges(flow: Dataflow, ticks: Clock) -> list[Range]:
     for value in flow.values:
         home = value.home
         found = _range(flow, ticks, value, done.get(home.computation, -1))
+        if home.computation in done and not old_rules:
+            # What runs asynchronously is there from the instruction that starts it.
+            found.start = max(found.start, ticks.time[flow.callers[home.computation]])
         instruction = flow.instruction(home)
         is_argument = home.computation == entry.id and instruction.opcode == "parameter"
         if is_argument and (instruction.number, home.index) not in donated:
@@ -97,9 +105,6 @@ def _range(flow: Dataflow, ticks: Clock, value: Value, async_end: int) -> Range:
     at = ticks.time[home.computation, home.instruction]
     is_parameter = flow.instruction(home).opcode == "parameter"
     start = span[0] if is_parameter else at
-    if async_end >= 0:
-        # What runs asynchronously is there from the instruction that starts it.
-        start = max(start, ticks.time[flow.callers[home.computation]])
     end, last = max(span[1] if home.instruction == computation.root else at, async_end), home
     for position in value.positions[1:]:
         where = flow.module.computations[position.computation]

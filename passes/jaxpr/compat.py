@@ -39,8 +39,9 @@ from jax.extend.core import ClosedJaxpr
 
 _REPORTING_FRAMES = 6
 
-# XLA's total of a program counts the scalars of its reducers (a few bytes) before 0.12.
-COUNTS_LOCAL = jax.__version_info__ < (0, 12)
+# Before 0.12 XLA's total of a program counts the scalars of its reducers (a few bytes), and asynchronous
+# values live from their own instruction on, not from the one that starts them.
+OLD_RULES = jax.__version_info__ < (0, 12)
 
 Var = core.Var
 Literal = core.Literal
