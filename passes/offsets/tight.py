@@ -1,14 +1,19 @@
-"""Pack intervals tighter than XLA does: best fit in several orders, then what sticks out goes first.
+"""Pack intervals tighter than XLA does: best fit in several orders, what sticks out first, then a search.
 
 The result is never larger than XLA's own packing of the same intervals. It stops as soon as the heap is as
-small as what is alive at once. Work is limited in rounds, so the result does not depend on the machine.
+small as what is alive at once. Work is limited in rounds and tries, so the result does not depend on the
+machine.
 """
 
 from __future__ import annotations
 
+from passes.offsets.packing import Item, Span
+from passes.offsets.sweep import MOST_ITEMS, LimitError, Sweep
 from passes.offsets.xla_heap import HeapLayout, Interval, best_fit, xla_order
 
-MAX_ROUNDS = 200
+MAX_ROUNDS = 32
+MAX_TRIES = 4000
+_MAX_SEARCHES = 4
 _MOST_WORK = 4_000_000
 
 
@@ -40,7 +45,7 @@ def pack_tight(intervals: list[Interval], alignment: int, *, rounds: int = MAX_R
     Args:
         intervals: as in `passes.offsets.xla_heap.pack`.
         alignment: of starts, in bytes.
-        rounds: how many orders are tried after the first three.
+        rounds: how many orders are tried after the first three; fewer than `MAX_ROUNDS` leave out the search.
 
     Complexity: O(n^2) in numpy for each round.
     """
@@ -54,8 +59,45 @@ def pack_tight(intervals: list[Interval], alignment: int, *, rounds: int = MAX_R
         if best is None or found.size < best.size:
             best, best_order = found, order
     assert best is not None, "three orders were tried"
-    rounds = min(rounds, _MOST_WORK // max(1, len(intervals) ** 2))
-    return _improved(intervals, alignment, best, best_order, bound, rounds)
+    most = min(rounds, _MOST_WORK // max(1, len(intervals) ** 2))
+    best = _improved(intervals, alignment, best, best_order, bound, most)
+    return _searched(intervals, alignment, best, bound) if rounds >= MAX_ROUNDS else best
+
+
+def _searched(intervals: list[Interval], alignment: int, best: HeapLayout, bound: int) -> HeapLayout:
+    """The exact search for ever less room below `best`: the bound first, then halfway between."""
+    groups = list(dict.fromkeys(i.group for i in intervals))
+    if best.size <= bound or len(groups) > MOST_ITEMS:
+        return best
+    items = _items(intervals, groups, alignment)
+    low, high = -(-bound // alignment), -(-best.size // alignment)
+    capacity = low
+    for _ in range(_MAX_SEARCHES):
+        if capacity >= high:
+            break
+        try:
+            found = Sweep(items, capacity).solve(MAX_TRIES)
+        except LimitError:
+            found = None
+        if found is None:
+            low = capacity + 1
+        else:
+            offsets = {g: alignment * at for g, at in zip(groups, found, strict=True)}
+            size = max(offsets[i.group] + i.nbytes for i in intervals)
+            if size < best.size:
+                best = HeapLayout(size=size, offsets=offsets)
+            high = capacity
+        capacity = (low + high) // 2
+    return best
+
+
+def _items(intervals: list[Interval], groups: list[int], alignment: int) -> list[Item]:
+    """The groups with their lives on a half-open clock, in units of the alignment."""
+    spans: dict[int, list[Span]] = {g: [] for g in groups}
+    for i in intervals:
+        units = -(-i.nbytes // alignment)
+        spans[i.group].append(Span(start=i.start, stop=i.end + 1, nbytes=units))
+    return [tuple(spans[g]) for g in groups]
 
 
 def _improved(

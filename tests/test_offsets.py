@@ -1,0 +1,113 @@
+"""Every offset is predicted, on many kinds of programs; `benchmarks.offsets` is the long version."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+
+import hlo_support as h
+import jax
+import pytest
+
+import coop_jax as coop
+from benchmarks.programs import SampleProgram, corpus
+from coop_jax import aot, pinning
+from coop_jax.addresses import address_view, compile_and_view, executable_view
+from coop_jax.errors import UnsupportedError
+from coop_jax.plot import plot_addresses
+from passes.hlo import graph, proto
+from passes.hlo.assign import Assigner
+from passes.hlo.assignment import compare, read_assignment
+from passes.hlo.schema import schema
+from passes.jaxpr import executables
+
+ON_CPU = (
+    "gpt forward", "attention grad", "attention by head", "scanned rnn grad", "cond grad", "switch", "while",
+    "nested loops", "fft", "sort and top k", "linear algebra", "random bits", "scatter", "slices",
+    "u-net grad", "vae grad", "graph network grad", "mixture of experts grad",
+)  # fmt: skip
+ON_H200 = ("scanned rnn grad", "cond grad", "nested loops", "u-net grad")
+
+
+@functools.cache
+def programs() -> dict[str, SampleProgram]:
+    """The corpus by name."""
+    return {p.name: p for p in corpus()}
+
+
+@functools.cache
+def example(name: str) -> h.Example:
+    """A program of the corpus, to be compiled once."""
+    program = programs()[name]
+    return h.Example(name=name, fn=program.fn, args=program.specs, donate=program.donate)
+
+
+def test_the_corpus_is_large() -> None:
+    assert len(programs()) == len(corpus()) >= 40
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_offsets_on_cpu(name: str) -> None:
+    data, compiled = h.scheduled(example(name))
+    assigner = Assigner(graph.read(proto.parse(data)), "cpu", old_rules=h.OLD_RULES)
+    final = proto.parse(compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
+    assigned = compiled.memory_analysis().serialized_buffer_assignment_proto
+    real = read_assignment(assigned, final, schema(executables.proto_library("cpu")))
+    found = compare(assigner, real)
+    assert found.differing == ()
+    assert found.equal == found.buffers > 0
+    assert real.temp_bytes == h.totals(compiled)["temp"]
+    pinned = coop.pin(compiled)
+    outcome = pinning.outcome_of(pinned)
+    assert outcome is not None
+    assert outcome.live_bytes is not None, outcome.reason
+    assert outcome.temp_bytes <= 1.001 * outcome.live_bytes
+    args = h.data_for(example(name))
+    assert all(
+        a.tobytes() == b.tobytes() for a, b in zip(h.run(compiled, args), h.run(pinned, args), strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", ON_H200)
+def test_offsets_on_h200(h200: str, name: str) -> None:
+    program = programs()[name]
+    lowered = aot.lower_for(jax.jit(program.fn, donate_argnums=program.donate), program.specs, device=h200)
+    compiled, view = compile_and_view(lowered)
+    assert view.equal == view.buffers != 0
+    assert view.predicted_temp_bytes == view.temp_bytes == aot.memory(compiled).temp_bytes
+    assert view.live_bytes <= view.packed_bytes <= view.temp_bytes
+    untold = address_view(compiled)
+    assert (untold.buffers, untold.equal) == (None, None)
+    assert untold.predicted_temp_bytes == view.temp_bytes
+    kept = pinning.outcome_of(coop.pin(compiled))
+    assert kept is not None
+    assert "only a CPU's" in kept.reason
+
+
+def test_the_executable_shows_where_everything_lies() -> None:
+    compiled = h.scheduled(example("attention grad"))[1]
+    before, after = executable_view(compiled), executable_view(coop.pin(compiled))
+    assert before.temp_bytes == h.totals(compiled)["temp"] > after.temp_bytes == after.live_bytes
+    assert [(v.name, v.start, v.end) for v in before.values] == [
+        (v.name, v.start, v.end) for v in after.values
+    ]
+    for view in (before, after):
+        for n, a in enumerate(view.values):
+            assert a.offset is not None
+            assert a.offset + a.nbytes <= view.temp_bytes
+            for b in view.values[n + 1 :]:
+                assert b.offset is not None
+                apart = a.end < b.start or b.end < a.start
+                assert apart or a.offset + a.nbytes <= b.offset or b.offset + b.nbytes <= a.offset
+
+
+def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    view = executable_view(h.scheduled(example("attention grad"))[1])
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UnsupportedError, match=r"pip install coop-jax\[plot\]"):
+        plot_addresses([view], ["XLA"], tmp_path / "picture.svg")
+    monkeypatch.undo()
+    pytest.importorskip("matplotlib")
+    plot_addresses([view, view], ["XLA", "again"], tmp_path / "picture.svg")
+    assert (tmp_path / "picture.svg").read_text().count("<path") > len(view.values)
