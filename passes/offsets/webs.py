@@ -130,39 +130,57 @@ class _Webs:
         return len(roots) > 1
 
     def liveness(self) -> list[np.ndarray]:
-        """For every point the segments that are read at it or after it, but not written before that."""
-        after = [np.zeros(self.n_segments, bool) for _ in self.points.accesses]
-        before = [segments.copy() for segments in after]
+        """For every point, as bits, the segments that are read at or after it, but not written before that."""
+        empty = np.packbits(np.zeros(self.n_segments, bool))
+        before = [empty] * len(self.points.accesses)
         changed = True
         while changed:
             changed = False
-            for t in reversed(range(len(after))):
-                now = after[t]
+            for t in reversed(range(len(before))):
+                found = empty
                 for u in self.points.following[t]:
-                    now |= before[u]
-                now = now.copy()
+                    found = found | before[u]
+                now = self.bits(found)
                 for access in self.points.accesses[t]:
                     if access.writes:
                         now[self.span[access.slice]] = False
                 for access in self.points.accesses[t]:
                     if access.reads:
                         now[self.span[access.slice]] = True
-                if not np.array_equal(now, before[t]):
-                    before[t] = now
+                packed = np.packbits(now)
+                if not np.array_equal(packed, before[t]):
+                    before[t] = packed
                     changed = True
         return before
 
+    def bits(self, packed: np.ndarray) -> np.ndarray:
+        """Packed bits as one boolean for every segment."""
+        return np.unpackbits(packed, count=self.n_segments).astype(bool)
+
     def carry(self, alive: list[np.ndarray]) -> None:
-        """Let every live segment carry a slice that it may come from, and unite what meets."""
-        arriving = [np.full(self.n_segments, _NOBODY) for _ in alive]
+        """Let every live segment carry a slice that it may come from, and unite what meets.
+
+        What arrives is kept only where control flow meets; in between it is handed on.
+        """
+        before: list[list[int]] = [[] for _ in alive]
+        for t, following in enumerate(self.points.following):
+            for u in following:
+                before[u].append(t)
+        kept = {t: np.full(self.n_segments, _NOBODY) for t in range(len(alive)) if before[t] != [t - 1]}
         changed = True
         while changed:
             changed = False
+            handed = np.full(self.n_segments, _NOBODY)
             for t in range(len(alive)):
-                leaving = self.through(t, arriving[t].copy())
-                self.note(t, arriving[t])
+                arriving = kept[t].copy() if t in kept else handed
+                self.note(t, arriving)
+                leaving = self.through(t, arriving)
                 for u in self.points.following[t]:
-                    changed = self.meet(arriving[u], np.where(alive[u], leaving, _NOBODY)) or changed
+                    flowing = np.where(self.bits(alive[u]), leaving, _NOBODY)
+                    if u in kept:
+                        changed = self.meet(kept[u], flowing) or changed
+                    else:
+                        handed = flowing
 
     def through(self, t: int, state: np.ndarray) -> np.ndarray:
         """What leaves a kernel that gets `state`."""
