@@ -12,7 +12,7 @@ from typing import Any
 from passes.hlo import graph
 from passes.hlo.assign import HOST, Assigner
 from passes.hlo.liverange import Range
-from passes.offsets.tight import MAX_ROUNDS, pack_tight
+from passes.offsets.tight import MAX_ROUNDS, live_bound, pack_tight
 from passes.offsets.xla_heap import HeapLayout, Interval, pack
 
 ALIGNMENT = {"cpu": 64, "cuda": 256}
@@ -215,7 +215,10 @@ def packing_saves(assigner: Assigner, *, rounds: int = MAX_ROUNDS) -> int:
     """By how much the best packing that is found makes the heap of the default memory space smaller."""
     alignment = ALIGNMENT[assigner.platform]
     intervals = heap_intervals(assigner)
-    return pack(intervals, alignment).size - pack_tight(intervals, alignment, rounds=rounds).size
+    size = pack(intervals, alignment).size
+    if size <= live_bound(intervals, alignment):
+        return 0
+    return size - pack_tight(intervals, alignment, rounds=rounds).size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -59,7 +59,7 @@ def pin(data: bytes, schema: Schema) -> Pinned:
         executable = read_executable(data, schema)
         packed = repack(executable.thunks.program)
         before, target = executable.allocation.size, packed.moved
-        rewritten, size = rewrite(executable, target)
+        rewritten, size = rewrite(executable, target) if target.nbytes < before else (data, before)
         if size < before:
             prove(data, rewritten, schema)
         else:

@@ -130,7 +130,7 @@ class _Webs:
         return len(roots) > 1
 
     def liveness(self) -> list[np.ndarray]:
-        """For every point, as bits, the segments that are read at or after it, but not written before that."""
+        """For every point, as bits, the segments that are read at or after it before they are written."""
         empty = np.packbits(np.zeros(self.n_segments, bool))
         before = [empty] * len(self.points.accesses)
         changed = True
