@@ -87,7 +87,7 @@ def layers_of_layers(ws: Any, x: Any) -> Any:
     def block(h: Any, ws: Any) -> Any:
         return lax.scan(lambda h, w: (layer(w, h), None), h, ws)[0], None
 
-    return lax.scan(block, x, ws.reshape(3, 2, *ws.shape[1:]))[0].mean()
+    return lax.scan(block, x, ws.reshape(3, -1, *ws.shape[1:]))[0].mean()
 
 
 def branching(ws: Any, x: Any) -> Any:
