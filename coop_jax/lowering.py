@@ -108,7 +108,7 @@ def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Pl
     known = baseline[0].total_bytes if baseline and baseline[0].compiled else None
     request = _request(facts, device, config, budget_bytes, known)
     if planned is None:
-        jaxpr, outcome = _plan_whole(_inlined(jaxpr), request, facts, config)
+        jaxpr, outcome = _plan_whole(_inlined(jaxpr), request, facts, config, budget_bytes)
     else:
         outcome = _as_planned(planned, request)
     if request is not None and outcome is not None and request.fixed_bytes > budget_bytes:
@@ -167,11 +167,15 @@ def plan_pair(forward: Any, backward: Any, n_outs: int, config: RematConfig) -> 
 
 
 def _plan_whole(
-    plain: Any, request: JaxprRequest | None, facts: module.ModuleFacts, config: RematConfig
+    plain: Any,
+    request: JaxprRequest | None,
+    facts: module.ModuleFacts,
+    config: RematConfig,
+    budget_bytes: int,
 ) -> tuple[Any, StageOutcome | None]:
-    """Plan a whole function; a program over several devices is left to the enforcing stage."""
+    """Plan a whole function."""
     if request is None:
-        return plain, None
+        return _plan_partitioned(plain, facts, config, budget_bytes)
     if facts.device is None or not _is_whole(plain, facts):
         return plan_program(plain, request)
     donated = tuple(i for i, alias in enumerate(facts.aliased) if alias is not None)
@@ -182,6 +186,39 @@ def _plan_whole(
 
     made, outcome = settle(attempt, request, _trial_record(config, request), facts.device, donated)
     return made, outcome
+
+
+def _plan_partitioned(
+    plain: Any, facts: module.ModuleFacts, config: RematConfig, budget_bytes: int
+) -> tuple[Any, StageOutcome | None]:
+    """Plan a program over several devices, of which only the whole's sizes are known here.
+
+    XLA decides how temporaries are split. They are taken to be split as finely as the argument that is split
+    most, which a batch usually is; the enforcing stage sees the real sizes.
+    """
+    parts = max(facts.argument_parts, default=1)
+    arguments = [n // p for n, p in zip(facts.argument_nbytes, facts.argument_parts, strict=True)]
+    outputs = [n // p for n, p in zip(facts.output_nbytes, facts.output_parts, strict=True)]
+    donated = [n for n, alias in zip(arguments, facts.aliased, strict=True) if alias is not None]
+    request = JaxprRequest(
+        budget_bytes=parts * budget_bytes,
+        argument_bytes=parts * sum(arguments),
+        output_bytes=parts * sum(outputs),
+        alias_bytes=parts * sum(donated),
+        device=_model(config, facts),
+        planner=config.planner,
+    )
+    if request.temp_budget_bytes <= 0:
+        return plain, None
+    made, outcome = plan_program(plain, request)
+    return made, _per_device(outcome, parts) if outcome.changed else None
+
+
+def _per_device(outcome: StageOutcome, parts: int) -> StageOutcome:
+    fields = ("budget", "argument", "output", "alias", "before_temp", "planned_temp")
+    values = {f"{field}_bytes": getattr(outcome, f"{field}_bytes") // parts for field in fields}
+    least = outcome.least_total_bytes
+    return dataclasses.replace(outcome, **values, least_total_bytes=None if least is None else least // parts)
 
 
 def _trial_record(config: RematConfig, request: JaxprRequest) -> xla.Record:

@@ -25,6 +25,8 @@ class ModuleFacts:
 
     Attributes:
         argument_nbytes, output_nbytes: bytes of each argument and result of the program.
+        argument_parts, output_parts: into how many parts each is split over the devices; an output that says
+            nothing is split as an argument of its type, else not.
         aliased: for every argument the result that may take its place, None where there is none.
         num_devices: over how many devices the program is partitioned.
         platforms: such as ("cuda",); more than one only when exporting.
@@ -33,6 +35,8 @@ class ModuleFacts:
 
     argument_nbytes: tuple[int, ...]
     output_nbytes: tuple[int, ...]
+    argument_parts: tuple[int, ...]
+    output_parts: tuple[int, ...]
     aliased: tuple[int | None, ...]
     num_devices: int
     platforms: tuple[str, ...]
@@ -47,6 +51,7 @@ def module_facts(ctx: Any) -> ModuleFacts:
         if op.operation.name == "func.func" and ir.StringAttr(op.attributes["sym_name"]).value == "main"
     )  # fmt: skip
     kind = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
+    argument_parts, output_parts = _parts(module.module, main, kind)
     aliased = []
     for attribute in main.arg_attrs:
         attrs = ir.DictAttr(attribute)
@@ -61,11 +66,33 @@ def module_facts(ctx: Any) -> ModuleFacts:
     return ModuleFacts(
         argument_nbytes=tuple(_type_nbytes(t) for t in kind.inputs),
         output_nbytes=tuple(_type_nbytes(t) for t in kind.results),
+        argument_parts=argument_parts,
+        output_parts=output_parts,
         aliased=tuple(aliased),
         num_devices=int(getattr(axis, "num_devices", 0) or getattr(getattr(axis, "mesh", None), "size", 1)),
         platforms=tuple(module.platforms),
         device=devices[0] if len(devices) else None,
     )
+
+
+def _parts(module: Any, main: Any, kind: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Into how many parts arguments and results are split."""
+    meshes = " ".join(str(op) for op in module.body.operations if op.operation.name == "sdy.mesh")
+
+    def split(attributes: Any) -> int | None:
+        if "sdy.sharding" not in attributes:
+            return None
+        text = str(attributes["sdy.sharding"])
+        sizes = {axis: int(n) for axis, n in re.findall(r'"([^"]+)"=(\d+)', meshes + text)}
+        dimensions = re.search(r"\[\{.*?\}\]", text)
+        axes = re.findall(r'"([^"]+)"', "" if dimensions is None else dimensions[0])
+        return math.prod(sizes.get(axis, 1) for axis in axes)
+
+    arguments = [split(ir.DictAttr(a)) or 1 for a in main.arg_attrs]
+    like = {str(t): n for t, n in zip(kind.inputs, arguments, strict=True)}
+    results = [split(ir.DictAttr(a)) for a in main.result_attrs]
+    pairs = zip(results, kind.results, strict=True)
+    return tuple(arguments), tuple(like.get(str(t), 1) if n is None else n for n, t in pairs)
 
 
 def _present_backend(module: Any) -> Any:
