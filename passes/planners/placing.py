@@ -12,7 +12,7 @@ from passes.planners.window import Walked, walk
 
 WINDOW_EXPONENTS = (0.0, 1.0, 0.5)
 WINDOW_EXCESS = (1.0, 1.06, 1.2, 1.5)
-WINDOW_UNITS_PER_OP = 1000
+WINDOW_UNITS_PER_OP = 250
 
 
 def end_of(graph: Graph, found: Descent) -> int:
