@@ -66,6 +66,9 @@ DEEPEST_LIMITS = 1.0
 ROUNDING_NS = 1e-3
 NEAR_OVERHEAD = 0.0004
 NEAR_BOUND = 0.02
+# Where one step of the search takes long, the last 0.18 points above the bound are not looked for.
+LARGE_OPS = 400
+LARGE_NEAR_OVERHEAD = 0.0018
 PROOF_STATES = 2000
 STATE_UNITS = 25
 
@@ -279,7 +282,10 @@ class Search:
             moments = self.config.moments(len(self.graph.cost_ns)) if self.config.bound else 1
             self._bound = Bound(self.graph, moments)
         bound_ratio = self._bound.ratio(budget_bytes)
-        return _at_least_ns(self.start.cost_ns, bound_ratio + NEAR_OVERHEAD + NEAR_BOUND * bound_ratio)
+        near_ratio = NEAR_OVERHEAD + NEAR_BOUND * bound_ratio
+        if len(self.graph.cost_ns) >= LARGE_OPS:
+            near_ratio = max(near_ratio, LARGE_NEAR_OVERHEAD)
+        return _at_least_ns(self.start.cost_ns, bound_ratio + near_ratio)
 
     def plan(self, found: Descent, budget_bytes: int, seconds: float, planner: str) -> Plan:
         """A plan of what was found, with its bound and status."""
