@@ -1,4 +1,4 @@
-"""Pack intervals tighter than XLA does: best fit in several orders, what sticks out first, then a search.
+"""Pack intervals tighter than XLA does: best fit in several orders, a search, then what sticks out first.
 
 The result is never larger than XLA's own packing of the same intervals. It stops as soon as the heap is as
 small as what is alive at once. Work is limited in rounds and tries, so the result does not depend on the
@@ -11,7 +11,7 @@ from passes.offsets.packing import Item, Span
 from passes.offsets.sweep import MOST_ITEMS, LimitError, Sweep
 from passes.offsets.xla_heap import HeapLayout, Interval, best_fit, xla_order
 
-MAX_ROUNDS = 32
+MAX_ROUNDS = 128
 MAX_TRIES = 4000
 _MAX_SEARCHES = 4
 _MOST_WORK = 4_000_000
@@ -59,9 +59,13 @@ def pack_tight(intervals: list[Interval], alignment: int, *, rounds: int = MAX_R
         if best is None or found.size < best.size:
             best, best_order = found, order
     assert best is not None, "three orders were tried"
+    if rounds >= MAX_ROUNDS:
+        found = _searched(intervals, alignment, best, bound)
+        if found.size <= bound + alignment:
+            return found
+        best = min(found, best, key=lambda layout: layout.size)
     most = min(rounds, _MOST_WORK // max(1, len(intervals) ** 2))
-    best = _improved(intervals, alignment, best, best_order, bound, most)
-    return _searched(intervals, alignment, best, bound) if rounds >= MAX_ROUNDS else best
+    return _improved(intervals, alignment, best, best_order, bound, most)
 
 
 def _searched(intervals: list[Interval], alignment: int, best: HeapLayout, bound: int) -> HeapLayout:
@@ -109,7 +113,7 @@ def _improved(
     rounds: int,
 ) -> HeapLayout:
     """Again and again place the groups that end at the top earlier."""
-    layout, step = best, 0
+    layout, step = best_fit(intervals, alignment, order), 0
     while best.size > bound and step < rounds:
         step += 1
         top = [i for i in order if layout.offsets[i.group] + i.nbytes == layout.size]
