@@ -24,6 +24,7 @@ import numpy as np
 from coop_jax import aot, xla
 from coop_jax.budget import Budget
 from coop_jax.errors import InfeasibleBudgetError, UnsupportedError
+from coop_jax.pinning import pin
 from coop_jax.trial import Attempt, settle
 from passes.cost import DEVICES, DeviceModel
 from passes.hlo.enforce import OnFragmentation
@@ -179,6 +180,10 @@ def _plan_whole(
     if facts.device is None or not _is_whole(plain, facts):
         return plan_program(plain, request)
     donated = tuple(i for i, alias in enumerate(facts.aliased) if alias is not None)
+    may_pin = config.on_fragmentation == "pin" and facts.device.platform == "cpu"
+    if may_pin and _pinned_plain_bytes(plain, facts.device, donated) <= budget_bytes:
+        kept, outcome = plan_program(plain, dataclasses.replace(request, budget_bytes=UNLIMITED_BYTES))
+        return kept, dataclasses.replace(outcome, budget_bytes=budget_bytes)
 
     def attempt(asked: JaxprRequest) -> Attempt:
         jaxpr, outcome = plan_program(plain, asked)
@@ -381,13 +386,23 @@ def _compiled_plain(
     plain: Any, device: Any, donated: tuple[int, ...], model: DeviceModel
 ) -> tuple[aot.Memory, int]:
     """What XLA says the plain program needs, and the estimated time of its kernels."""
+    compiled = _compile_plain(plain, device, donated)
+    return aot.memory(compiled), aot.kernels_ns(compiled, model)
+
+
+@compat.cached_by_jaxpr
+def _pinned_plain_bytes(plain: Any, device: Any, donated: tuple[int, ...]) -> int:
+    """What the plain program needs when it is pinned."""
+    return aot.memory(pin(_compile_plain(plain, device, donated))).total_bytes
+
+
+def _compile_plain(plain: Any, device: Any, donated: tuple[int, ...]) -> Any:
     specs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in plain.in_avals]
     run: Callable[..., Sequence[Any]] = lambda *values: compat.evaluate(plain, values)  # noqa: E731
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         jitted = jax.jit(run, donate_argnums=donated, keep_unused=True)
-        compiled = jitted.lower(*aot.sharded_specs(specs, device)).compile()
-    return aot.memory(compiled), aot.kernels_ns(compiled, model)
+        return jitted.lower(*aot.sharded_specs(specs, device)).compile()
 
 
 def _nbytes(avals: Sequence[Any]) -> int:
