@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import runpy
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from examples import demo
+from examples import demo, equinox_model, flax_optax, microbatches
+from examples.compare import compare, show
 from examples.models import GPTConfig, adam_init, adam_step, gpt, sgd_step
 from tests.models import SMALL
 
@@ -86,3 +89,34 @@ def test_the_quickstart_keeps_its_budget(capsys: pytest.CaptureFixture[str]) -> 
     assert printed.startswith("budget 20.00 MiB (20971520 B)\n")
     assert "dot_general at examples/quickstart.py:12" in printed
     assert "loss 0.0313" in printed
+
+
+def test_microbatches_over_layers_fit_in_less_than_half(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = compare(
+        microbatches.train_step,
+        {"up": np.full((4, 32, 64), 0.1, np.float32), "down": np.full((4, 64, 32), 0.1, np.float32)},
+        jax.random.normal(jax.random.key(0), (1024, 32)),
+        ratios=(0.4,),
+    )
+    assert rows[1].temp_bytes is not None
+    assert rows[1].temp_bytes <= 0.4 * rows[0].temp_bytes
+    assert rows[1].difference < 1e-5
+    show(rows)
+    assert "0.4 of the temporaries" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("example", "packages"), [(flax_optax, ["flax", "optax"]), (equinox_model, ["equinox"])]
+)
+def test_models_of_other_libraries_fit_in_less(
+    example: Any, packages: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where a library is missing, the example says so and how to get it."""
+    if any(importlib.util.find_spec(name) is None for name in packages):
+        example.main()
+        assert "pip install -e '.[examples]'" in capsys.readouterr().out
+        return
+    rows = compare(*example.build(), ratios=(0.5,))
+    assert rows[1].temp_bytes is not None
+    assert rows[1].temp_bytes <= 0.5 * rows[0].temp_bytes
+    assert rows[1].difference < 1e-4

@@ -1,0 +1,93 @@
+"""Eight devices: a data-parallel and a fully sharded step of a scanned model hold a budget per device."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from coop_jax import aot
+from coop_jax.remat import remat
+
+ROOT = Path(__file__).resolve().parent.parent
+
+STEP = """
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+def layer(w, x):
+    return x + jnp.tanh(jax.nn.gelu(x @ w[0]) @ w[1]) * jax.nn.sigmoid(x)
+
+def step(w, x):
+    loss = lambda w: (lax.scan(lambda h, w: (layer(w, h), None), x, w)[0] ** 2).mean()
+    value, gradient = jax.value_and_grad(loss)(w)
+    return w - 0.1 * gradient, value
+"""
+
+ON_CPUS = (
+    STEP
+    + """
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from coop_jax import aot
+from coop_jax.remat import remat
+
+mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+for weights in (P(), P(None, None, "d")):
+    place = NamedSharding(mesh, weights)
+    w = jax.device_put(jax.random.normal(jax.random.key(0), (8, 2, 64, 64)) / 8, place)
+    x = jax.device_put(jax.random.normal(jax.random.key(1), (4096, 64)), NamedSharding(mesh, P("d")))
+    options = {"out_shardings": (place, None)}
+    plain = jax.jit(step, **options).lower(w, x).compile()
+    memory = aot.memory(plain)
+    budget = memory.fixed_bytes + int(0.4 * memory.temp_bytes)
+    limited = jax.jit(remat(step, budget=budget), **options).lower(w, x).compile()
+    assert aot.memory(limited).total_bytes <= budget
+    for a, b in zip(limited(w, x), plain(w, x)):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+"""
+)
+
+
+def test_eight_cpus_hold_a_budget_per_device() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", ON_CPUS],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        },
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+
+
+@pytest.mark.parametrize("weights", [P(), P(None, None, "d")], ids=["data parallel", "fully sharded"])
+def test_eight_absent_gpus_hold_a_budget_per_device(h200: str, weights: P) -> None:
+    scope: dict[str, Any] = {}
+    exec(STEP, scope)
+    mesh = Mesh(aot.devices(h200, count=8), ("d",))
+    place = NamedSharding(mesh, weights)
+    specs = (
+        jax.ShapeDtypeStruct((8, 2, 256, 256), jnp.float32, sharding=place),
+        jax.ShapeDtypeStruct((16384, 256), jnp.float32, sharding=NamedSharding(mesh, P("d"))),
+    )
+
+    def memory(f: Callable[..., Any]) -> aot.Memory:
+        return aot.memory(jax.jit(f, out_shardings=(place, None)).lower(*specs).compile())
+
+    plain = memory(scope["step"])
+    budget = plain.fixed_bytes + int(0.5 * plain.temp_bytes)
+    assert memory(remat(scope["step"], budget=budget, device=h200)).total_bytes <= budget
