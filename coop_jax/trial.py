@@ -26,6 +26,7 @@ MAX_TRIALS = 4
 STRICT_RATIO = 1.5
 CHEAP_REPAIR_RATIO = 0.02
 FAR_BELOW_RATIO = 4
+SHORT_EQUATIONS = 400
 
 coop_trial_p = compat.new_primitive("coop_trial")
 
@@ -97,7 +98,8 @@ def settle(
     XLA made something else of it than was planned, XLA is first left less freedom.
     """
     first = attempt(request)
-    if first.outcome.before_temp_bytes > SMALL_BYTES or request.temp_budget_bytes <= 0:
+    small = first.outcome.before_temp_bytes <= SMALL_BYTES or _is_short(first)
+    if not small or request.temp_budget_bytes <= 0:
         return first.made, first.outcome
     if first.program.effects:  # such as a named axis, which only the enclosing program binds
         return first.made, first.outcome
@@ -125,6 +127,12 @@ def settle(
             request = dataclasses.replace(request, bytes_ratio=max(ratio, 1.05 * request.bytes_ratio))
     chosen = first if best is None else best[1]
     return chosen.made, chosen.outcome
+
+
+def _is_short(attempt: Attempt) -> bool:
+    """True for a rewritten scan: few equations, and inside it the enforcing stage can change nothing."""
+    rewritten = attempt.outcome.planner.startswith("scan")
+    return rewritten and len(compat.open_jaxpr(attempt.program)[0].eqns) <= SHORT_EQUATIONS
 
 
 def _rank(verdict: StageOutcome) -> tuple[bool, int]:

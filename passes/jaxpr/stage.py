@@ -11,31 +11,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from passes.cost import DeviceModel
 from passes.ir import OpId, Plan, Status
 from passes.jaxpr import compat
-from passes.jaxpr.bodies import fit_bodies, has_control_flow
+from passes.jaxpr.bodies import has_control_flow
 from passes.jaxpr.emit import EmitConfig, emit, emit_split
 from passes.jaxpr.freedom import emit_config
 from passes.jaxpr.lift import LiftedJaxpr, lift
 from passes.jaxpr.scan_cut import all_remade
-from passes.jaxpr.scan_emit import rewrite
-from passes.jaxpr.scan_ladder import Rung, ladder, segment_ladder
+from passes.jaxpr.scan_ladder import Rung
 from passes.jaxpr.simplify import scatter_in_place
-from passes.jaxpr.sink import sink_into_scans
+from passes.jaxpr.structured import Tools, search_structured
 from passes.outcome import StageOutcome, recomputed_by, tightest_values
 from passes.planners import PlannerConfig, cut_bound, plan
 from passes.simulate import simulate
 
 RUNG_RATIO = 0.97
 MAX_CANDIDATES = 8
-RUNGS_ABOVE = 2
-RUNGS_BELOW = 3
-WAYS = (ALONE, RERUNS, BODIES) = (0, 1, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +208,8 @@ def _choose(jaxpr: Any, request: JaxprRequest) -> _Choice:
     if not _fits_as_it_is(before_bytes, request):
         scale = _scale(before_bytes, request)
         if has_control_flow(jaxpr.eqns):
-            candidate = _search_structured(jaxpr, request, scale)
+            tools = Tools(alone=_as_it_is, search=_search, plan_body=_body)
+            candidate = search_structured(jaxpr, request, scale, tools)
         else:
             candidate = _search(as_is, request, scale)
     outcome = _outcome(as_is, before_bytes, candidate, request)
@@ -240,76 +236,6 @@ def _scale(peak_bytes: int, request: JaxprRequest) -> float:
     return 1 / max(ratio, 1.0)
 
 
-def _search_structured(jaxpr: Any, request: JaxprRequest, scale: float) -> Candidate:
-    """The cheapest candidate that fits, among the rungs of the scans' ladder and what can be done beside it.
-
-    A rung alone, with re-runs beside the scans, with the bodies of control flow planned, too; then scans
-    in segments.
-    """
-    target_bytes = max(int(request.temp_budget_bytes * scale), 1)
-    original, jaxpr = jaxpr, sink_into_scans(jaxpr)
-    rungs: list[Rung] = ladder(jaxpr, request.device) or [()]
-    found = _search_rungs(jaxpr, rungs, request, scale)
-    if found.peak_bytes > target_bytes and rungs[-1]:
-        segments = segment_ladder(rungs[-1], request.device)
-        if segments:
-            found = min(
-                found,
-                _search_rungs(jaxpr, segments, request, scale, ways=(ALONE, RERUNS)),
-                key=lambda c: _rank(c, target_bytes),
-            )
-    return replace(found, rewritten=found.rewritten or jaxpr is not original)
-
-
-def _search_rungs(
-    jaxpr: Any,
-    rungs: Sequence[Rung],
-    request: JaxprRequest,
-    scale: float,
-    ways: Sequence[int] = WAYS,
-) -> Candidate:
-    """The cheapest candidate that fits of some rungs.
-
-    Bytes fall along the ladder, so the first rung that fits is found by bisection; others may be cheaper.
-    """
-    target_bytes = max(int(request.temp_budget_bytes * scale), 1)
-    found: dict[tuple[int, int], Candidate] = {}
-
-    def look(k: int, way: int) -> Candidate:
-        if (k, way) not in found:
-            found[k, way] = _look(jaxpr, rungs[k], way, request, scale)
-        return found[k, way]
-
-    for way in ways:
-        low, high = 0, len(rungs)
-        while low < high:
-            middle = (low + high) // 2
-            if look(middle, way).peak_bytes <= target_bytes:
-                high = middle
-            else:
-                low = middle + 1
-        if low < len(rungs):
-            for k in range(low + 1, min(low + 1 + RUNGS_BELOW, len(rungs))):
-                look(k, way)
-            for k in range(max(0, low - RUNGS_ABOVE), low):
-                look(k, min(way + 1, ways[-1]))
-            break
-    return min(found.values(), key=lambda c: _rank(c, target_bytes))
-
-
-def _look(jaxpr: Any, rung: Rung, way: int, request: JaxprRequest, scale: float) -> Candidate:
-    """One rung in one of the `WAYS`."""
-    device, target_bytes = request.device, max(int(request.temp_budget_bytes * scale), 1)
-    program = rewrite(jaxpr, rung) if rung else jaxpr
-    if way == BODIES:
-        program = fit_bodies(program, device, target_bytes, lambda body, nbytes: _body(body, nbytes, request))
-    as_is = lift(program, device, as_xla=True)
-    made = _as_it_is(as_is)
-    if way != ALONE and made.peak_bytes > target_bytes:
-        made = _search(as_is, request, scale)
-    return replace(made, scans=rung, rewritten=program is not jaxpr)
-
-
 def _body(body: Any, nbytes: int, request: JaxprRequest) -> Any:
     """A body of control flow planned for some bytes of temporaries."""
     inner = JaxprRequest(
@@ -321,12 +247,6 @@ def _body(body: Any, nbytes: int, request: JaxprRequest) -> Any:
         planner=request.planner,
     )
     return _choose(body, inner).candidate.emitted
-
-
-def _rank(candidate: Candidate, target_bytes: int) -> tuple[bool, int, int]:
-    """Within the target by time, else by bytes; smaller is better."""
-    over = candidate.peak_bytes > target_bytes
-    return over, candidate.peak_bytes if over else candidate.cost_ns, candidate.peak_bytes
 
 
 def _as_it_is(as_is: LiftedJaxpr) -> Candidate:
