@@ -31,7 +31,7 @@ demo: env
 	$(BIN)/python -m examples.demo
 
 test: env
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: env
 	$(BIN)/ruff check .
