@@ -16,7 +16,7 @@ import dataclasses
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from jax.extend import xla as jax_xla
 
 from coop_jax.errors import BudgetExceededError, InfeasibleBudgetError, error_from_text
 from passes.cost import DEVICES
+from passes.hlo import wire
 from passes.hlo.enforce import EnforceRequest, OnFragmentation, enforce
 from passes.ir import Status
 from passes.jaxpr import compat, module
@@ -367,36 +368,9 @@ def _outcome_from(data: Mapping[str, Any]) -> StageOutcome:
 def read_attributes(data: bytes) -> dict[str, str]:
     """Frontend attributes of a serialized HloModuleProto, without parsing the rest of it."""
     found: dict[str, str] = {}
-    for number, value in _fields(data):
+    for number, value in wire.contents(data):
         if number == _MODULE_ATTRIBUTES_FIELD:
-            for _, entry in _fields(value):
-                parts = dict(_fields(entry))
+            for _, entry in wire.contents(value):
+                parts = dict(wire.contents(entry))
                 found[parts.get(1, b"").decode()] = parts.get(2, b"").decode()
     return found
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """(number, bytes) of the length-delimited fields of a protobuf message; others are skipped."""
-    at = 0
-    while at < len(data):
-        tag, at = _varint(data, at)
-        kind = tag & 7
-        if kind == 0:
-            _, at = _varint(data, at)
-        elif kind == 2:
-            size, at = _varint(data, at)
-            yield tag >> 3, data[at : at + size]
-            at += size
-        else:
-            at += 8 if kind == 1 else 4
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[at]
-        value |= (byte & 127) << shift
-        at += 1
-        if byte < 128:
-            return value, at
-        shift += 7

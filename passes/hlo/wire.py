@@ -37,17 +37,24 @@ def fields(data: bytes) -> Iterator[tuple[int, int, int, int]]:
         yield tag >> 3, kind, start, at
 
 
+def contents(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """(number, contents) of each delimited field; others are skipped.
+
+    Raises:
+        ValueError: the bytes are no message.
+    """
+    for number, kind, start, end in fields(data):
+        if kind == _DELIMITED:
+            yield number, _contents(data, start, end)
+
+
 def only_field(data: bytes, number: int) -> bytes:
     """The contents of the one delimited field of that number.
 
     Raises:
         ValueError: there is not exactly one.
     """
-    start, end = _place(data, number)
-    _, at = varint(data, start)
-    size, at = varint(data, at)
-    assert at + size == end, "a delimited field ends with its contents"
-    return data[at:end]
+    return _contents(data, *_place(data, number))
 
 
 def replace_field(data: bytes, number: int, contents: bytes) -> bytes:
@@ -64,6 +71,13 @@ def encode(value: int) -> bytes:
         value >>= 7
     found.append(value)
     return bytes(found)
+
+
+def _contents(data: bytes, start: int, end: int) -> bytes:
+    _, at = varint(data, start)
+    size, at = varint(data, at)
+    assert at + size == end, "a delimited field ends with its contents"
+    return data[at:end]
 
 
 def _place(data: bytes, number: int) -> tuple[int, int]:
