@@ -68,8 +68,12 @@ def compile_row(
     except (CoopError, jax.errors.JaxRuntimeError) as error:
         found = error if isinstance(error, CoopError) else error_from_text(str(error))
         extra["least_bytes"] = getattr(found, "least_bytes", None)
-        text = str(found or error).partition("\n")[0]
-        return Row(name=name, error=text, compile_s=time.perf_counter() - start, **extra)
+        return Row(
+            name=name,
+            error=str(found or error).partition("\n")[0],
+            compile_s=time.perf_counter() - start,
+            **extra,
+        )
     seconds = time.perf_counter() - start
     memory = aot.memory(compiled)
     record = xla.record_of(compiled)

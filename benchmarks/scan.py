@@ -53,20 +53,20 @@ def rows_of(config: GPTConfig, device: str, only: list[str]) -> list[Row]:
         return rows[-1]
 
     plain_loss = scanned.problem(config).loss
-    plain = take("none", jax.grad(plain_loss))
+    plain = take("none", jax.value_and_grad(plain_loss))
     assert plain is not None
     assert plain.total_bytes is not None, plain.error
     budgets = {int(f * plain.total_bytes) for f in COOP_FRACTIONS}
     for policy in POLICIES:
         chosen = getattr(jax.checkpoint_policies, policy)
         wrapped = scanned.problem(config, wrap=lambda f, chosen=chosen: jax.checkpoint(f, policy=chosen))
-        row = take(f"checkpoint {policy}", jax.grad(wrapped.loss))
+        row = take(f"checkpoint {policy}", jax.value_and_grad(wrapped.loss))
         budgets |= {row.total_bytes} if row is not None and row.total_bytes is not None else set()
     for fraction in XLA_FRACTIONS if target is not None else ():
         memory = int(fraction * plain.total_bytes / 0.8)
-        take(f"xla {memory >> 20} MiB of memory", jax.grad(plain_loss), target.with_memory(memory))
+        take(f"xla {memory >> 20} MiB of memory", jax.value_and_grad(plain_loss), target.with_memory(memory))
     for budget in sorted(budgets, reverse=True):
-        take(coop_name(budget), jax.grad(coop.remat(plain_loss, budget=budget, device=device)))
+        take(coop_name(budget), jax.value_and_grad(coop.remat(plain_loss, budget=budget, device=device)))
     take_least(take, plain_loss, device, plain.fixed_bytes or 1)
     return rows
 
@@ -80,7 +80,7 @@ def take_least(take: Callable[..., Row | None], loss: Any, device: str, fixed_by
     """The least budget that an impossible one's refusal names."""
     asked = fixed_bytes
     for _ in range(4):
-        row = take(coop_name(asked), jax.grad(coop.remat(loss, budget=asked, device=device)))
+        row = take(coop_name(asked), jax.value_and_grad(coop.remat(loss, budget=asked, device=device)))
         if row is None or row.least_bytes is None or row.least_bytes <= asked:
             return
         asked = row.least_bytes
@@ -100,7 +100,7 @@ def main() -> None:
     config = dataclasses.replace(SMALL if args.small else LARGE, layers=args.layers)
     rows = rows_of(config, args.device, [part for part in args.only.split(",") if part])
     sizes = ", ".join(f"{name} {value}" for name, value in dataclasses.asdict(config).items())
-    title = f"`jax.grad` of a scanned GPT ({sizes}) for {args.device}, jax {jax.__version__}"
+    title = f"`jax.value_and_grad` of a scanned GPT ({sizes}) for {args.device}, jax {jax.__version__}"
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
     args.out.with_suffix(".md").write_text(f"{title}\n\n{table(rows)}\n")

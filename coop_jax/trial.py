@@ -18,6 +18,7 @@ import jax
 
 from coop_jax import aot, xla
 from passes.jaxpr import compat
+from passes.jaxpr.measured import Measured, tried
 from passes.jaxpr.stage import JaxprRequest
 from passes.outcome import StageOutcome
 
@@ -95,7 +96,9 @@ def settle(
 
     Best is what keeps the budget at the least estimated cost of its final kernels, else what comes nearest.
     A program is asked for again, for fewer bytes, as long as the enforcing stage has to change it; where
-    XLA made something else of it than was planned, XLA is first left less freedom.
+    XLA made something else of it than was planned, XLA is first left less freedom. A program with rewritten
+    scans, inside which the enforcing stage changes nothing, is asked for again with what was measured, until
+    what is expected to be best has been tried.
     """
     first = attempt(request)
     small = first.outcome.before_temp_bytes <= SMALL_BYTES or _is_short(first)
@@ -109,30 +112,57 @@ def settle(
     ):
         return first.made, first.outcome
     best, found = None, first
-    for tried in range(MAX_TRIALS):
-        if tried:
+    for n in range(MAX_TRIALS):
+        if n:
             found = attempt(request)
+        if tried(request.measured, found.outcome.planner, found.outcome.planned_temp_bytes):
+            break
         verdict = try_out(found.program, record, device, donated)
         if verdict is None:
             break
         rank = _rank(verdict)
         if best is None or rank < best[0]:
             best = (rank, found)
-        if verdict.status.found and verdict.recompute_ns <= CHEAP_REPAIR_RATIO * verdict.cost_ns:
+        if _has_rewritten_scans(found.outcome):
+            request = dataclasses.replace(
+                request, measured=(*request.measured, _measured(found.outcome, verdict))
+            )
+        elif verdict.status.found and verdict.recompute_ns <= CHEAP_REPAIR_RATIO * verdict.cost_ns:
             break
-        ratio = verdict.before_temp_bytes / max(found.outcome.planned_temp_bytes, 1)
-        if ratio > STRICT_RATIO and found.outcome.changed and not request.strict:
-            request = dataclasses.replace(request, strict=True, bytes_ratio=1.0)
         else:
-            request = dataclasses.replace(request, bytes_ratio=max(ratio, 1.05 * request.bytes_ratio))
+            request = _for_fewer_bytes(request, found.outcome, verdict)
     chosen = first if best is None else best[1]
     return chosen.made, chosen.outcome
 
 
+def _for_fewer_bytes(request: JaxprRequest, planned: StageOutcome, verdict: StageOutcome) -> JaxprRequest:
+    ratio = verdict.before_temp_bytes / max(planned.planned_temp_bytes, 1)
+    if ratio > STRICT_RATIO and planned.changed and not request.strict:
+        return dataclasses.replace(request, strict=True, bytes_ratio=1.0)
+    return dataclasses.replace(request, bytes_ratio=max(ratio, 1.05 * request.bytes_ratio))
+
+
+def _has_rewritten_scans(planned: StageOutcome) -> bool:
+    return planned.planner.startswith("scan")
+
+
+def _measured(planned: StageOutcome, verdict: StageOutcome) -> Measured:
+    budget = verdict.budget_bytes - verdict.fixed_bytes
+    return Measured(
+        planner=planned.planner,
+        estimated_bytes=planned.planned_temp_bytes,
+        temp_bytes=min(verdict.before_temp_bytes, budget)
+        if verdict.status.found
+        else verdict.before_temp_bytes,
+    )
+
+
 def _is_short(attempt: Attempt) -> bool:
     """True for a rewritten scan: few equations, and inside it the enforcing stage can change nothing."""
-    rewritten = attempt.outcome.planner.startswith("scan")
-    return rewritten and len(compat.open_jaxpr(attempt.program)[0].eqns) <= SHORT_EQUATIONS
+    return (
+        _has_rewritten_scans(attempt.outcome)
+        and len(compat.open_jaxpr(attempt.program)[0].eqns) <= SHORT_EQUATIONS
+    )
 
 
 def _rank(verdict: StageOutcome) -> tuple[bool, int]:

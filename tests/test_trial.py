@@ -13,6 +13,7 @@ from coop_jax import trial
 from coop_jax.trial import Attempt, settle
 from passes.cost import DEVICES
 from passes.ir import Status
+from passes.jaxpr.measured import Measured, expected_ratio
 from passes.jaxpr.stage import JaxprRequest
 from passes.outcome import StageOutcome
 
@@ -107,3 +108,38 @@ def test_what_comes_nearest_is_taken_if_nothing_fits(monkeypatch: pytest.MonkeyP
     taken, asked = settled(monkeypatch, lambda _: needing(next(sizes)))
     assert len(asked) == trial.MAX_TRIALS
     assert taken is asked[1]
+
+
+def rung(request: JaxprRequest, sizes: list[int], cost_ns: list[int]) -> StageOutcome:
+    """A stage with rungs of estimated `sizes` and costs: the cheapest one that is expected to fit."""
+    known = {m.estimated_bytes: m.temp_bytes for m in request.measured}
+
+    def rank(k: int) -> tuple[bool, int]:
+        ratio = expected_ratio(request.measured, "scan", sizes[k])
+        over = known.get(sizes[k], ratio * sizes[k]) > 1000
+        return over, sizes[k] if over else cost_ns[k]
+
+    return replace(PLANNED, planner="scan", planned_temp_bytes=sizes[min(range(len(sizes)), key=rank)])
+
+
+def test_rungs_of_scans_are_tried_until_the_best_was_measured(monkeypatch: pytest.MonkeyPatch):
+    sizes, costs, real = [1300, 1000, 950, 700], [10, 11, 12, 20], [1400, 1100, 990, 800]
+    monkeypatch.setattr(trial, "_is_short", lambda _: True)
+    taken, asked = settled(
+        monkeypatch,
+        lambda r: needing(real[sizes.index(rung(r, sizes, costs).planned_temp_bytes)]),
+        lambda r: rung(r, sizes, costs),
+    )
+    tried = [(m.estimated_bytes, m.temp_bytes) for m in asked[-1].measured]
+    assert tried == [(1000, 1100), (700, 800)]
+    assert taken is asked[1]
+
+
+def test_an_estimate_is_corrected_by_the_nearest_of_its_kind():
+    measured = (
+        Measured(planner="scan", estimated_bytes=100, temp_bytes=110),
+        Measured(planner="scan", estimated_bytes=1000, temp_bytes=900),
+    )
+    assert expected_ratio(measured, "scan", 120) == 1.1
+    assert expected_ratio(measured, "scan", 800) == 0.9
+    assert expected_ratio(measured, "scan segments", 800, 1.5) == 1.5

@@ -46,7 +46,7 @@ def fit_bodies(jaxpr: Any, device: DeviceModel, target_bytes: int, plan_body: Pl
 
 def _with_bodies(eqn: Any, device: DeviceModel, allowed_bytes: int, plan_body: PlanBody) -> Any:
     def fitted(body: Any) -> Any:
-        flat = consts_as_literals(inline_calls(body))
+        flat = _flat(body)
         results = sum(compat.aval_nbytes(v.aval) for v in flat.outvars)
         if inner_work(flat, device).peak_bytes <= allowed_bytes:
             return body
@@ -59,6 +59,12 @@ def _with_bodies(eqn: Any, device: DeviceModel, allowed_bytes: int, plan_body: P
         param = {"scan": "jaxpr", "while": "body_jaxpr"}[name]
         new = {param: fitted(eqn.params[param])}
     return eqn.replace(params={**eqn.params, **new})
+
+
+@compat.cached_by_jaxpr
+def _flat(body: Any) -> Any:
+    """A body as an open jaxpr; the same object every time, so that its plans can be kept."""
+    return consts_as_literals(inline_calls(body))
 
 
 def has_control_flow(eqns: Sequence[Any]) -> bool:

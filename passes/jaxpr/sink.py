@@ -17,6 +17,7 @@ from passes.jaxpr.rewrite import consts_as_literals, renewed, run_scan, splice
 GROWTH = 8
 
 
+@compat.cached_by_jaxpr
 def sink_into_scans(jaxpr: Any) -> Any:
     """An open jaxpr whose scans' constants are made in their bodies where they come from much less."""
     producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}

@@ -21,6 +21,7 @@ from passes.jaxpr.bodies import has_control_flow
 from passes.jaxpr.emit import EmitConfig, emit, emit_split
 from passes.jaxpr.freedom import emit_config
 from passes.jaxpr.lift import LiftedJaxpr, lift
+from passes.jaxpr.measured import Measured
 from passes.jaxpr.scan_cut import all_remade
 from passes.jaxpr.scan_ladder import Rung
 from passes.jaxpr.simplify import scatter_in_place
@@ -44,6 +45,7 @@ class JaxprRequest:
         planner: one of `passes.planners.config.PLANNERS`.
         baseline_total_bytes: what the program needs without this stage, where that was compiled.
         bytes_ratio: XLA's bytes of temporaries over this stage's estimate, where a trial has told.
+        measured: candidates with rewritten scans that were tried out.
         strict: True to leave XLA no freedom to merge small dots or to reorder re-runs: every such kernel is
             behind a barrier of its own, which costs time and is for programs that do not fit without.
     """
@@ -56,6 +58,7 @@ class JaxprRequest:
     planner: str = "auto"
     baseline_total_bytes: int | None = None
     bytes_ratio: float = 1.0
+    measured: tuple[Measured, ...] = ()
     strict: bool = False
 
     @property
@@ -88,12 +91,18 @@ def plan_program(closed_jaxpr: Any, request: JaxprRequest) -> tuple[Any, StageOu
     Returns:
         The closed jaxpr to run (the same object if the program fits as it is) and what was done.
     """
-    jaxpr, consts = compat.open_jaxpr(closed_jaxpr)
-    jaxpr = scatter_in_place(compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars)))
-    choice = _choose(jaxpr, request)
+    choice = _choose(_prepared(closed_jaxpr), request)
     if not choice.outcome.changed:
         return closed_jaxpr, choice.outcome
+    consts = compat.open_jaxpr(closed_jaxpr)[1]
     return compat.close_jaxpr(choice.candidate.emitted, consts), choice.outcome
+
+
+@compat.cached_by_jaxpr
+def _prepared(closed_jaxpr: Any) -> Any:
+    """The open jaxpr that is planned; the same object every time, so that requests share work."""
+    jaxpr = compat.open_jaxpr(closed_jaxpr)[0]
+    return scatter_in_place(compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars)))
 
 
 def plan_joint(forward: Any, backward: Any, n_outs: int, request: JaxprRequest) -> JointResult:
@@ -139,6 +148,7 @@ class _Joined:
     n_arguments: int
 
 
+@compat.cached_by_jaxpr
 def _join(forward: Any, backward: Any, n_outs: int) -> _Joined:
     """One open jaxpr without constvars: (consts, args, cotangents) -> (outs, gradients)."""
     first, first_consts = compat.open_jaxpr(forward)
@@ -176,6 +186,7 @@ class Candidate:
         plan: None for a program without re-runs.
         scans: how its pairs of scans were rewritten before it was planned.
         rewritten: True if anything was done to it before it was planned.
+        bodies: True if bodies of control flow were planned.
     """
 
     lifted: LiftedJaxpr
@@ -187,11 +198,20 @@ class Candidate:
     plan: Plan | None = None
     scans: Rung = ()
     rewritten: bool = False
+    bodies: bool = False
 
     @property
     def changed(self) -> bool:
         """False for the program as it was."""
         return self.plan is not None or self.rewritten
+
+    @property
+    def planner(self) -> str:
+        """What was done to scans and bodies, and whose plan is run."""
+        scans = "scan segments" if any(choice.segments for choice in self.scans) else "scan"
+        names = [scans] * self.rewritten + ["bodies"] * self.bodies
+        names += [] if self.plan is None else [self.plan.planner]
+        return "+".join(names) or "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,13 +258,18 @@ def _scale(peak_bytes: int, request: JaxprRequest) -> float:
 
 def _body(body: Any, nbytes: int, request: JaxprRequest) -> Any:
     """A body of control flow planned for some bytes of temporaries."""
+    return _planned_body(body, nbytes, request.device, request.planner)
+
+
+@compat.cached_by_jaxpr
+def _planned_body(body: Any, nbytes: int, device: DeviceModel, planner: str) -> Any:
     inner = JaxprRequest(
         budget_bytes=nbytes,
         argument_bytes=0,
         output_bytes=0,
         alias_bytes=0,
-        device=request.device,
-        planner=request.planner,
+        device=device,
+        planner=planner,
     )
     return _choose(body, inner).candidate.emitted
 
@@ -326,11 +351,6 @@ def _lower_bound_ratio(candidate: Candidate, cost_ns: int) -> float:
     return cut_bound(program, candidate.plan.budget_bytes, moments=2) * program.cost_ns / max(cost_ns, 1)
 
 
-def _planner_name(candidate: Candidate) -> str:
-    names = ["scan"] * candidate.rewritten + ([] if candidate.plan is None else [candidate.plan.planner])
-    return "+".join(names) or "none"
-
-
 def _outcome(
     as_is: LiftedJaxpr, before_bytes: int, candidate: Candidate, request: JaxprRequest
 ) -> StageOutcome:
@@ -351,7 +371,7 @@ def _outcome(
         recompute_ns=sum(r.cost_ns for r in recomputed),
         lower_bound_ratio=_lower_bound_ratio(candidate, as_is.program.cost_ns),
         status=Status.FEASIBLE if fits else Status.UNKNOWN,
-        planner=_planner_name(candidate),
+        planner=candidate.planner,
         seconds=0.0,
         recomputed=recomputed,
         tightest=tightest_values(program, candidate.steps),

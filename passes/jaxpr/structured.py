@@ -9,8 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from passes.cost import DeviceModel
+from passes.jaxpr import compat
 from passes.jaxpr.bodies import fit_bodies
 from passes.jaxpr.lift import LiftedJaxpr, lift
+from passes.jaxpr.measured import expected_ratio, tried
 from passes.jaxpr.scan_emit import rewrite
 from passes.jaxpr.scan_ladder import Rung, ladder, segment_ladder
 from passes.jaxpr.sink import sink_into_scans
@@ -20,7 +23,11 @@ if TYPE_CHECKING:
 
 RUNGS_ABOVE = 2
 RUNGS_BELOW = 3
-WAYS = (ALONE, RERUNS, BODIES) = (0, 1, 2)
+WAYS = (ALONE, RERUNS, BODIES, TIGHTER) = (0, 1, 2, 3)
+# An estimate may be off by as much, if XLA has seen nothing of the kind, or something.
+UNKNOWN_RATIO, KNOWN_RATIO = 1.2, 1.05
+# What is expected to cost more than this of the best is not worth a trial.
+CHEAPER_RATIO = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,78 +48,169 @@ class Tools:
 def search_structured(jaxpr: Any, request: JaxprRequest, scale: float, tools: Tools) -> Candidate:
     """The cheapest candidate that fits, among the rungs of the scans' ladder and what can be done beside it.
 
-    A rung alone, with re-runs beside the scans, with the bodies of control flow planned, too; then scans
-    in segments.
+    A rung alone, with re-runs beside the scans, with the bodies of control flow planned, too, and planned
+    tighter; then scans in segments. What was tried out (`request.measured`) counts as measured, the others
+    as estimated times what their like turned out to need.
     """
-    target_bytes = max(int(request.temp_budget_bytes * scale), 1)
-    original, jaxpr = jaxpr, sink_into_scans(jaxpr)
-    rungs: list[Rung] = ladder(jaxpr, request.device) or [()]
-    found = _search_rungs(jaxpr, rungs, request, scale, tools)
-    if found.peak_bytes > target_bytes and rungs[-1]:
-        segments = segment_ladder(rungs[-1], request.device)
-        if segments:
-            found = min(
-                found,
-                _search_rungs(jaxpr, segments, request, scale, tools, ways=(ALONE, RERUNS)),
-                key=lambda c: _rank(c, target_bytes),
-            )
-    return replace(found, rewritten=found.rewritten or jaxpr is not original)
+    sunk = sink_into_scans(jaxpr)
+    search = _Search(original=jaxpr, request=request, scale=scale, tools=tools)
+    looks = search.rungs(_ladder(sunk, request.device), WAYS)
+    if all(look.over for look in looks):
+        looks += search.rungs(_segments(sunk, request.device), (ALONE, RERUNS))
+    return _next(looks, request).candidate
 
 
-def _search_rungs(
-    jaxpr: Any,
-    rungs: Sequence[Rung],
-    request: JaxprRequest,
-    scale: float,
-    tools: Tools,
-    *,
-    ways: Sequence[int] = WAYS,
-) -> Candidate:
-    """The cheapest candidate that fits of some rungs.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Rewritten:
+    """A program with its scans rewritten for one rung, and lifted. Compared by identity."""
 
-    Bytes fall along the ladder, so the first rung that fits is found by bisection; others may be cheaper.
-    """
-    target_bytes = max(int(request.temp_budget_bytes * scale), 1)
-    found: dict[tuple[int, int], Candidate] = {}
-
-    def look(k: int, way: int) -> Candidate:
-        if (k, way) not in found:
-            found[k, way] = _look(jaxpr, rungs[k], request, scale, way, tools)
-        return found[k, way]
-
-    for way in ways:
-        low, high = 0, len(rungs)
-        while low < high:
-            middle = (low + high) // 2
-            if look(middle, way).peak_bytes <= target_bytes:
-                high = middle
-            else:
-                low = middle + 1
-        if low < len(rungs):
-            for k in range(low + 1, min(low + 1 + RUNGS_BELOW, len(rungs))):
-                look(k, way)
-            for k in range(max(0, low - RUNGS_ABOVE), low):
-                look(k, min(way + 1, ways[-1]))
-            break
-    return min(found.values(), key=lambda c: _rank(c, target_bytes))
+    rung: Rung
+    program: Any
+    lifted: LiftedJaxpr
 
 
-def _look(jaxpr: Any, rung: Rung, request: JaxprRequest, scale: float, way: int, tools: Tools) -> Candidate:
-    """One rung in one of the `WAYS`."""
-    device, target_bytes = request.device, max(int(request.temp_budget_bytes * scale), 1)
+@compat.cached_by_jaxpr
+def _ladder(jaxpr: Any, device: DeviceModel) -> tuple[_Rewritten, ...]:
+    """The program on every rung of its ladder; as it is, if it has none."""
+    return tuple(_rewritten(jaxpr, rung, device) for rung in ladder(jaxpr, device) or [()])
+
+
+@compat.cached_by_jaxpr
+def _segments(jaxpr: Any, device: DeviceModel) -> tuple[_Rewritten, ...]:
+    """The program on the rungs below its ladder."""
+    lowest = _ladder(jaxpr, device)[-1].rung
+    return tuple(
+        _rewritten(jaxpr, rung, device) for rung in (segment_ladder(lowest, device) if lowest else ())
+    )
+
+
+def _rewritten(jaxpr: Any, rung: Rung, device: DeviceModel) -> _Rewritten:
     program = rewrite(jaxpr, rung) if rung else jaxpr
-    if way == BODIES:
-        program = fit_bodies(
-            program, device, target_bytes, lambda body, nbytes: tools.plan_body(body, nbytes, request)
-        )
-    as_is = lift(program, device, as_xla=True)
-    made = tools.alone(as_is)
-    if way != ALONE and made.peak_bytes > target_bytes:
-        made = tools.search(as_is, request, scale)
-    return replace(made, scans=rung, rewritten=program is not jaxpr)
+    return _Rewritten(rung=rung, program=program, lifted=lift(program, device, as_xla=True))
 
 
-def _rank(candidate: Candidate, target_bytes: int) -> tuple[bool, int, int]:
-    """Within the target by time, else by bytes; smaller is better."""
-    over = candidate.peak_bytes > target_bytes
-    return over, candidate.peak_bytes if over else candidate.cost_ns, candidate.peak_bytes
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Look:
+    """A candidate.
+
+    Attributes:
+        expected_bytes: what XLA is expected to need for it.
+        over: whether that is over the budget.
+        tried: True if the expectation was measured.
+    """
+
+    candidate: Candidate
+    expected_bytes: int
+    over: bool
+    tried: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Search:
+    """What is the same for all candidates of one search.
+
+    Attributes:
+        original: the program as it came.
+        scale: estimated over real bytes of temporaries, before anything was tried out.
+    """
+
+    original: Any
+    request: JaxprRequest
+    scale: float
+    tools: Tools
+
+    def rungs(self, rungs: Sequence[_Rewritten], ways: Sequence[int]) -> list[_Look]:
+        """Candidates of some rungs, among them the cheapest that fits.
+
+        Bytes fall along the ladder, so the first rung that fits is found by bisection; others may be cheaper.
+        """
+        found: dict[tuple[int, int], _Look] = {}
+
+        def look(k: int, way: int) -> _Look:
+            if (k, way) not in found:
+                found[k, way] = self._look(rungs[k], way, lowest=k == len(rungs) - 1)
+            return found[k, way]
+
+        for way in ways:
+            low, high = 0, len(rungs)
+            while low < high:
+                middle = (low + high) // 2
+                if look(middle, way).over:
+                    low = middle + 1
+                else:
+                    high = middle
+            if low < len(rungs):
+                for k in range(low + 1, min(low + 1 + RUNGS_BELOW, len(rungs))):
+                    look(k, way)
+                for k in range(max(0, low - RUNGS_ABOVE), low):
+                    look(k, min(way + 1, ways[-1]))
+                break
+        return list(found.values())
+
+    def _look(self, rung: _Rewritten, way: int, *, lowest: bool) -> _Look:
+        """One rung in one of the `WAYS`; the lowest is not given up before it was tried out itself."""
+        request = self.request
+        program, as_is = rung.program, rung.lifted
+        if way in (BODIES, TIGHTER):
+            program, as_is = self._with_bodies(program, 2 if way == TIGHTER else 1)
+
+        def named(made: Candidate) -> Candidate:
+            rewritten, bodies = program is not self.original, program is not rung.program
+            return replace(made, scans=rung.rung, rewritten=rewritten, bodies=bodies)
+
+        alone = named(self.tools.alone(as_is))
+        ratio = self._ratio(alone.planner, alone.peak_bytes, 1 / self.scale)
+        found = self._expect(alone, 1 / self.scale if lowest else ratio)
+        if way == ALONE or not found.over:
+            return found
+        ratio = self._ratio(f"{alone.planner}+{request.planner}", request.temp_budget_bytes, ratio)
+        return self._expect(named(self.tools.search(as_is, request, 1 / ratio)), ratio)
+
+    def _with_bodies(self, program: Any, aims: int) -> tuple[Any, LiftedJaxpr]:
+        """A program with its bodies planned, and lifted; a second aim is lower by what the first missed."""
+        device = self.request.device
+        target_bytes = aim_bytes = max(int(self.request.temp_budget_bytes * self.scale), 1)
+        for _ in range(aims):
+            planned = fit_bodies(
+                program,
+                device,
+                aim_bytes,
+                lambda body, nbytes: self.tools.plan_body(body, nbytes, self.request),
+            )
+            lifted = lift(planned, device, as_xla=True)
+            excess_bytes = self.tools.alone(lifted).peak_bytes - target_bytes
+            if excess_bytes <= 0:
+                break
+            aim_bytes = max(aim_bytes - 2 * excess_bytes, 1)
+        return planned, lifted
+
+    def _expect(self, made: Candidate, ratio: float) -> _Look:
+        known = tried(self.request.measured, made.planner, made.peak_bytes)
+        nbytes = round(made.peak_bytes * ratio) if known is None else known.temp_bytes
+        over = nbytes > self.request.temp_budget_bytes
+        return _Look(candidate=made, expected_bytes=nbytes, over=over, tried=known is not None)
+
+    def _ratio(self, planner: str, estimated_bytes: int, prior_ratio: float) -> float:
+        return expected_ratio(self.request.measured, planner, estimated_bytes, prior_ratio)
+
+
+def _next(looks: Sequence[_Look], request: JaxprRequest) -> _Look:
+    """What to try out: what is expected to be best; once that was tried, what may be better still."""
+    best = min(looks, key=_rank)
+    if best.over or not best.tried:
+        return best
+
+    def may_fit(look: _Look) -> bool:
+        known = any(m.planner == look.candidate.planner for m in request.measured)
+        return look.expected_bytes <= (KNOWN_RATIO if known else UNKNOWN_RATIO) * request.temp_budget_bytes
+
+    cheaper = CHEAPER_RATIO * best.candidate.cost_ns
+    bold = [k for k in looks if not k.tried and k.candidate.cost_ns <= cheaper and may_fit(k)]
+    return min(bold, key=lambda k: k.expected_bytes, default=best)
+
+
+def _rank(look: _Look) -> tuple[int, int, int]:
+    """Within the budget by time; then by bytes, what was not tried first. Smaller is better."""
+    if look.over:
+        return 1 + look.tried, look.expected_bytes, look.candidate.cost_ns
+    return 0, look.candidate.cost_ns, look.expected_bytes
