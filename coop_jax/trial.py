@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ import jax
 
 from coop_jax import aot, xla
 from passes.jaxpr import compat
-from passes.jaxpr.measured import Measured, tried
+from passes.jaxpr.measured import Measured
 from passes.jaxpr.stage import JaxprRequest
 from passes.outcome import StageOutcome
 
@@ -28,6 +28,7 @@ STRICT_RATIO = 1.5
 CHEAP_REPAIR_RATIO = 0.02
 FAR_BELOW_RATIO = 4
 SHORT_EQUATIONS = 400
+PARTS_OF_CORRECTION = (0.5, 0.25, 0.75)
 
 coop_trial_p = compat.new_primitive("coop_trial")
 
@@ -98,7 +99,8 @@ def settle(
     A program is asked for again, for fewer bytes, as long as the enforcing stage has to change it; where
     XLA made something else of it than was planned, XLA is first left less freedom. A program with rewritten
     scans, inside which the enforcing stage changes nothing, is asked for again with what was measured, until
-    what is expected to be best has been tried.
+    what is expected to be best has been tried. A deeper plan is not always a smaller program: before a budget
+    is given up, plans less deep than the first correction asked for are tried.
     """
     first = attempt(request)
     small = first.outcome.before_temp_bytes <= SMALL_BYTES or _is_short(first)
@@ -111,18 +113,16 @@ def settle(
         or first.outcome.before_temp_bytes * FAR_BELOW_RATIO <= request.temp_budget_bytes
     ):
         return first.made, first.outcome
-    best, found = None, first
+    tries = _Tries(record=record, device=device, donated=donated)
+    found, corrections = first, []
     for n in range(MAX_TRIALS):
         if n:
             found = attempt(request)
-        if tried(request.measured, found.outcome.planner, found.outcome.planned_temp_bytes):
+        if tries.has(found, request):
             break
-        verdict = try_out(found.program, record, device, donated)
+        verdict = tries.verdict(found, request)
         if verdict is None:
             break
-        rank = _rank(verdict)
-        if best is None or rank < best[0]:
-            best = (rank, found)
         if _has_rewritten_scans(found.outcome):
             request = dataclasses.replace(
                 request, measured=(*request.measured, _measured(found.outcome, verdict))
@@ -130,16 +130,63 @@ def settle(
         elif verdict.status.found and verdict.recompute_ns <= CHEAP_REPAIR_RATIO * verdict.cost_ns:
             break
         else:
+            corrections.append(_excess_ratio(found.outcome, verdict))
             request = _for_fewer_bytes(request, found.outcome, verdict)
-    chosen = first if best is None else best[1]
+    if not tries.kept and corrections:
+        for part in PARTS_OF_CORRECTION:
+            milder = dataclasses.replace(request, bytes_ratio=corrections[0] ** part)
+            found = attempt(milder)
+            if not tries.has(found, milder):
+                tries.verdict(found, milder)
+            if tries.kept:
+                break
+    chosen = tries.best or first
     return chosen.made, chosen.outcome
 
 
+@dataclass(slots=True, kw_only=True)
+class _Tries:
+    """What was tried out so far, and the best of it."""
+
+    record: xla.Record
+    device: Any
+    donated: Sequence[int]
+    best: Attempt | None = None
+    rank: tuple[bool, int] = (True, 1 << 62)
+    seen: set[Hashable] = field(default_factory=set)
+
+    @property
+    def kept(self) -> bool:
+        """True if something kept the budget."""
+        return not self.rank[0]
+
+    def has(self, found: Attempt, request: JaxprRequest) -> bool:
+        """True if this was tried out, asked for in other words."""
+        return self._key(found, request) in self.seen
+
+    def verdict(self, found: Attempt, request: JaxprRequest) -> StageOutcome | None:
+        """Try one out; see `try_out`."""
+        self.seen.add(self._key(found, request))
+        verdict = try_out(found.program, self.record, self.device, self.donated)
+        if verdict is not None and (self.best is None or _rank(verdict) < self.rank):
+            self.best, self.rank = found, _rank(verdict)
+        return verdict
+
+    def _key(self, found: Attempt, request: JaxprRequest) -> Hashable:
+        plan = found.outcome
+        return request.strict, plan.changed, plan.planner, plan.planned_temp_bytes, plan.recompute_ns
+
+
 def _for_fewer_bytes(request: JaxprRequest, planned: StageOutcome, verdict: StageOutcome) -> JaxprRequest:
-    ratio = verdict.before_temp_bytes / max(planned.planned_temp_bytes, 1)
+    ratio = _excess_ratio(planned, verdict)
     if ratio > STRICT_RATIO and planned.changed and not request.strict:
         return dataclasses.replace(request, strict=True, bytes_ratio=1.0)
     return dataclasses.replace(request, bytes_ratio=max(ratio, 1.05 * request.bytes_ratio))
+
+
+def _excess_ratio(planned: StageOutcome, verdict: StageOutcome) -> float:
+    """What XLA made of a plan, as a multiple of the plan's bytes."""
+    return verdict.before_temp_bytes / max(planned.planned_temp_bytes, 1)
 
 
 def _has_rewritten_scans(planned: StageOutcome) -> bool:

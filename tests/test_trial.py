@@ -44,7 +44,9 @@ PLANNED = StageOutcome(
 def settled(
     monkeypatch: pytest.MonkeyPatch,
     verdict_of: Callable[[JaxprRequest], StageOutcome | None],
-    planned_of: Callable[[JaxprRequest], StageOutcome] = lambda _: PLANNED,
+    planned_of: Callable[[JaxprRequest], StageOutcome] = lambda r: replace(
+        PLANNED, recompute_ns=int(100 * r.bytes_ratio)
+    ),
 ) -> tuple[JaxprRequest, list[JaxprRequest]]:
     """The request whose program was taken, and all requests in order."""
     asked: list[JaxprRequest] = []
@@ -104,10 +106,27 @@ def test_the_cheapest_that_fits_is_taken_though_it_was_not_the_last(monkeypatch:
 
 
 def test_what_comes_nearest_is_taken_if_nothing_fits(monkeypatch: pytest.MonkeyPatch):
-    sizes = iter([1400, 1200, 1300, 1350])
+    sizes = iter([1400, 1200, 1300, 1350, 1400, 1400, 1400])
     taken, asked = settled(monkeypatch, lambda _: needing(next(sizes)))
-    assert len(asked) == trial.MAX_TRIALS
+    assert len(asked) == trial.MAX_TRIALS + len(trial.PARTS_OF_CORRECTION)
     assert taken is asked[1]
+
+
+def test_the_same_plan_is_not_tried_twice(monkeypatch: pytest.MonkeyPatch):
+    tried: list[float] = []
+
+    def verdict(request: JaxprRequest) -> StageOutcome:
+        tried.append(request.bytes_ratio)
+        return needing(1200)
+
+    settled(monkeypatch, verdict, planned_of=lambda _: PLANNED)
+    assert tried == [1.0]
+
+
+def test_milder_plans_are_tried_before_a_budget_is_given_up(monkeypatch: pytest.MonkeyPatch):
+    taken, asked = settled(monkeypatch, lambda r: needing(900 if 1.1 < r.bytes_ratio < 1.3 else 1440))
+    assert [round(r.bytes_ratio, 2) for r in asked[-1:]] == [1.2]
+    assert taken is asked[-1]
 
 
 def rung(request: JaxprRequest, sizes: list[int], cost_ns: list[int]) -> StageOutcome:
