@@ -16,9 +16,9 @@ from coop_jax.remat import remat
 from passes.cost import DEVICES
 from passes.jaxpr import compat
 from passes.jaxpr.inline import inline_calls
-from passes.jaxpr.scan_cut import all_remade
+from passes.jaxpr.scan_choice import Rung, all_remade
 from passes.jaxpr.scan_emit import rewrite
-from passes.jaxpr.scan_ladder import Rung, ladder, segment_ladder
+from passes.jaxpr.scan_ladder import ladder, segment_ladder
 from passes.jaxpr.scans import find_pairs
 
 CPU = DEVICES["cpu"]

@@ -16,7 +16,7 @@ from passes.jaxpr import compat
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.lift import inner_work, lift
 from passes.jaxpr.primitives import CONTROL_FLOW
-from passes.jaxpr.rewrite import consts_as_literals
+from passes.jaxpr.rewrite import bodies_of, consts_as_literals, with_bodies
 from passes.simulate import simulate
 
 PlanBody = Callable[[Any, int], Any]
@@ -52,13 +52,7 @@ def _with_bodies(eqn: Any, device: DeviceModel, allowed_bytes: int, plan_body: P
             return body
         return compat.close_jaxpr(plan_body(flat, max(allowed_bytes - results, 1)), [])
 
-    name = eqn.primitive.name
-    if name == "cond":
-        new: dict[str, Any] = {"branches": tuple(map(fitted, eqn.params["branches"]))}
-    else:
-        param = {"scan": "jaxpr", "while": "body_jaxpr"}[name]
-        new = {param: fitted(eqn.params[param])}
-    return eqn.replace(params={**eqn.params, **new})
+    return with_bodies(eqn, [fitted(body) for body in bodies_of(eqn)])
 
 
 @compat.cached_by_jaxpr

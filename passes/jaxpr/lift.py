@@ -22,6 +22,7 @@ from passes.cost import DeviceModel, kernel_ns
 from passes.ir import Buffer, BufferId, Op, OpId, Program
 from passes.jaxpr import compat
 from passes.jaxpr.flops import matrix_work
+from passes.jaxpr.in_place import carries_shared, updated_in_place
 from passes.jaxpr.inline import CALLS, inline_calls
 from passes.jaxpr.primitives import CONTROL_FLOW, SLICING, Kind, is_expensive, kind_of
 from passes.simulate import simulate
@@ -367,6 +368,9 @@ class _Lift:
     ) -> tuple[tuple[BufferId, BufferId], ...]:
         """An elementwise kernel may write over an operand of the same shape and type that dies with it."""
         eqn = self.jaxpr.eqns[root]
+        if eqn.primitive.name == "scan":
+            kept = {*self.jaxpr.constvars, *self.jaxpr.invars, *self.results}
+            return carries_shared(eqn, buffer_of, kept)
         in_place = eqn.primitive.name in ("dynamic_update_slice", "scatter", "scatter-add", "scatter_add")
         if self.kinds[root] is not Kind.FUSIBLE and not in_place:
             return ()
@@ -384,13 +388,11 @@ class _Lift:
         """The inner peak of control flow: of its largest body."""
         if eqn.primitive.name not in CONTROL_FLOW:
             return 0
-        return max(
-            (inner_work(inner, self.device).peak_bytes for inner in compat.inner_jaxprs(eqn)), default=0
-        )
+        return max((work.peak_bytes for work in _works(eqn, self.device)), default=0)
 
     def _inner_ns(self, eqn: Any) -> int:
         """Time of control flow: its dearest body, as often as it is known to run."""
-        inner = [inner_work(body, self.device).cost_ns for body in compat.inner_jaxprs(eqn)]
+        inner = [work.cost_ns for work in _works(eqn, self.device)]
         turns = int(eqn.params.get("length") or 1) * max(inner, default=0)
         if eqn.primitive.name != "scan":
             return turns
@@ -408,12 +410,24 @@ class InnerWork:
     cost_ns: int
 
 
+def _works(eqn: Any, device: DeviceModel) -> list[InnerWork]:
+    """What the bodies of one equation of control flow need."""
+    carried = compat.scan_sizes(eqn) if eqn.primitive.name == "scan" else (0, 0)
+    return [inner_work(body, device, carried) for body in compat.inner_jaxprs(eqn)]
+
+
 @compat.cached_by_jaxpr
-def inner_work(jaxpr: Any, device: DeviceModel) -> InnerWork:
-    """What one run of a body of control flow needs, as XLA runs it by itself."""
+def inner_work(jaxpr: Any, device: DeviceModel, carried: tuple[int, int] = (0, 0)) -> InnerWork:
+    """What one run of a body of control flow needs, as XLA runs it by itself.
+
+    Args:
+        carried: of a scan's body how many of its inputs are constants, and carried.
+    """
     flat = compat.open_jaxpr(inline_calls(compat.close_jaxpr(jaxpr, [])))[0] if not jaxpr.constvars else jaxpr
-    program = lift(flat, device, as_xla=True).program
-    results = sum(compat.aval_nbytes(v.aval) for v in jaxpr.outvars)
+    lifted = lift(flat, device, as_xla=True)
+    program = lifted.program
+    in_place = updated_in_place(lifted, *carried)
+    results = sum(compat.aval_nbytes(v.aval) for k, v in enumerate(flat.outvars) if k not in in_place)
     peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
     return InnerWork(peak_bytes=int(peak_bytes) + results, cost_ns=program.cost_ns)
 

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 
 from passes.jaxpr import compat
 
+_BODY = {"scan": "jaxpr", "while": "body_jaxpr"}
+
 
 def renewed(jaxpr: Any, known: dict[Any, Any] | None = None) -> Any:
     """A copy of an open jaxpr with variables of its own, but for those that `known` gives."""
@@ -45,6 +47,19 @@ def consts_as_literals(closed: Any) -> Any:
     eqns = [compat.rename_inputs(eqn, values) for eqn in jaxpr.eqns]
     outvars = [compat.renamed(v, values) for v in jaxpr.outvars]
     return compat.rebuild(jaxpr, eqns=eqns, outvars=outvars, constvars=[])
+
+
+def bodies_of(eqn: Any) -> tuple[Any, ...]:
+    """The closed bodies of a `scan`, `cond` or `while` that may be rewritten."""
+    name, params = eqn.primitive.name, eqn.params
+    return tuple(params["branches"]) if name == "cond" else (params[_BODY[name]],)
+
+
+def with_bodies(eqn: Any, bodies: Sequence[Any]) -> Any:
+    """`eqn` with other bodies; see `bodies_of`."""
+    name = eqn.primitive.name
+    new = {"branches": tuple(bodies)} if name == "cond" else {_BODY[name]: bodies[0]}
+    return eqn.replace(params={**eqn.params, **new})
 
 
 def defined(jaxpr: Any) -> list[Any]:

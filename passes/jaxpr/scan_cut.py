@@ -20,7 +20,7 @@ from passes.jaxpr import compat
 from passes.jaxpr.lift import SLICE_PASSES, lift
 from passes.jaxpr.primitives import is_expensive
 from passes.jaxpr.rewrite import defined
-from passes.jaxpr.scan_segments import Segments
+from passes.jaxpr.scan_choice import Choice
 from passes.jaxpr.scans import ScanPair
 from passes.outcome import Recomputed
 from passes.planners.closure import MadeBy, cheapest_to_keep
@@ -50,33 +50,6 @@ class Turn:
     demanded: tuple[int, ...]
     stacked_bytes: tuple[int, ...]
     traffic_ps: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """What passes from the first to the second half of one pair.
-
-    Attributes:
-        pair: the scans, pairs inside their bodies rewritten.
-        kept: variables of the first body.
-        stacked_bytes: bytes of all stacks that are there for this purpose only.
-        remade: what the second half runs again, for the report; costs of all turns.
-        inner: choices for the pairs inside the bodies.
-        segments: how the pair runs in segments; then `kept` and `inner` are of one segment.
-    """
-
-    pair: ScanPair
-    kept: tuple[Any, ...]
-    stacked_bytes: int
-    remade: tuple[Recomputed, ...]
-    inner: tuple[Choice, ...] = ()
-    segments: Segments | None = None
-
-    @property
-    def signature(self) -> tuple[Any, ...]:
-        """Tells different choices for the same pair apart."""
-        count = 1 if self.segments is None else self.segments.count
-        return self.stacked_bytes, self.kept, count, tuple(c.signature for c in self.inner)
 
 
 def turn_of(pair: ScanPair, device: DeviceModel) -> Turn:
@@ -111,11 +84,6 @@ def choose(turn: Turn, ns_per_byte: float) -> Choice:
         stacked_bytes=turn.pair.length * sum(turn.stacked_bytes[k] for k in kept),
         remade=_remade(turn, kept),
     )
-
-
-def all_remade(choice: Choice) -> tuple[Recomputed, ...]:
-    """What a choice and those inside it run again."""
-    return choice.remade + tuple(r for inner in choice.inner for r in all_remade(inner))
 
 
 def joined_body(pair: ScanPair) -> Any:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from passes.jaxpr import compat, scan_segments
-from passes.jaxpr.rewrite import run_scan, splice
-from passes.jaxpr.scan_cut import Choice
+from passes.jaxpr.rewrite import run_scan, splice, with_bodies
+from passes.jaxpr.scan_choice import Choice, Inside
 
 
-def rewrite(jaxpr: Any, choices: Sequence[Choice]) -> Any:
+def rewrite(jaxpr: Any, choices: Sequence[Choice | Inside]) -> Any:
     """An open jaxpr with its pairs written as chosen."""
     groups, rename = rewrite_groups(jaxpr, choices)
     eqns = [eqn for group in groups for eqn in group]
@@ -25,10 +25,12 @@ def rewrite(jaxpr: Any, choices: Sequence[Choice]) -> Any:
     return compat.dce_jaxpr(new, [True] * len(outvars))
 
 
-def rewrite_groups(jaxpr: Any, choices: Sequence[Choice]) -> tuple[list[list[Any]], dict[Any, Any]]:
+def rewrite_groups(jaxpr: Any, choices: Sequence[Choice | Inside]) -> tuple[list[list[Any]], dict[Any, Any]]:
     """For every equation of an open jaxpr what stands in its place; and the results' new names."""
-    firsts = {choice.pair.first: choice for choice in choices}
-    seconds = {choice.pair.second: choice for choice in choices}
+    insides = {choice.enclosure.place: choice for choice in choices if isinstance(choice, Inside)}
+    pairs = [choice for choice in choices if isinstance(choice, Choice)]
+    firsts = {choice.pair.first: choice for choice in pairs}
+    seconds = {choice.pair.second: choice for choice in pairs}
     rename: dict[Any, Any] = {}
     written: dict[int, _First] = {}
     groups: list[list[Any]] = []
@@ -39,9 +41,16 @@ def rewrite_groups(jaxpr: Any, choices: Sequence[Choice]) -> tuple[list[list[Any
             groups.append(written[i].eqns)
         elif i in seconds:
             groups.append(_write_second(seconds[i], eqn, written[seconds[i].pair.first], rename))
+        elif i in insides:
+            groups.append([_with_inside(insides[i], eqn)])
         else:
             groups.append([eqn])
     return groups, rename
+
+
+def _with_inside(choice: Inside, eqn: Any) -> Any:
+    bodies = zip(choice.enclosure.bodies, choice.bodies, strict=True)
+    return with_bodies(eqn, [compat.close_jaxpr(rewrite(body, rung), []) for body, rung in bodies])
 
 
 @dataclass(slots=True, kw_only=True)

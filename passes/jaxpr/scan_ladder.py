@@ -9,16 +9,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from passes.cost import DeviceModel
 from passes.jaxpr import compat
-from passes.jaxpr.scan_cut import Choice, choose, joined_body, kernels_of, turn_of
+from passes.jaxpr.scan_choice import Choice, Inside, Rung
+from passes.jaxpr.scan_cut import choose, joined_body, kernels_of, turn_of
 from passes.jaxpr.scan_emit import rewrite, rewrite_groups
 from passes.jaxpr.scan_segments import Segments, segment_counts, segment_program
-from passes.jaxpr.scans import Body, ScanPair, find_pairs
+from passes.jaxpr.scans import Body, Enclosure, ScanPair, find_enclosures, find_pairs
 
-Rung = tuple[Choice, ...]
+Site = Callable[[float], Choice | Inside]
 
 # Prices of a byte, in units of the time that the device takes to move one.
 FIRST_PRICE = 0.02
@@ -34,17 +36,13 @@ def ladder(jaxpr: Any, device: DeviceModel) -> list[Rung]:
 
     The first one stacks what is faster to read than to make; the last one as little as possible.
     """
-    pairs = find_pairs(jaxpr)
-    if not pairs:
+    sites = _sites(jaxpr, device)
+    if not sites:
         return []
-    flat = {k: turn_of(pair, device) for k, pair in enumerate(pairs) if not find_pairs(joined_body(pair))}
 
     def rung(price: float) -> Rung:
         ns_per_byte = price * 1e9 / device.bytes_per_second
-        return tuple(
-            choose(flat[k], ns_per_byte) if k in flat else choose_nested(pair, device, ns_per_byte)
-            for k, pair in enumerate(pairs)
-        )
+        return tuple(site(ns_per_byte) for site in sites)
 
     prices = [0.0, *(FIRST_PRICE * GROWTH**k for k in range(PRICES))]
     found = {price: rung(price) for price in prices}
@@ -71,24 +69,37 @@ def _refine(
         _refine(found, middle, high, step_bytes, rung, depth - 1)
 
 
-def _bytes(rung: Sequence[Choice]) -> int:
+def _bytes(rung: Rung) -> int:
     return sum(c.stacked_bytes for c in rung)
 
 
-def _signatures(rung: Sequence[Choice]) -> list[Any]:
+def _signatures(rung: Rung) -> list[Any]:
     return [c.signature for c in rung]
 
 
 def segment_ladder(rung: Rung, device: DeviceModel) -> list[Rung]:
     """Rungs below `rung`, the lowest of the ladder: the pair with the largest stacks runs in segments."""
-    k = max(range(len(rung)), key=lambda k: (rung[k].stacked_bytes, -k))
-    found = []
-    for count in segment_counts(rung[k].pair.length):
-        found += [
-            s for s in _in_segments(rung[k].pair, count, device) if s.stacked_bytes < rung[k].stacked_bytes
-        ]
-    found.sort(key=lambda choice: -choice.stacked_bytes)
-    return [(*rung[:k], choice, *rung[k + 1 :]) for choice in found]
+    if not rung:
+        return []
+    k = _fullest([(choice,) for choice in rung])
+    choice = rung[k]
+    found: list[Choice | Inside] = []
+    if isinstance(choice, Inside):
+        b = _fullest(choice.bodies)
+        for lower in segment_ladder(choice.bodies[b], device):
+            bodies = (*choice.bodies[:b], lower, *choice.bodies[b + 1 :])
+            found.append(dataclasses.replace(choice, bodies=bodies))
+    else:
+        for count in segment_counts(choice.pair.length):
+            found += _in_segments(choice.pair, count, device)
+    found = [s for s in found if s.stacked_bytes < choice.stacked_bytes]
+    found.sort(key=lambda s: -s.stacked_bytes)
+    return [(*rung[:k], s, *rung[k + 1 :]) for s in found]
+
+
+def _fullest(rungs: Sequence[Rung]) -> int:
+    """The index of what stacks most."""
+    return max(range(len(rungs)), key=lambda k: (_bytes(rungs[k]), -k))
 
 
 def _in_segments(pair: ScanPair, count: int, device: DeviceModel) -> list[Choice]:
@@ -115,23 +126,37 @@ def _in_segments(pair: ScanPair, count: int, device: DeviceModel) -> list[Choice
     ]
 
 
-def choices_at(jaxpr: Any, device: DeviceModel, ns_per_byte: float) -> list[Choice]:
-    """A choice for every pair of an open jaxpr, at one price of a byte."""
-    return [choose_nested(pair, device, ns_per_byte) for pair in find_pairs(jaxpr)]
+def _sites(jaxpr: Any, device: DeviceModel) -> list[Site]:
+    """The places of an open jaxpr where something is chosen: (ns per byte) -> what is cheapest there."""
+    pairs = find_pairs(jaxpr)
+    sites = [_pair_site(pair, device) for pair in pairs]
+    for enclosure in find_enclosures(jaxpr, pairs):
+        inner = [_sites(body, device) for body in enclosure.bodies]
+        if any(inner):
+            sites.append(partial(_choose_inside, enclosure, inner))
+    return sites
 
 
-def choose_nested(pair: ScanPair, device: DeviceModel, ns_per_byte: float) -> Choice:
-    """The choice for one pair after the pairs inside its bodies have been rewritten for the same price."""
-    joined = joined_body(pair)
-    inner = tuple(choices_at(joined, device, ns_per_byte))
-    if inner:
-        groups, rename = rewrite_groups(joined, inner)
-        boundary = len(pair.make.jaxpr.eqns)
-        pair = dataclasses.replace(
-            pair,
-            make=_with_eqns(pair.make, groups[:boundary], rename),
-            take=_with_eqns(pair.take, groups[boundary:], rename),
-        )
+def _pair_site(pair: ScanPair, device: DeviceModel) -> Site:
+    inner = _sites(joined_body(pair), device)
+    return partial(_choose_nested, pair, inner, device) if inner else partial(choose, turn_of(pair, device))
+
+
+def _choose_inside(enclosure: Enclosure, sites: Sequence[Sequence[Site]], ns_per_byte: float) -> Inside:
+    bodies = tuple(tuple(site(ns_per_byte) for site in body) for body in sites)
+    return Inside(enclosure=enclosure, bodies=bodies)
+
+
+def _choose_nested(pair: ScanPair, sites: Sequence[Site], device: DeviceModel, ns_per_byte: float) -> Choice:
+    """The choice for one pair after what is inside its bodies has been rewritten for the same price."""
+    inner = tuple(site(ns_per_byte) for site in sites)
+    groups, rename = rewrite_groups(joined_body(pair), inner)
+    boundary = len(pair.make.jaxpr.eqns)
+    pair = dataclasses.replace(
+        pair,
+        make=_with_eqns(pair.make, groups[:boundary], rename),
+        take=_with_eqns(pair.take, groups[boundary:], rename),
+    )
     return dataclasses.replace(choose(turn_of(pair, device), ns_per_byte), inner=inner)
 
 

@@ -17,12 +17,15 @@ Turn i of the one meets turn i of the other whatever way each of them runs, beca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from passes.jaxpr import compat
 from passes.jaxpr.inline import inline_calls
-from passes.jaxpr.rewrite import consts_as_literals, renewed
+from passes.jaxpr.primitives import CONTROL_FLOW
+from passes.jaxpr.rewrite import bodies_of, consts_as_literals, renewed
+from passes.jaxpr.sink import sink_into_scans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +92,35 @@ class ScanPair:
         return self.make.length
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Enclosure:
+    """Control flow that is in no pair, but may have pairs in its bodies, such as microbatches over layers.
+
+    Attributes:
+        place: its place among the program's equations.
+        bodies: open jaxprs, calls inlined, constants written in.
+        turns: how often they are known to run.
+    """
+
+    place: int
+    bodies: tuple[Any, ...]
+    turns: int
+
+
+def find_enclosures(jaxpr: Any, pairs: Sequence[ScanPair]) -> list[Enclosure]:
+    """The control flow of an open jaxpr, calls inlined, that is in none of `pairs` and has some inside."""
+    paired = {place for pair in pairs for place in (pair.first, pair.second)}
+    found = []
+    for i, eqn in enumerate(jaxpr.eqns):
+        has_refs = any(compat.is_ref(v.aval) for v in eqn.invars)
+        if i in paired or eqn.primitive.name not in CONTROL_FLOW or has_refs:
+            continue
+        bodies = tuple(map(_flat, bodies_of(eqn)))
+        if any(inner.primitive.name in CONTROL_FLOW for body in bodies for inner in body.eqns):
+            found.append(Enclosure(place=i, bodies=bodies, turns=int(eqn.params.get("length") or 1)))
+    return found
+
+
 def find_pairs(jaxpr: Any) -> list[ScanPair]:
     """Pairs of an open jaxpr, calls inlined, in the order of their second scan; no scan is in two."""
     producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
@@ -131,14 +163,18 @@ def _fullest_source(jaxpr: Any, second: int, producer: dict[Any, int], used: set
 def body_of(eqn: Any) -> Body:
     """A scan's body in variables of its own."""
     n_consts, n_carry = compat.scan_sizes(eqn)
-    inlined = consts_as_literals(inline_calls(eqn.params["jaxpr"]))
     return Body(
         eqn=eqn,
-        jaxpr=renewed(inlined),
+        jaxpr=renewed(_flat(eqn.params["jaxpr"])),
         n_consts=n_consts,
         n_carry=n_carry,
         length=int(eqn.params["length"]),
     )
+
+
+def _flat(body: Any) -> Any:
+    """A closed body as an open jaxpr, calls inlined, constants written in, what comes from little sunk."""
+    return sink_into_scans(consts_as_literals(inline_calls(body)))
 
 
 def _pair(jaxpr: Any, first: int, second: int, readers: dict[Any, list[int]], results: set[Any]) -> ScanPair:

@@ -22,8 +22,7 @@ from passes.jaxpr.emit import EmitConfig, emit, emit_split
 from passes.jaxpr.freedom import emit_config
 from passes.jaxpr.lift import LiftedJaxpr, lift
 from passes.jaxpr.measured import Measured
-from passes.jaxpr.scan_cut import all_remade
-from passes.jaxpr.scan_ladder import Rung
+from passes.jaxpr.scan_choice import Rung, all_remade
 from passes.jaxpr.simplify import scatter_in_place
 from passes.jaxpr.structured import Tools, search_structured
 from passes.outcome import StageOutcome, recomputed_by, tightest_values
@@ -46,6 +45,7 @@ class JaxprRequest:
         baseline_total_bytes: what the program needs without this stage, where that was compiled.
         bytes_ratio: XLA's bytes of temporaries over this stage's estimate, where a trial has told.
         measured: candidates with rewritten scans that were tried out.
+        inside: True for a body of a program whose scans, inner ones, too, are rewritten already.
         strict: True to leave XLA no freedom to merge small dots or to reorder re-runs: every such kernel is
             behind a barrier of its own, which costs time and is for programs that do not fit without.
     """
@@ -59,6 +59,7 @@ class JaxprRequest:
     baseline_total_bytes: int | None = None
     bytes_ratio: float = 1.0
     measured: tuple[Measured, ...] = ()
+    inside: bool = False
     strict: bool = False
 
     @property
@@ -208,7 +209,7 @@ class Candidate:
     @property
     def planner(self) -> str:
         """What was done to scans and bodies, and whose plan is run."""
-        scans = "scan segments" if any(choice.segments for choice in self.scans) else "scan"
+        scans = "scan segments" if any(choice.in_segments for choice in self.scans) else "scan"
         names = [scans] * self.rewritten + ["bodies"] * self.bodies
         names += [] if self.plan is None else [self.plan.planner]
         return "+".join(names) or "none"
@@ -270,6 +271,7 @@ def _planned_body(body: Any, nbytes: int, device: DeviceModel, planner: str) -> 
         alias_bytes=0,
         device=device,
         planner=planner,
+        inside=True,
     )
     return _choose(body, inner).candidate.emitted
 

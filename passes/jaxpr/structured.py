@@ -14,8 +14,9 @@ from passes.jaxpr import compat
 from passes.jaxpr.bodies import fit_bodies
 from passes.jaxpr.lift import LiftedJaxpr, lift
 from passes.jaxpr.measured import expected_ratio, tried
+from passes.jaxpr.scan_choice import Rung
 from passes.jaxpr.scan_emit import rewrite
-from passes.jaxpr.scan_ladder import Rung, ladder, segment_ladder
+from passes.jaxpr.scan_ladder import ladder, segment_ladder
 from passes.jaxpr.sink import sink_into_scans
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ RUNGS_ABOVE = 2
 RUNGS_BELOW = 3
 WAYS = (ALONE, RERUNS, BODIES, TIGHTER) = (0, 1, 2, 3)
 # An estimate may be off by as much, if XLA has seen nothing of the kind, or something.
-UNKNOWN_RATIO, KNOWN_RATIO = 1.2, 1.05
+UNKNOWN_RATIO, KNOWN_RATIO = 1.25, 1.05
 # What is expected to cost more than this of the best is not worth a trial.
 CHEAPER_RATIO = 0.95
 
@@ -52,8 +53,10 @@ def search_structured(jaxpr: Any, request: JaxprRequest, scale: float, tools: To
     tighter; then scans in segments. What was tried out (`request.measured`) counts as measured, the others
     as estimated times what their like turned out to need.
     """
-    sunk = sink_into_scans(jaxpr)
     search = _Search(original=jaxpr, request=request, scale=scale, tools=tools)
+    if request.inside:
+        return _next(search.rungs([_rewritten(jaxpr, (), request.device)], WAYS), request).candidate
+    sunk = sink_into_scans(jaxpr)
     looks = search.rungs(_ladder(sunk, request.device), WAYS)
     if all(look.over for look in looks):
         looks += search.rungs(_segments(sunk, request.device), (ALONE, RERUNS))
@@ -79,9 +82,7 @@ def _ladder(jaxpr: Any, device: DeviceModel) -> tuple[_Rewritten, ...]:
 def _segments(jaxpr: Any, device: DeviceModel) -> tuple[_Rewritten, ...]:
     """The program on the rungs below its ladder."""
     lowest = _ladder(jaxpr, device)[-1].rung
-    return tuple(
-        _rewritten(jaxpr, rung, device) for rung in (segment_ladder(lowest, device) if lowest else ())
-    )
+    return tuple(_rewritten(jaxpr, rung, device) for rung in segment_ladder(lowest, device))
 
 
 def _rewritten(jaxpr: Any, rung: Rung, device: DeviceModel) -> _Rewritten:
@@ -160,11 +161,12 @@ class _Search:
 
         alone = named(self.tools.alone(as_is))
         ratio = self._ratio(alone.planner, alone.peak_bytes, 1 / self.scale)
-        found = self._expect(alone, 1 / self.scale if lowest else ratio)
+        found = self._expect(alone, 1 / self.scale / UNKNOWN_RATIO if lowest else ratio)
         if way == ALONE or not found.over:
             return found
         ratio = self._ratio(f"{alone.planner}+{request.planner}", request.temp_budget_bytes, ratio)
-        return self._expect(named(self.tools.search(as_is, request, 1 / ratio)), ratio)
+        searched = named(self.tools.search(as_is, request, 1 / ratio))
+        return found if searched.peak_bytes == alone.peak_bytes else self._expect(searched, ratio)
 
     def _with_bodies(self, program: Any, aims: int) -> tuple[Any, LiftedJaxpr]:
         """A program with its bodies planned, and lifted; a second aim is lower by what the first missed."""

@@ -1,0 +1,40 @@
+"""What a loop writes over: the storage that a scan's carry starts from, and that of the turn before."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from passes.ir import BufferId
+from passes.jaxpr import compat
+from passes.jaxpr.primitives import Kind, kind_of
+
+if TYPE_CHECKING:
+    from passes.jaxpr.lift import LiftedJaxpr
+
+
+def carries_shared(
+    scan: Any, buffer_of: dict[Any, BufferId], kept: set[Any]
+) -> tuple[tuple[BufferId, BufferId], ...]:
+    """Pairs (carry after the loop, what it started from), where the latter is not `kept`."""
+    n_consts, n_carry = compat.scan_sizes(scan)
+    starts = scan.invars[n_consts : n_consts + n_carry]
+    return tuple(
+        (buffer_of[v], buffer_of[start])
+        for v, start in zip(scan.outvars, starts, strict=False)
+        if v in buffer_of and compat.is_variable(start) and start in buffer_of and start not in kept
+    )
+
+
+def updated_in_place(lifted: LiftedJaxpr, n_consts: int, n_carry: int) -> set[int]:
+    """Which of a scan's carries are elementwise updates of themselves, such as a sum of gradients."""
+    last_reader = {b: op.id for op in lifted.program.ops for b in op.inputs}
+    found = set()
+    for k, v in enumerate(lifted.jaxpr.outvars[:n_carry]):
+        old = lifted.jaxpr.invars[n_consts + k]
+        maker = lifted.program.producer[lifted.buffer_of[v]] if v in lifted.buffer_of else None
+        if maker is None or last_reader.get(lifted.buffer_of[old]) != maker:
+            continue
+        root = lifted.jaxpr.eqns[lifted.bodies[maker][-1]]
+        if kind_of(root.primitive.name) is Kind.FUSIBLE:
+            found.add(k)
+    return found
