@@ -19,8 +19,8 @@ from passes.hlo.assign import HOST, Assigner
 from passes.hlo.assignment import Assignment, compare, of_message, read_assignment
 from passes.hlo.executable import read_executable
 from passes.hlo.heap import packing_saves, predict_assigned
+from passes.hlo.mentions import ThunkError
 from passes.hlo.schema import SchemaError, schema
-from passes.hlo.thunks import ThunkError
 from passes.jaxpr import compat, executables
 from passes.offsets.repack import repack
 

@@ -3,7 +3,7 @@
 XLA packs temporaries by best fit, and keeps some of them longer than they are used. `pin` packs them anew in
 the finished executable. The rewritten program is proved to move the same bytes through the same kernels
 before it is loaded (`passes.hlo.pin`); where that cannot be done XLA's own program is kept, and the report
-says why.
+says why. For GPUs this is experimental: rewritten programs were read by XLA, but never run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import jax
 
 from coop_jax import aot, xla
 from coop_jax.errors import UnsupportedError
-from passes.hlo.pin import PinError
+from coop_jax.text import format_bytes
+from passes.hlo.pin import PinError, Pinned
 from passes.hlo.pin import pin as pin_bytes
 from passes.hlo.schema import SchemaError, schema
 from passes.jaxpr import compat, executables
@@ -25,6 +26,9 @@ from passes.jaxpr import compat, executables
 # A default, said aloud: a program that keeps its budget only after pinning must have a key of its own in the
 # compilation cache, where a compile without pinning must not find it.
 _OWN_KEY = {"xla_embed_ir_in_executable": False}
+
+# What `jax` calls the platforms whose executables are rewritten, and what `passes.hlo.pin` does.
+_PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +58,11 @@ def pin(program: Any, *, compiler_options: Mapping[str, Any] | None = None) -> A
     """Pack the temporaries of a compiled program as tightly as can be found.
 
     Args:
-        program: what `jax.jit(f).lower(*args)` returned, with or without `.compile()`. A CPU's: on other
-            platforms, and where rewriting would gain nothing or cannot be proved right, XLA's own program
-            is returned. Where `f` contains a function that `coop.remat(on_fragmentation="pin")` decorates,
-            a program that is not compiled yet is compiled for what pinning leaves of its temporaries.
+        program: what `jax.jit(f).lower(*args)` returned, with or without `.compile()`. A CPU's, or a CUDA
+            GPU's (experimental): on other platforms, for a GPU that is not here, and where rewriting would
+            gain nothing or cannot be proved right, XLA's own program is returned. Where `f` contains a
+            function that `coop.remat(on_fragmentation="pin")` decorates, a program that is not compiled yet
+            is compiled for what pinning leaves of its temporaries.
         compiler_options: for a program that is not compiled yet, as in its `.compile()`.
 
     Returns:
@@ -157,9 +162,10 @@ class _Kept(Exception):
 
 
 def _pinned(program: Any) -> tuple[Any, Any]:
+    """What was found for a program, and the program with it, which is the very same if nothing is gained."""
     platform = executables.platform_of(program)
-    if platform != "cpu":
-        raise _Kept(f"programs for {platform} are not pinned, only a CPU's")
+    if platform not in _PLATFORMS:
+        raise _Kept(f"programs for {platform} are not pinned, only a CPU's and a CUDA GPU's")
     if executables.has_callbacks(program):
         raise _Kept("the program calls back into Python, and its bytes would keep stale addresses")
     try:
@@ -167,14 +173,28 @@ def _pinned(program: Any) -> tuple[Any, Any]:
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
         raise _Kept(f"XLA cannot write the program out: {_first_line(error)}") from error
     try:
-        found = pin_bytes(data, schema(executables.proto_library(platform)))
-        if found.data is data:
-            return found, program
-        return found, executables.with_bytes(program, found.data)
+        kind = _PLATFORMS[platform]
+        found = pin_bytes(data, schema(executables.proto_library(kind)), kind)
+        return found, program if found.data is data else _loaded(program, found)
     except (PinError, SchemaError, FileNotFoundError) as error:
         raise _Kept(str(error)) from error
     except jax.errors.JaxRuntimeError as error:
         raise _Kept(f"XLA does not read the rewritten program: {_first_line(error)}") from error
+
+
+def _loaded(program: Any, found: Pinned) -> Any:
+    """`program` with the rewritten executable, which XLA must count as many bytes fewer as were saved."""
+    saved = found.temp_bytes_before - found.temp_bytes
+    if not executables.is_loaded(program):
+        raise _Kept(
+            f"its device is not here to load it; pinned it would take {format_bytes(found.temp_bytes)} for "
+            f"temporaries, {format_bytes(saved)} less"
+        )
+    pinned = executables.with_bytes(program, found.data)
+    counted = program.memory_analysis().temp_size_in_bytes - pinned.memory_analysis().temp_size_in_bytes
+    if counted != saved:
+        raise _Kept(f"XLA counts {counted} bytes saved in the rewritten program, not {saved}")
+    return pinned
 
 
 def _first_line(error: Exception) -> str:

@@ -84,7 +84,7 @@ def test_offsets_on_h200(h200: str, name: str) -> None:
     assert untold.predicted_temp_bytes == view.temp_bytes
     kept = pinning.outcome_of(coop.pin(compiled))
     assert kept is not None
-    assert "only a CPU's" in kept.reason
+    assert any(why in kept.reason for why in ("is not here to load it", "as good as the best"))
 
 
 def test_the_executable_shows_where_everything_lies() -> None:

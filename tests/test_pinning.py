@@ -18,10 +18,10 @@ import pytest
 import coop_jax as coop
 from coop_jax import pinning
 from passes.hlo.executable import read_executable
+from passes.hlo.mentions import ThunkError
 from passes.hlo.pin import PinError, prove, rewrite
 from passes.hlo.pin import pin as pin_bytes
 from passes.hlo.schema import Schema, SchemaError, schema
-from passes.hlo.thunks import ThunkError
 from passes.jaxpr import executables
 from passes.offsets.moves import MoveError
 from passes.offsets.repack import repack

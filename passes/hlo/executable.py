@@ -8,6 +8,7 @@ Everything but the buffer assignment and the thunks stays as it is, byte by byte
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,8 +16,9 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from passes.hlo import proto, wire
 from passes.hlo.assignment import is_temp
+from passes.hlo.mentions import ThunkError
 from passes.hlo.schema import Schema, varint
-from passes.hlo.thunks import ThunkError, Thunks
+from passes.hlo.thunks import Thunks
 
 _EXECUTABLE, _MODULE_WITH_CONFIG, _MODULE, _ASSIGNMENT, _THUNKS = 1, 1, 1, 2, 6
 
@@ -44,6 +46,20 @@ class Executable:
         """The allocation of temporaries."""
         return self.assignment.buffer_allocations[self.temp]
 
+    @property
+    def temp_bytes(self) -> int:
+        """Size of the allocation of temporaries."""
+        return int(self.allocation.size)
+
+    @property
+    def assigned(self) -> list[Any]:
+        """The places of buffers in the allocation of temporaries."""
+        return list(self.allocation.assigned)
+
+    def resize(self, nbytes: int) -> None:
+        """Set the size of the allocation of temporaries."""
+        self.allocation.size = nbytes
+
     def module(self) -> Any:
         """The HloModuleProto that was compiled."""
         inner = wire.only_field(_inner(self.data), _MODULE_WITH_CONFIG)
@@ -62,7 +78,7 @@ class Executable:
         inner = _inner(self.data)
         for number, message in ((_ASSIGNMENT, self.assignment), (_THUNKS, self.sequence)):
             inner = wire.replace_field(inner, number, message.SerializeToString(deterministic=True))
-        body = _body(self.data)
+        body = body_start(self.data)
         return self.data[:body] + wire.replace_field(self.data[body:], _EXECUTABLE, inner)
 
 
@@ -81,20 +97,30 @@ def read_executable(data: bytes, schema: Schema) -> Executable:
         sequence = sequence_class.FromString(wire.only_field(inner, _THUNKS))
     except DecodeError as error:
         raise ValueError(f"the executable cannot be read: {error}") from error
-    temps = [n for n, a in enumerate(assignment.buffer_allocations) if is_temp(a) and a.size]
+    temp = only_temp(assignment.buffer_allocations)
+    allocation = assignment.buffer_allocations[temp]
+    thunks = Thunks(sequence, allocation.index, allocation.size)
+    return Executable(data=data, assignment=assignment, sequence=sequence, thunks=thunks, temp=temp)
+
+
+def only_temp(allocations: Sequence[Any]) -> int:
+    """Which of `allocations` holds the temporaries.
+
+    Raises:
+        ThunkError: there is not exactly one that does.
+    """
+    temps = [n for n, a in enumerate(allocations) if is_temp(a) and a.size]
     if len(temps) != 1:
         found = f"{len(temps)} allocations of temporaries; one can be pinned" if temps else "no temporaries"
         raise ThunkError(f"the program has {found}")
-    allocation = assignment.buffer_allocations[temps[0]]
-    thunks = Thunks(sequence, allocation.index, allocation.size)
-    return Executable(data=data, assignment=assignment, sequence=sequence, thunks=thunks, temp=temps[0])
+    return temps[0]
 
 
 def _inner(data: bytes) -> bytes:
-    return wire.only_field(data[_body(data) :], _EXECUTABLE)
+    return wire.only_field(data[body_start(data) :], _EXECUTABLE)
 
 
-def _body(data: bytes) -> int:
+def body_start(data: bytes) -> int:
     """Where the message after the metadata starts."""
     try:
         size, at = varint(data, 0)

@@ -1,4 +1,4 @@
-"""Rewrite a serialized CPU executable so that its temporaries lie at other offsets.
+"""Rewrite a serialized executable so that its temporaries lie at other offsets.
 
 The offsets of slices change in the thunks, and in the buffer assignment the offsets and the size of the one
 allocation of temporaries. The result is then read anew, from its bytes, and handed back only if it is proved
@@ -9,16 +9,24 @@ What XLA assigned but no thunk touches (tables of pointers) loses its storage.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from passes.hlo import graph
 from passes.hlo.dataflow import Dataflow, Position, Use, analyse
 from passes.hlo.executable import Executable, read_executable
+from passes.hlo.gpu_executable import GpuExecutable, read_gpu_executable
+from passes.hlo.mentions import ThunkError
 from passes.hlo.schema import Schema, SchemaError
-from passes.hlo.thunks import ThunkError
 from passes.offsets.moves import MoveError, check_moves
 from passes.offsets.repack import repack
 from passes.offsets.slices import Moved
+
+AnyExecutable = Executable | GpuExecutable
+_READERS: dict[str, Callable[[bytes, Schema], AnyExecutable]] = {
+    "cpu": read_executable,
+    "cuda": read_gpu_executable,
+}
 
 
 class PinError(Exception):
@@ -45,23 +53,34 @@ class Pinned:
     moved: int
 
 
-def pin(data: bytes, schema: Schema) -> Pinned:
-    """Pack the temporaries of a serialized CPU executable as tightly as can be found.
+def read(data: bytes, schema: Schema, platform: str) -> AnyExecutable:
+    """Read an executable that was serialized on `platform`, "cpu" or "cuda".
+
+    Raises:
+        ThunkError: it holds something that may not be moved.
+        SchemaError, ValueError: it cannot be read.
+    """
+    return _READERS[platform](data, schema)
+
+
+def pin(data: bytes, schema: Schema, platform: str = "cpu") -> Pinned:
+    """Pack the temporaries of a serialized executable as tightly as can be found.
 
     Args:
-        data: what `LoadedExecutable.serialize()` gave.
+        data: what the executable's `serialize()` gave.
         schema: of the library that wrote it.
+        platform: "cpu" or "cuda".
 
     Raises:
         PinError: the executable cannot be rewritten, or the result is not proved to be right.
     """
     try:
-        executable = read_executable(data, schema)
+        executable = read(data, schema, platform)
         packed = repack(executable.thunks.program)
-        before, target = executable.allocation.size, packed.moved
+        before, target = executable.temp_bytes, packed.moved
         rewritten, size = rewrite(executable, target) if target.nbytes < before else (data, before)
         if size < before:
-            prove(data, rewritten, schema)
+            prove(data, rewritten, schema, platform)
         else:
             rewritten, size = data, before
     except (ThunkError, SchemaError, MoveError, ValueError) as error:
@@ -75,7 +94,7 @@ def pin(data: bytes, schema: Schema) -> Pinned:
     )  # fmt: skip
 
 
-def rewrite(executable: Executable, target: Moved) -> tuple[bytes, int]:
+def rewrite(executable: AnyExecutable, target: Moved) -> tuple[bytes, int]:
     """The executable with every slice where `target` says, and the bytes it needs for temporaries then.
 
     Proves nothing: see `prove`.
@@ -83,33 +102,33 @@ def rewrite(executable: Executable, target: Moved) -> tuple[bytes, int]:
     new = executable.copy()
     places = _new_places(executable, target)
     size = target.nbytes
-    for assigned in new.allocation.assigned:
+    for assigned in new.assigned:
         assigned.offset = places.get(assigned.logical_buffer_id, 0)
         size = max(size, assigned.offset + assigned.size)
     for message, offset in zip(new.thunks.slices, target.offsets, strict=True):
         message.offset = offset
-    new.allocation.size = size
+    new.resize(size)
     return new.serialize(), size
 
 
-def prove(before: bytes, after: bytes, schema: Schema) -> None:
+def prove(before: bytes, after: bytes, schema: Schema, platform: str = "cpu") -> None:
     """Prove that one serialized executable is another with its temporaries moved, and computes the same.
 
     Raises:
         MoveError: it is not proved.
         ThunkError, ValueError: one of them cannot be read.
     """
-    old, new = read_executable(before, schema), read_executable(after, schema)
-    moved = Moved(nbytes=new.allocation.size, offsets=tuple(s.offset for s in new.thunks.slices))
+    old, new = read(before, schema, platform), read(after, schema, platform)
+    moved = Moved(nbytes=new.temp_bytes, offsets=tuple(s.offset for s in new.thunks.slices))
     check_moves(old.thunks.program, moved)
-    for assigned in new.allocation.assigned:
+    for assigned in new.assigned:
         if assigned.offset < 0 or assigned.offset + assigned.size > moved.nbytes:
             raise MoveError(f"{assigned.size} bytes are assigned at {assigned.offset} of {moved.nbytes}")
-    if len(new.allocation.assigned) != len(old.allocation.assigned):
+    if len(new.assigned) != len(old.assigned):
         raise MoveError("the rewritten executable assigns other buffers")
     # With the old places put back nothing may differ.
-    new.allocation.size = old.allocation.size
-    for theirs, ours in zip(new.allocation.assigned, old.allocation.assigned, strict=True):
+    new.resize(old.temp_bytes)
+    for theirs, ours in zip(new.assigned, old.assigned, strict=True):
         theirs.offset = ours.offset
     for theirs, ours in zip(new.thunks.slices, old.thunks.slices, strict=True):
         theirs.offset = ours.offset
@@ -117,7 +136,7 @@ def prove(before: bytes, after: bytes, schema: Schema) -> None:
         raise MoveError("the rewritten executable differs in more than the places of temporaries")
 
 
-def _new_places(executable: Executable, target: Moved) -> dict[int, int]:
+def _new_places(executable: AnyExecutable, target: Moved) -> dict[int, int]:
     """The new offset of every logical buffer that a thunk touches.
 
     The buffers of one alias class share their storage, so they go where the first slice goes that has their
@@ -131,7 +150,7 @@ def _new_places(executable: Executable, target: Moved) -> dict[int, int]:
     value_at = {(v.home.instruction, v.home.index): v.id for v in flow.values}
     defined = {b.id: b.defined_at for b in executable.assignment.logical_buffers}
     places: dict[int, int] = {}
-    for assigned in executable.allocation.assigned:
+    for assigned in executable.assigned:
         at = defined[assigned.logical_buffer_id]
         value = value_at.get((at.instruction_id, tuple(at.shape_index)))
         names = [] if value is None else _names(flow, value)

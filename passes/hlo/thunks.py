@@ -8,14 +8,13 @@ The roles follow `buffer_uses` of XLA's thunks (public source, `xla/backends/cpu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from passes.offsets.slices import Access, Branch, Call, Loop, Node, Run, Slice, SliceProgram
+from passes.hlo.mentions import Mentions, ThunkError, all_slices, allow_only
+from passes.offsets.slices import Branch, Call, Loop, Node, Run
 
 ALIGNMENT = 64
-_SLICE = "BufferAllocationSliceProto"
-# Kind of thunk: where its slices are and what happens to them; then its other fields, after a bar.
+# Kind of thunk: its rule (see `Mentions.touch_by`).
 _KINDS = {
     "kernel_thunk": "r arguments_buffers.slice, w results_buffers.slice"
     " | kernel_name num_workgroups invariant_arguments min_alignment",
@@ -51,11 +50,7 @@ _NESTED = {
 }
 
 
-class ThunkError(Exception):
-    """An executable holds something that is not on the list of what may be moved."""
-
-
-class Thunks:
+class Thunks(Mentions):
     """The thunks of a CPU executable, and the slices of its temporaries.
 
     Attributes:
@@ -68,89 +63,34 @@ class Thunks:
     """
 
     def __init__(self, sequence: Any, temp_allocation: int, nbytes: int) -> None:
-        self.temp = temp_allocation
-        self.slices: list[Any] = []
-        self.names: list[str] = []
-        self.claimed = 0
+        super().__init__(temp_allocation)
         body = self._sequence(sequence)
-        mentioned = sum(1 for _ in _slices(sequence))
-        if mentioned != self.claimed:
-            raise ThunkError(f"{mentioned - self.claimed} of {mentioned} slices belong to no known field")
-        self.program = SliceProgram(
-            nbytes=nbytes, alignment=ALIGNMENT, body=body,
-            slices=tuple(Slice(s.offset, s.size) for s in self.slices),
-        )  # fmt: skip
+        mentioned = sum(1 for _ in all_slices(sequence))
+        self.program = self.program_of(body, nbytes, ALIGNMENT, mentioned)
 
     def _sequence(self, sequence: Any) -> tuple[Node, ...]:
-        _only(sequence, {"thunks", "thunk_resources"})
+        allow_only(sequence, {"thunks", "thunk_resources"})
         return tuple(self._thunk(t) for t in sequence.thunks)
 
     def _thunk(self, thunk: Any) -> Node:
         kind = thunk.WhichOneof("impl")
         name = thunk.info.op_name
-        _only(thunk, {"kind", "info", kind})
+        allow_only(thunk, {"kind", "info", kind})
         impl: Any = getattr(thunk, kind) if kind else None
         if kind in _KINDS:
-            return Run(name=name, accesses=self._accesses(name, kind, impl))
+            return Run(name=name, accesses=self.touch_by(_KINDS[kind], name, impl))
         if kind not in _NESTED:
             raise ThunkError(f"{name} is a thunk of kind {thunk.kind!r}, which is not known")
-        _only(impl, _NESTED[kind])
+        allow_only(impl, _NESTED[kind])
         if kind == "call_thunk":
             return Call(name=name, body=self._sequence(impl.called_sequence))
         if kind == "conditional_thunk":
-            index = self._touch(name, impl.branch_index_buffer, "r")
+            index = self.touch(name, impl.branch_index_buffer, "r")
             return Branch(name=name, index=index, branches=tuple(map(self._sequence, impl.branch_sequences)))
         return Loop(
             name=name,
             test=self._sequence(impl.cond_sequence),
-            flag=self._touch(name, impl.cond_buffer, "r"),
+            flag=self.touch(name, impl.cond_buffer, "r"),
             body=self._sequence(impl.body_sequence),
             test_runs=not impl.trip_count.contains_value,
         )
-
-    def _accesses(self, name: str, kind: str, impl: Any) -> tuple[Access, ...]:
-        rules, _, others = _KINDS[kind].partition("|")
-        paths = [rule.split() for rule in rules.split(",")]
-        _only(impl, {path.split(".")[0] for _, path in paths} | set(others.split()))
-        found = [self._touch(name, s, how) for how, path in paths for s in _at(impl, path.split("."))]
-        return tuple(access for accesses in found for access in accesses)
-
-    def _touch(self, name: str, message: Any, how: str) -> tuple[Access, ...]:
-        """The access to one slice; none where it is not in the temporaries."""
-        self.claimed += 1
-        if message.buffer_allocation_index != self.temp:
-            return ()
-        self.slices.append(message)
-        self.names.append(name)
-        return (Access(slice=len(self.slices) - 1, reads="r" in how, writes="w" in how),)
-
-
-def _at(message: Any, path: list[str]) -> Iterator[Any]:
-    """The messages at the end of a path of field names; repeated fields are followed into each element."""
-    if not path:
-        yield message
-        return
-    found = getattr(message, path[0])
-    if message.DESCRIPTOR.fields_by_name[path[0]].is_repeated:
-        for element in found:
-            yield from _at(element, path[1:])
-    elif message.HasField(path[0]):
-        yield from _at(found, path[1:])
-
-
-def _only(message: Any, known: set[str] | frozenset[str]) -> None:
-    """Refuse a message with a field that this file does not know."""
-    for field, _ in message.ListFields():
-        if field.name not in known:
-            raise ThunkError(f"field {field.name} of {message.DESCRIPTOR.name} is not known")
-
-
-def _slices(message: Any) -> Iterator[Any]:
-    """All slices anywhere in a message."""
-    if message.DESCRIPTOR.name == _SLICE:
-        yield message
-        return
-    for field, value in message.ListFields():
-        if field.message_type is not None:
-            for inner in value if field.is_repeated else (value,):
-                yield from _slices(inner)

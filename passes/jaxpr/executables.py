@@ -33,6 +33,11 @@ def platform_of(compiled: Any) -> str:
     return str(_unloaded(compiled).backend.platform)
 
 
+def is_loaded(compiled: Any) -> bool:
+    """True if the program can run: the devices that it was compiled for are here."""
+    return hasattr(compiled.runtime_executable(), "execute_sharded")
+
+
 def has_callbacks(compiled: Any) -> bool:
     """True if the program calls back into Python: the bytes of such a program hold addresses."""
     return bool(_unloaded(compiled).host_callbacks)

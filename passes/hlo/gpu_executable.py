@@ -1,0 +1,114 @@
+"""A serialized GPU executable: its temporaries and what its thunks do with them.
+
+    container = size, metadata, ExecutableAndOptions { GpuExecutable, options }
+
+Both messages may be in parts (`passes.hlo.split`). XLA lays out memory by
+`buffer_allocations` and the thunks' slices; the buffer assignment beside them is there to explain it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from passes.hlo import graph, proto
+from passes.hlo.executable import body_start, only_temp
+from passes.hlo.gpu_thunks import GpuThunks
+from passes.hlo.mentions import ThunkError
+from passes.hlo.schema import Schema
+from passes.hlo.split import read_message, write_message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GpuExecutable:
+    """A parsed executable. The sizes and places of temporaries may be changed.
+
+    Attributes:
+        schema: of the library that wrote it.
+        metadata: the bytes before the messages.
+        options: its ExecutableAndOptionsProto, without the executable.
+        message: its GpuExecutableProto.
+        temp: index of the allocation of temporaries.
+        thunks: what is done to them.
+    """
+
+    schema: Schema
+    metadata: bytes
+    options: Any
+    message: Any
+    temp: int
+    thunks: GpuThunks
+
+    @property
+    def assignment(self) -> Any:
+        """Its BufferAssignmentProto, which may be empty."""
+        return self.message.buffer_assignment
+
+    @property
+    def temp_bytes(self) -> int:
+        """Size of the allocation of temporaries."""
+        return int(self._allocations()[0].size)
+
+    @property
+    def assigned(self) -> list[Any]:
+        """The places of buffers in the allocation of temporaries."""
+        return [a for allocation in self._allocations() for a in allocation.assigned]
+
+    def resize(self, nbytes: int) -> None:
+        """Set the size of the allocation of temporaries."""
+        for allocation in self._allocations():
+            allocation.size = nbytes
+
+    def module(self) -> Any:
+        """The HloModuleProto that was compiled."""
+        return _module(self.message)
+
+    def copy(self) -> GpuExecutable:
+        """The same with messages of its own."""
+        message = type(self.message)()
+        message.CopyFrom(self.message)
+        return replace(self, message=message, thunks=_thunks(message, self.temp, self.temp_bytes))
+
+    def serialize(self) -> bytes:
+        """The container with what the messages say now."""
+        options = type(self.options)()
+        options.CopyFrom(self.options)
+        options.serialized_executable = write_message(self.message, self.schema)
+        return self.metadata + write_message(options, self.schema)
+
+    def _allocations(self) -> list[Any]:
+        """The allocation of temporaries, everywhere that it is described."""
+        described = (*self.message.buffer_allocations.values, *self.assignment.buffer_allocations)
+        return [a for a in described if a.index == self.temp]
+
+
+def read_gpu_executable(data: bytes, schema: Schema) -> GpuExecutable:
+    """Read what a GPU's executable is serialized to.
+
+    Raises:
+        ThunkError: it holds something that may not be moved.
+        SchemaError: this version of XLA has no such messages.
+        ValueError: it is no such container.
+    """
+    start = body_start(data)
+    outer = schema.message("xla/pjrt/proto/compile_options.proto", "xla.ExecutableAndOptionsProto")
+    inner = schema.message("xla/service/gpu/gpu_executable.proto", "xla.gpu.GpuExecutableProto")
+    if not {"thunks", "buffer_allocations"} <= set(inner.DESCRIPTOR.fields_by_name):
+        raise ThunkError("this version of XLA writes GPU executables in a form that is not known")
+    options = read_message(data[start:], outer, schema)
+    message = read_message(options.serialized_executable, inner, schema)
+    options.ClearField("serialized_executable")
+    allocations = message.buffer_allocations.values
+    temp = allocations[only_temp(allocations)]
+    thunks = _thunks(message, temp.index, temp.size)
+    return GpuExecutable(
+        schema=schema, metadata=data[:start], options=options, message=message, temp=temp.index, thunks=thunks
+    )
+
+
+def _module(message: Any) -> Any:
+    return proto.parse(message.hlo_module_with_config.hlo_module.SerializeToString())
+
+
+def _thunks(message: Any, temp: int, nbytes: int) -> GpuThunks:
+    return GpuThunks(message.thunks, temp, nbytes, graph.read(_module(message)))

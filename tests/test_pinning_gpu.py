@@ -1,0 +1,242 @@
+"""Temporaries moved in executables for an H200, which is not here: proved, and read by XLA."""
+
+from __future__ import annotations
+
+import functools
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import coop_jax as coop
+from benchmarks.offsets import paired_runs, random_arguments
+from benchmarks.programs import SampleProgram, corpus
+from coop_jax import aot, pinning
+from passes.hlo import graph
+from passes.hlo.assign import Assigner
+from passes.hlo.gpu_executable import GpuExecutable, read_gpu_executable
+from passes.hlo.gpu_thunks import ALIGNMENT, GpuThunks
+from passes.hlo.mentions import ThunkError
+from passes.hlo.pin import PinError, prove, rewrite
+from passes.hlo.pin import pin as pin_bytes
+from passes.hlo.schema import Schema, schema
+from passes.jaxpr import compat, executables
+from passes.offsets.moves import MoveError
+from passes.offsets.repack import repack
+from passes.offsets.slices import Moved
+
+STRAIGHT = ("attention grad", "fft", "linear algebra", "mlp adam, donated", "random bits", "vae grad")
+PROGRAMS = (*STRAIGHT, "cond grad", "while", "nested loops", "scatter", "sort and top k", "switch")
+SMALLER = {"attention grad": 0.85, "cond grad": 0.75, "nested loops": 0.5, "while": 0.99}
+
+
+def installed() -> Schema:
+    """The schema of the installed CUDA plugin."""
+    return schema(executables.proto_library("cuda"))
+
+
+def program(name: str) -> SampleProgram:
+    """A program of the corpus."""
+    return next(p for p in corpus() if p.name == name)
+
+
+@functools.cache
+def compiled(name: str) -> Any:
+    """A program of the corpus, compiled for an H200."""
+    found = program(name)
+    return aot.lower_for(jax.jit(found.fn, donate_argnums=found.donate), found.specs, device="h200").compile()
+
+
+@functools.cache
+def parts(name: str) -> tuple[bytes, GpuExecutable]:
+    """Its bytes, and what is in them."""
+    data = executables.serialized(compiled(name))
+    return data, read_gpu_executable(data, installed())
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_pinned_executables_are_proved(h200: str, name: str) -> None:
+    data, executable = parts(name)
+    found = pin_bytes(data, installed(), "cuda")
+    assert found.live_bytes <= found.temp_bytes <= found.live_bytes + ALIGNMENT
+    assert found.temp_bytes <= SMALLER.get(name, 1) * found.temp_bytes_before
+    assert found.temp_bytes_before == executable.temp_bytes == aot.memory(compiled(name)).temp_bytes
+    again = read_gpu_executable(found.data, installed())
+    assert again.temp_bytes == found.temp_bytes
+    assert len(again.thunks.slices) == len(executable.thunks.slices) > 0
+
+
+@pytest.mark.parametrize("name", STRAIGHT)
+def test_pinning_keeps_apart_what_xla_says_is_alive_at_once(h200: str, name: str) -> None:
+    """The places of XLA's own buffers against XLA's own live ranges: neither is what pinning works with."""
+    data, before = parts(name)
+    after = read_gpu_executable(pin_bytes(data, installed(), "cuda").data, installed())
+    assigner = Assigner(graph.read(before.module()), "cuda", old_rules=compat.OLD_RULES)
+    flow = assigner.flow
+    values = {(v.home.instruction, v.home.index): v for v in flow.values}
+    defined = {b.id: b.defined_at for b in before.assignment.logical_buffers}
+    arrays = []
+    for old, new in zip(before.assigned, after.assigned, strict=True):
+        at = defined[old.logical_buffer_id]
+        value = values[at.instruction_id, tuple(at.shape_index)]
+        if not value.is_tuple:
+            arrays.append((assigner.ranges[value.id], old, new))
+    for n, (lives, old, new) in enumerate(arrays):
+        for other_lives, other_old, other_new in arrays[n + 1 :]:
+            at_once = lives.start <= other_lives.end and other_lives.start <= lives.end
+            assert not at_once or meet(old, other_old) == meet(new, other_new)
+
+
+def meet(first: Any, second: Any) -> bool:
+    """True if two places share bytes."""
+    return first.offset < second.offset + second.size and second.offset < first.offset + first.size
+
+
+def test_library_calls_are_moved_too(h200: str) -> None:
+    found = program("attention grad")
+    lowered = aot.lower_for(jax.jit(found.fn), found.specs, device=h200)
+    data = executables.serialized(lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}))
+    executable = read_gpu_executable(data, installed())
+    kinds = {t.WhichOneof("impl") for t in executable.message.thunks}
+    assert kinds & {"gemm_thunk", "cublas_lt_matmul_thunk"}
+    pinned = pin_bytes(data, installed(), "cuda")
+    assert pinned.live_bytes <= pinned.temp_bytes < pinned.temp_bytes_before
+
+
+@pytest.mark.parametrize("name", [p for p in PROGRAMS if "donated" not in p])
+def test_xla_reads_and_lowers_the_pinned_thunks(h200: str, name: str) -> None:
+    """XLA:GPU makes thunks of the rewritten messages, and they lie where they were put."""
+    thunky = pytest.importorskip("jax._src.thunky.thunky")
+    data, _ = parts(name)
+    pinned = read_gpu_executable(pin_bytes(data, installed(), "cuda").data, installed())
+    with thunky.make_ir_context() as context:
+        module = thunky._thunky.jax_executable_to_mlir(pinned.serialize(), context)
+        main = next(op for op in module.body.operations if op.operation.name == "func.func").operation
+        sizes = [int(re.search(r"<(\d+)>", str(a.type))[1]) for a in main.regions[0].blocks[0].arguments]
+        message = thunky._thunky.mlir_module_to_gpu_executable_proto(module)
+        constants = [np.frombuffer(c, np.uint8) for c in thunky._collect_constant_bytes(main)]
+    found = program(name)
+    given, made = jax.tree.leaves(found.specs), jax.tree.leaves(jax.eval_shape(found.fn, *found.specs))
+    scratch = [jax.ShapeDtypeStruct((n,), np.uint8) for n in sizes[len(given) + len(made) :]]
+    assert pinned.temp_bytes in [s.size for s in scratch]
+
+    def inlined(*args: Any) -> Any:
+        call = jax.ffi.ffi_call(
+            "thunky.inline_module", [*made, *scratch], has_side_effect=True,
+            input_output_aliases={len(given) + n: n for n in range(len(made))},
+        )  # fmt: skip
+        counts = {"num_aliased_outputs": np.int64(len(made)), "num_scratch": np.int64(len(scratch))}
+        results = (jnp.zeros(s.shape, s.dtype) for s in made)
+        return call(*args, *results, *constants, module=message, **counts)[: len(made)]
+
+    outer = aot.lower_for(jax.jit(inlined), tuple(given), device=h200).compile()
+    lowered = read_gpu_executable(executables.serialized(outer), installed())
+    places = [(s.offset, s.size) for s in pinned.thunks.slices]
+    base = min(s.offset for s in lowered.thunks.slices) - min(at for at, _ in places)
+    own = [s for s in lowered.thunks.slices if s.offset + s.size <= base + pinned.temp_bytes]
+    assert [(s.offset - base, s.size) for s in own] == places
+
+
+def test_wrong_places_are_caught(h200: str) -> None:
+    """Every web moved onto another one that is in use at the same time: none is let through."""
+    data, executable = parts("cond grad")
+    packed = repack(executable.thunks.program)
+    caught = 0
+    for web in packed.webs:
+        others = [
+            w for w in packed.webs
+            if w is not web and any(a <= d and c <= b for a, b in web.lives for c, d in w.lives)
+        ]  # fmt: skip
+        if not others:
+            continue
+        offsets = list(packed.moved.offsets)
+        for n in web.slices:
+            offsets[n] = packed.moved.offsets[others[0].slices[0]]
+        nbytes = max(o + s.nbytes for o, s in zip(offsets, executable.thunks.program.slices, strict=True))
+        wrong, _ = rewrite(executable, Moved(nbytes=nbytes, offsets=tuple(offsets)))
+        with pytest.raises(MoveError):
+            prove(data, wrong, installed(), "cuda")
+        caught += 1
+    assert caught >= 5
+
+
+def test_only_known_thunks_are_moved(h200: str) -> None:
+    data, executable = parts("nested loops")
+    unknown = executable.copy()
+    unknown.message.thunks[0].thunk_info.concurrent_region_id = 3
+    with pytest.raises(PinError, match="field concurrent_region_id of ThunkInfoProto is not known"):
+        pin_bytes(unknown.serialize(), installed(), "cuda")
+    other = executable.copy()
+    place = other.thunks.slices[0]
+    other.message.thunks.add().outfeed_thunk.source_slices.add().slice.CopyFrom(place)
+    with pytest.raises(PinError, match="is a outfeed_thunk, which is not known"):
+        pin_bytes(other.serialize(), installed(), "cuda")
+    half = executable.copy()
+    half.message.thunks.add().async_done_thunk.async_execution_id = 99
+    with pytest.raises(PinError, match="an asynchronous region that was not started here"):
+        pin_bytes(half.serialize(), installed(), "cuda")
+    two = executable.copy()
+    two.message.buffer_allocations.values.add(index=99, size=64)
+    with pytest.raises(ThunkError, match="2 allocations of temporaries"):
+        read_gpu_executable(two.serialize(), installed())
+    with pytest.raises(PinError):
+        pin_bytes(data[: len(data) // 2], installed(), "cuda")
+
+
+def kernel(message: Any, name: str, *arguments: tuple[int, int, bool]) -> None:
+    """Append a kernel with (offset, size, written) arguments in allocation 0."""
+    thunk = message.thunks.add()
+    thunk.thunk_info.profile_annotation = name
+    for offset, size, written in arguments:
+        thunk.kernel_thunk.args.add(offset=offset, size=size)
+        thunk.kernel_thunk.written.append(written)
+
+
+def test_what_may_be_read_counts_as_read(h200: str) -> None:
+    """A kernel that no instruction explains, and outputs that were filled beforehand."""
+    message = type(parts("cond grad")[1].message)()
+    shape, no_operands = SimpleNamespace(is_tuple=False, nbytes=64), ()
+    known = SimpleNamespace(
+        name="known", operands=no_operands, shape=SimpleNamespace(leaves=lambda: [((), shape)])
+    )
+    computation = SimpleNamespace(by_id={1: known}, operands=lambda _: [])
+    module: Any = SimpleNamespace(computations={0: computation})
+    kernel(message, "unknown", (0, 64, True))
+    kernel(message, "known", (256, 64, True))
+    kernel(message, "known", (256, 64, True))
+    fill = message.thunks.add().memset32bit_value_thunk.dest_buffer
+    fill.offset, fill.size = 512, 64
+    kernel(message, "known", (512, 64, True))
+    kernel(message, "known", (768, 64, True))
+    thunks = GpuThunks(message.thunks, 0, 1024, module)
+    runs = [node.accesses[0] for node in thunks.program.body]
+    assert [(a.reads, a.writes) for a in runs] == [
+        (True, True), (False, True), (True, True), (False, True), (True, True), (False, True),
+    ]  # fmt: skip
+
+
+def test_an_absent_gpu_keeps_xlas_program(h200: str) -> None:
+    kept = coop.pin(compiled("attention grad"))
+    outcome = pinning.outcome_of(kept)
+    assert outcome is not None
+    assert not outcome.pinned
+    assert re.search(r"device is not here to load it; pinned it would take .* less$", outcome.reason)
+    assert aot.memory(kept) == aot.memory(compiled("attention grad"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_pinned_programs_run(name: str) -> None:
+    """Same bits on a GPU that is here, several times over."""
+    found = program(name)
+    plain = jax.jit(found.fn, donate_argnums=found.donate).lower(*found.specs).compile()
+    pinned = coop.pin(plain)
+    outcome = pinning.outcome_of(pinned)
+    assert outcome is not None
+    assert outcome.pinned or "as good as the best" in outcome.reason
+    equal, _ = paired_runs((plain, pinned), random_arguments(found.specs), calls=20)
+    assert equal
