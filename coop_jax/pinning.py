@@ -135,26 +135,29 @@ def _compile_and_pin(lowered: Any, options: dict[str, Any]) -> Any:
     if record is None:
         return pin(lowered.compile(compiler_options=options))
     if record.on_fragmentation == "pin":
-        # As it is, if pinning is enough; else with as much recompute as the packing of XLA's values needs;
-        # else with as much as XLA's own packing needs.
+        # As it is, if pinning is enough; else with as much recompute as the packing of XLA's values needs (at
+        # once, where pinning does no better than that packing); else with as much as XLA's own packing needs.
         for keep in (True, False):
-            pinned = _attempt(lowered, record, {**options, **_OWN_KEY}, keep=keep)
+            pinned, kept = _attempt(lowered, record, {**options, **_OWN_KEY}, keep=keep)
             if aot.memory(pinned).total_bytes <= record.budget_bytes:
                 return pinned
+            if not kept:
+                break
         return pin(lowered.compile(compiler_options=options))
-    pinned = _attempt(lowered, record, options, keep=False)
+    pinned, _ = _attempt(lowered, record, options, keep=False)
     xla.check_total(xla.record_of(pinned) or record, aot.memory(pinned).total_bytes)
     return pinned
 
 
-def _attempt(lowered: Any, record: xla.Record, options: dict[str, Any], *, keep: bool) -> Any:
-    """Compile, with the check put off, and pin."""
+def _attempt(lowered: Any, record: xla.Record, options: dict[str, Any], *, keep: bool) -> tuple[Any, bool]:
+    """Compile, with the check put off, and pin; also, if the program was kept as it is for that."""
     xla.REGISTRY.begin_pinning(record.id, keep=keep)
     try:
         compiled = lowered.compile(compiler_options=options)
+        kept = bool(xla.REGISTRY.pinning(record.id))
     finally:
         xla.REGISTRY.end_pinning(record.id)
-    return pin(compiled)
+    return pin(compiled), kept
 
 
 class _Kept(Exception):

@@ -37,6 +37,9 @@ _TRIAL = "coop.trial"
 _MODULE_ATTRIBUTES_FIELD = 19
 _MOST_UNCHECKED = 256
 _UNLIMITED_BYTES = 1 << 62
+# Opcodes, as a module has them, within which XLA keeps values longer than they are used. Where only a name
+# holds one of them, the program is compiled once more than it needs to be.
+_NESTING = (b"conditional", b"while")
 SAFE_SIDE_RATIO = 1.15
 
 
@@ -121,7 +124,7 @@ class _Registry:
             self._pinning.pop(record_id, None)
 
     def pinning(self, record_id: str) -> bool | None:
-        """What `begin_pinning` was told; None if nobody will pin the program."""
+        """What `begin_pinning` was told last; None if nobody will pin the program."""
         with self._lock:
             return self._pinning.get(record_id)
 
@@ -259,7 +262,10 @@ def _callback(data: bytes, platform: str) -> bytes | None:
         on_fragmentation=_on_fragmentation(record, platform, trial=_TRIAL in attributes),
     )
     if REGISTRY.pinning(record.id):
-        request = dataclasses.replace(request, budget_bytes=_UNLIMITED_BYTES)
+        if any(opcode in data for opcode in _NESTING):
+            request = dataclasses.replace(request, budget_bytes=_UNLIMITED_BYTES)
+        else:
+            REGISTRY.begin_pinning(record.id, keep=False)
     returned, outcome = enforce(data, request)
     outcome = dataclasses.replace(outcome, budget_bytes=record.budget_bytes)
     if _TRIAL in attributes:

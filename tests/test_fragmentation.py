@@ -57,7 +57,12 @@ def test_a_budget_that_only_pinning_reaches() -> None:
         coop.pin(less)
 
 
-def test_a_program_that_pinning_does_not_help_is_recomputed() -> None:
+def test_a_program_that_pinning_does_not_help_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And compiled once: without branches and loops pinning does no better than the best packing."""
+    attempts: list[Any] = []
+    attempt = pinning._attempt
+    monkeypatch.setattr(pinning, "_attempt", lambda *a, **k: attempts.append(k) or attempt(*a, **k))
+
     def chain(w: Any, x: Any) -> Any:
         for _ in range(6):
             x = jnp.tanh(x @ w)
@@ -69,6 +74,7 @@ def test_a_program_that_pinning_does_not_help_is_recomputed() -> None:
     compiled = coop.pin(jax.jit(coop.remat(grad, budget=budget, on_fragmentation="pin")).lower(W, X))
     assert coop.report(compiled).compiled_total_bytes <= budget
     assert coop.report(compiled).recomputed
+    assert attempts == [{"keep": True}]
 
 
 def test_the_decorator_pins_what_it_compiles() -> None:
