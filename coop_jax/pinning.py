@@ -9,7 +9,7 @@ says why. For GPUs this is experimental: rewritten programs were read by XLA, bu
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,13 @@ import jax
 from coop_jax import aot, xla
 from coop_jax.errors import UnsupportedError
 from coop_jax.text import format_bytes
+from passes.hlo.gpu_executable import read_gpu_executable
+from passes.hlo.mentions import ThunkError
 from passes.hlo.pin import PinError, Pinned
 from passes.hlo.pin import pin as pin_bytes
 from passes.hlo.schema import SchemaError, schema
 from passes.jaxpr import compat, executables
+from passes.jaxpr import inlined as inlining
 
 # A default, said aloud: a program that keeps its budget only after pinning must have a key of its own in the
 # compilation cache, where a compile without pinning must not find it.
@@ -102,6 +105,47 @@ def pin(program: Any, *, compiler_options: Mapping[str, Any] | None = None) -> A
     return executables.with_note(result, outcome)
 
 
+def inlined(compiled: Any) -> Callable[..., Any]:
+    """A compiled GPU program, pinned, as a function that may be called in other programs.
+
+    XLA puts the program's own kernels in the place of the call, and their temporaries, as they were packed,
+    in one buffer. Experimental: XLA compiles such programs, for a GPU that is not here, too, but they were
+    never run.
+
+    Args:
+        compiled: what `jax.jit(f).lower(*args).compile()` returned for one CUDA GPU.
+
+    Returns:
+        A function of the same arguments and results, which cannot be differentiated. Results take the storage
+        of donated arguments where the program's own did, after a copy of what is still needed.
+
+    Raises:
+        UnsupportedError: this program's thunks cannot be inlined.
+    """
+    if not isinstance(compiled, jax.stages.Compiled) or executables.n_devices(compiled) != 1:
+        raise UnsupportedError("`compiled` must be a program that was compiled for one CUDA GPU.")
+    try:
+        if _kind_of(compiled) != "cuda":
+            raise _Kept("a CPU's program has no thunks that XLA takes into another one")
+        described = schema(executables.proto_library("cuda"))
+        data = pin_bytes(_data_of(compiled), described, "cuda").data
+        aliases = read_gpu_executable(data, described).aliases()
+        results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(compiled.out_info)]
+        run = inlining.inlined(data, results, aliases)
+    except (_Kept, PinError, ThunkError, SchemaError, FileNotFoundError, NotImplementedError) as error:
+        raise UnsupportedError(f"this program cannot be inlined: {error}") from error
+    kept, avals = executables.kept_arguments(compiled), jax.tree.leaves(compiled.in_avals)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        found = [(jax.typeof(x).shape, jax.typeof(x).dtype) for x in leaves]
+        if tree != compiled.in_tree or found != [(a.shape, a.dtype) for a in avals]:
+            raise UnsupportedError("the arguments differ from those that the program was compiled for.")
+        return jax.tree.unflatten(compiled.out_tree, run(*(leaves[n] for n in kept)))
+
+    return call
+
+
 class PinnedCalls:
     """Calls of a jitted function: each signature is compiled and pinned once.
 
@@ -164,19 +208,29 @@ class _Kept(Exception):
     """XLA's own program is kept; the text says why."""
 
 
-def _pinned(program: Any) -> tuple[Any, Any]:
-    """What was found for a program, and the program with it, which is the very same if nothing is gained."""
+def _kind_of(program: Any) -> str:
+    """The kind of executable that a program has, as `passes.hlo.pin` calls it."""
     platform = executables.platform_of(program)
     if platform not in _PLATFORMS:
         raise _Kept(f"programs for {platform} are not pinned, only a CPU's and a CUDA GPU's")
+    return _PLATFORMS[platform]
+
+
+def _data_of(program: Any) -> bytes:
+    """A program's executable as bytes."""
     if executables.has_callbacks(program):
         raise _Kept("the program calls back into Python, and its bytes would keep stale addresses")
     try:
-        data = executables.serialized(program)
+        return executables.serialized(program)
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
         raise _Kept(f"XLA cannot write the program out: {_first_line(error)}") from error
+
+
+def _pinned(program: Any) -> tuple[Any, Any]:
+    """What was found for a program, and the program with it, which is the very same if nothing is gained."""
+    kind = _kind_of(program)
+    data = _data_of(program)
     try:
-        kind = _PLATFORMS[platform]
         found = pin_bytes(data, schema(executables.proto_library(kind)), kind)
         return found, program if found.data is data else _loaded(program, found)
     except (PinError, SchemaError, FileNotFoundError) as error:

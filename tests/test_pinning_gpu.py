@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import coop_jax as coop
@@ -107,38 +106,43 @@ def test_library_calls_are_moved_too(h200: str) -> None:
     assert pinned.live_bytes <= pinned.temp_bytes < pinned.temp_bytes_before
 
 
-@pytest.mark.parametrize("name", [p for p in PROGRAMS if "donated" not in p])
-def test_xla_reads_and_lowers_the_pinned_thunks(h200: str, name: str) -> None:
-    """XLA:GPU makes thunks of the rewritten messages, and they lie where they were put."""
-    thunky = pytest.importorskip("jax._src.thunky.thunky")
-    data, _ = parts(name)
-    pinned = read_gpu_executable(pin_bytes(data, installed(), "cuda").data, installed())
-    with thunky.make_ir_context() as context:
-        module = thunky._thunky.jax_executable_to_mlir(pinned.serialize(), context)
-        main = next(op for op in module.body.operations if op.operation.name == "func.func").operation
-        sizes = [int(re.search(r"<(\d+)>", str(a.type))[1]) for a in main.regions[0].blocks[0].arguments]
-        message = thunky._thunky.mlir_module_to_gpu_executable_proto(module)
-        constants = [np.frombuffer(c, np.uint8) for c in thunky._collect_constant_bytes(main)]
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_xla_takes_pinned_thunks_into_another_program(h200: str, name: str) -> None:
+    """XLA:GPU makes thunks of the rewritten messages, and they lie where they were put, from some base on."""
+    if jax.__version_info__ < (0, 12):
+        with pytest.raises(coop.UnsupportedError, match=r"from JAX 0\.12 on"):
+            pinning.inlined(compiled(name))
+        return
     found = program(name)
-    given, made = jax.tree.leaves(found.specs), jax.tree.leaves(jax.eval_shape(found.fn, *found.specs))
-    scratch = [jax.ShapeDtypeStruct((n,), np.uint8) for n in sizes[len(given) + len(made) :]]
-    assert pinned.temp_bytes in [s.size for s in scratch]
-
-    def inlined(*args: Any) -> Any:
-        call = jax.ffi.ffi_call(
-            "thunky.inline_module", [*made, *scratch], has_side_effect=True,
-            input_output_aliases={len(given) + n: n for n in range(len(made))},
-        )  # fmt: skip
-        counts = {"num_aliased_outputs": np.int64(len(made)), "num_scratch": np.int64(len(scratch))}
-        results = (jnp.zeros(s.shape, s.dtype) for s in made)
-        return call(*args, *results, *constants, module=message, **counts)[: len(made)]
-
-    outer = aot.lower_for(jax.jit(inlined), tuple(given), device=h200).compile()
+    function = jax.jit(pinning.inlined(compiled(name)), donate_argnums=found.donate)
+    outer = aot.lower_for(function, found.specs, device=h200).compile()
+    inner, around = aot.memory(compiled(name)), aot.memory(outer)
+    assert (around.argument_bytes, around.alias_bytes) == (inner.argument_bytes, inner.alias_bytes)
+    pinned = read_gpu_executable(pin_bytes(parts(name)[0], installed(), "cuda").data, installed())
     lowered = read_gpu_executable(executables.serialized(outer), installed())
     places = [(s.offset, s.size) for s in pinned.thunks.slices]
     base = min(s.offset for s in lowered.thunks.slices) - min(at for at, _ in places)
     own = [s for s in lowered.thunks.slices if s.offset + s.size <= base + pinned.temp_bytes]
     assert [(s.offset - base, s.size) for s in own] == places
+
+
+def test_inlined_programs_compose(h200: str) -> None:
+    if jax.__version_info__ < (0, 12):
+        pytest.skip("needs JAX 0.12")
+    run = pinning.inlined(compiled("attention grad"))
+    specs = program("attention grad").specs
+
+    def several(w: Any, *rest: Any) -> Any:
+        return jax.lax.fori_loop(0, 3, lambda _, w: w - 0.1 * run(w, *rest), w)
+
+    around = aot.lower_for(jax.jit(several), specs, device=h200).compile()
+    assert aot.memory(around).temp_bytes < aot.memory(compiled("attention grad")).temp_bytes
+    with pytest.raises(coop.UnsupportedError, match="differ from those"):
+        jax.eval_shape(run, *specs[:-1])
+    with pytest.raises(coop.UnsupportedError, match="compiled for one CUDA GPU"):
+        pinning.inlined(several)
+    with pytest.raises(coop.UnsupportedError, match="a CPU's program"):
+        pinning.inlined(jax.jit(jnp.sin).lower(1.0).compile())
 
 
 def test_wrong_places_are_caught(h200: str) -> None:

@@ -54,6 +54,24 @@ class GpuExecutable:
         """The places of buffers in the allocation of temporaries."""
         return [a for allocation in self._allocations() for a in allocation.assigned]
 
+    def aliases(self) -> dict[int, int]:
+        """The parameter whose storage a result takes, by result.
+
+        Raises:
+            ThunkError: two results share storage.
+        """
+        found, storage = {}, []
+        for entry in self.message.output_info_map:
+            index = tuple(entry.shape_index.indexes)
+            if not index and len(self.message.output_info_map) > 1:
+                continue  # the table of pointers to the results
+            storage.append(entry.output_info.allocation_index)
+            if entry.output_info.HasField("alias_config"):
+                found[index[0] if index else 0] = entry.output_info.alias_config.parameter_number
+        if len(set(storage)) != len(storage):
+            raise ThunkError("two results of the program share storage")
+        return found
+
     def resize(self, nbytes: int) -> None:
         """Set the size of the allocation of temporaries."""
         for allocation in self._allocations():

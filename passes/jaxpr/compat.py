@@ -11,10 +11,12 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import (
     api_util,
     checkify,
@@ -458,3 +460,45 @@ def cached_by_jaxpr[F: Callable[..., Any]](function: F) -> F:
     """Remember results as long as the jaxpr that is the first argument lives."""
     cached: F = weakref_lru_cache(function)
     return cached
+
+
+def array_spec(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shape and dtype of an array that does not exist."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThunkModule:
+    """A GPU program in the form that `passes.jaxpr.inlined` calls.
+
+    Attributes:
+        message: its thunks, serialized.
+        buffer_bytes: sizes of its arguments, of the results that have storage of their own, and of everything
+            else that it needs, temporaries included.
+        constants: bytes of its constants.
+    """
+
+    message: bytes
+    buffer_bytes: tuple[int, ...]
+    constants: tuple[np.ndarray, ...]
+
+
+def thunk_module(data: bytes) -> ThunkModule:
+    """Read a serialized GPU executable.
+
+    Raises:
+        NotImplementedError: before 0.12.
+    """
+    try:
+        from jax._src.thunky import thunky
+    except ImportError as error:
+        raise NotImplementedError("thunks can be inlined from JAX 0.12 on") from error
+    with thunky.make_ir_context() as context:
+        module = thunky._thunky.jax_executable_to_mlir(data, context)
+        main = next(op.operation for op in module.body.operations if op.operation.name == "func.func")
+        types = [str(argument.type) for argument in main.regions[0].blocks[0].arguments]
+        return ThunkModule(
+            message=thunky._thunky.mlir_module_to_gpu_executable_proto(module),
+            buffer_bytes=tuple(int(t[t.index("<") + 1 : t.index(">")]) for t in types),
+            constants=tuple(np.frombuffer(c, np.uint8) for c in thunky._collect_constant_bytes(main)),
+        )

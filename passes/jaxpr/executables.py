@@ -38,6 +38,16 @@ def is_loaded(compiled: Any) -> bool:
     return hasattr(compiled.runtime_executable(), "execute_sharded")
 
 
+def kept_arguments(compiled: Any) -> list[int]:
+    """Which of the flat arguments the compiled program has as parameters: unused ones are dropped."""
+    return sorted(_unloaded(compiled).kept_var_idx)
+
+
+def n_devices(compiled: Any) -> int:
+    """How many devices the program runs on."""
+    return len(_unloaded(compiled).device_list)
+
+
 def has_callbacks(compiled: Any) -> bool:
     """True if the program calls back into Python: the bytes of such a program hold addresses."""
     return bool(_unloaded(compiled).host_callbacks)
