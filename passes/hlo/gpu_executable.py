@@ -15,6 +15,7 @@ from passes.hlo import graph, proto
 from passes.hlo.executable import body_start, only_temp
 from passes.hlo.gpu_thunks import GpuThunks
 from passes.hlo.mentions import ThunkError
+from passes.hlo.riegeli import is_riegeli
 from passes.hlo.schema import Schema
 from passes.hlo.split import read_message, write_message
 
@@ -108,7 +109,7 @@ def read_gpu_executable(data: bytes, schema: Schema) -> GpuExecutable:
         SchemaError: this version of XLA has no such messages.
         ValueError: it is no such container.
     """
-    start = body_start(data)
+    start = 0 if is_riegeli(data) else body_start(data)
     outer = schema.message("xla/pjrt/proto/compile_options.proto", "xla.ExecutableAndOptionsProto")
     inner = schema.message("xla/service/gpu/gpu_executable.proto", "xla.gpu.GpuExecutableProto")
     if not {"thunks", "buffer_allocations"} <= set(inner.DESCRIPTOR.fields_by_name):

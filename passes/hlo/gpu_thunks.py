@@ -9,7 +9,9 @@ what it writes:
 - an output that was filled beforehand, by the last memset or by an earlier kernel of the same instruction,
   may be accumulated into.
 
-What an asynchronous region touches is in use until its `done`, which is taken to read it again.
+What an asynchronous region touches is in use until its `done`, which is taken to read it again. A kernel that
+starts before the one ahead of it has ended (`use_pdl`) waits before it reads what that one writes and before
+it writes; who writes what is as it was, so that stays right.
 """
 
 from __future__ import annotations
