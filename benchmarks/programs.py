@@ -73,13 +73,22 @@ def _of_problems() -> list[SampleProgram]:
     return found
 
 
+def _deep() -> list[SampleProgram]:
+    """More than 500 temporaries."""
+    problem = gpt.problem(GPTConfig(layers=10, width=64, heads=4, seq=64, batch=4, vocab=128))
+    return [SampleProgram(name="deep gpt grad", fn=jax.value_and_grad(problem.loss), specs=problem.specs())]
+
+
 def _enforced() -> list[SampleProgram]:
     found = []
     for name, problem in problems().items():
         params, batch = problem.specs()
         state = jax.eval_shape(adam_init, params)
-        step = coop.remat(adam_step(problem.loss), budget=0.7)
-        found.append(SampleProgram(name=f"{name} within 0.7", fn=step, specs=(state, batch), donate=(0,)))
+        for budget in (0.85, 0.7):
+            step = coop.remat(adam_step(problem.loss), budget=budget)
+            found.append(
+                SampleProgram(name=f"{name} within {budget}", fn=step, specs=(state, batch), donate=(0,))
+            )
     return found
 
 
@@ -268,5 +277,5 @@ def _models() -> list[SampleProgram]:
 
 def corpus() -> list[SampleProgram]:
     """All programs, each with a name of its own."""
-    groups = (_of_problems, _enforced, _attention, _scanned, _control, _libraries, _models)
+    groups = (_of_problems, _deep, _enforced, _attention, _scanned, _control, _libraries, _models)
     return [program for group in groups for program in group()]

@@ -6,9 +6,7 @@ once with the room that it takes.
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,10 +15,11 @@ from coop_jax.errors import UnsupportedError
 from passes.hlo import graph, proto
 from passes.hlo.assign import HOST, Assigner
 from passes.hlo.assignment import Assignment, compare, of_message, read_assignment
-from passes.hlo.executable import read_executable
+from passes.hlo.gpu_executable import read_gpu_assignment
 from passes.hlo.heap import packing_saves, predict_assigned
 from passes.hlo.mentions import ThunkError
-from passes.hlo.schema import SchemaError, schema
+from passes.hlo.pin import read
+from passes.hlo.schema import Schema, SchemaError, schema
 from passes.jaxpr import compat, executables
 from passes.offsets.repack import repack
 
@@ -67,24 +66,29 @@ class AddressView:
 def address_view(compiled: Any) -> AddressView:
     """Where the temporaries of a compiled program lie.
 
-    On a CPU XLA tells where it put them. On a GPU it does so only while it compiles (see `compile_and_view`):
-    offsets are None here, and only sizes can be compared.
+    XLA tells where it put them: on a CPU with the program's memory analysis, on a GPU in its executable.
+    Where neither can be read offsets are None, and only sizes can be compared.
     """
-    platform = "cpu" if executables.platform_of(compiled) == "cpu" else "cuda"
+    platform = executables.kind_of(compiled)
     module = proto.parse(compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
     stats = compiled.memory_analysis()
     data = stats.serialized_buffer_assignment_proto
-    real = None
-    if data:
-        try:
-            real = read_assignment(data, module, schema(executables.proto_library(platform)))
-        except (SchemaError, FileNotFoundError):
-            real = None
+    try:
+        described = schema(executables.proto_library(platform))
+        real = read_assignment(data, module, described) if data else _from_executable(compiled, described)
+    except (SchemaError, ValueError, FileNotFoundError, jax.errors.JaxRuntimeError):
+        real = None
     return _view(module, platform, stats.temp_size_in_bytes, real)
 
 
+def _from_executable(compiled: Any, described: Schema) -> Assignment | None:
+    """The assignment in a GPU's executable, if there is one."""
+    assignment, module = read_gpu_assignment(executables.serialized(compiled), described)
+    return of_message(assignment, module) if assignment.buffer_allocations else None
+
+
 def executable_view(compiled: Any) -> AddressView:
-    """Where the temporaries of a CPU program lie by its executable alone, pinned or not.
+    """Where the temporaries of a program lie by its executable alone, pinned or not.
 
     Times are kernels in the order of the executable, and a temporary is there while its bytes are in use:
     that can be shorter than XLA's rules of when a value is alive.
@@ -92,9 +96,10 @@ def executable_view(compiled: Any) -> AddressView:
     Raises:
         UnsupportedError: the program's executable cannot be read.
     """
+    platform = executables.kind_of(compiled)
     try:
         data = executables.serialized(compiled)
-        executable = read_executable(data, schema(executables.proto_library("cpu")))
+        executable = read(data, schema(executables.proto_library(platform)), platform)
     except (ThunkError, SchemaError, ValueError, FileNotFoundError, jax.errors.JaxRuntimeError) as error:
         raise UnsupportedError(f"the executable cannot be read: {error}") from error
     program, names = executable.thunks.program, executable.thunks.names
@@ -109,30 +114,6 @@ def executable_view(compiled: Any) -> AddressView:
         packed_bytes=min(program.nbytes, packed.moved.nbytes), buffers=len(packed.webs),
         equal=len(packed.webs), values=tuple(sorted(values, key=lambda a: (a.start, a.end, a.name))),
     )  # fmt: skip
-
-
-def compile_and_view(lowered: Any) -> tuple[Any, AddressView]:
-    """Compile a lowered program and see where XLA puts its temporaries, on any platform.
-
-    Args:
-        lowered: what `jax.jit(f).lower(*args)` or `coop_jax.aot.lower_for` returned.
-
-    Raises:
-        UnsupportedError: XLA wrote no buffer assignment.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        options = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
-        compiled = lowered.compile(compiler_options=options)
-        platform = "cpu" if executables.platform_of(compiled) == "cpu" else "cuda"
-        name = compiled.runtime_executable().hlo_modules()[0].name
-        message = schema(executables.proto_library(platform)).message("xla/service/hlo.proto", "xla.HloProto")
-        for path in sorted(Path(folder).glob(f"*{name}*after_optimizations.hlo.pb")):
-            dumped = message.FromString(path.read_bytes())
-            if dumped.buffer_assignment.buffer_allocations:
-                module = proto.parse(dumped.hlo_module.SerializeToString())
-                real = of_message(dumped.buffer_assignment, module)
-                return compiled, _view(module, platform, compiled.memory_analysis().temp_size_in_bytes, real)
-    raise UnsupportedError(f"XLA wrote no buffer assignment for {name}.")
 
 
 def _view(module: Any, platform: str, temp_bytes: int, real: Assignment | None) -> AddressView:

@@ -34,9 +34,7 @@ def plot_addresses(views: Sequence[AddressView], titles: Sequence[str], path: st
     except ImportError as error:
         raise UnsupportedError("pictures need matplotlib: pip install coop-jax[plot]") from error
     if any(value.offset is None for view in views for value in view.values):
-        raise UnsupportedError(
-            "this view holds no addresses: XLA tells them on a CPU, and through `compile_and_view` elsewhere."
-        )
+        raise UnsupportedError("this view holds no addresses: XLA did not tell where it put the temporaries.")
     figure = Figure(figsize=(_WIDTH * len(views), _HEIGHT), layout="constrained")
     FigureCanvasAgg(figure)
     top = max(view.temp_bytes for view in views)

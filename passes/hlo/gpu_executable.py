@@ -109,13 +109,9 @@ def read_gpu_executable(data: bytes, schema: Schema) -> GpuExecutable:
         SchemaError: this version of XLA has no such messages.
         ValueError: it is no such container.
     """
-    start = 0 if is_riegeli(data) else body_start(data)
-    outer = schema.message("xla/pjrt/proto/compile_options.proto", "xla.ExecutableAndOptionsProto")
-    inner = schema.message("xla/service/gpu/gpu_executable.proto", "xla.gpu.GpuExecutableProto")
-    if not {"thunks", "buffer_allocations"} <= set(inner.DESCRIPTOR.fields_by_name):
+    start, options, message = _read(data, schema)
+    if not {"thunks", "buffer_allocations"} <= set(message.DESCRIPTOR.fields_by_name):
         raise ThunkError("this version of XLA writes GPU executables in a form that is not known")
-    options = read_message(data[start:], outer, schema)
-    message = read_message(options.serialized_executable, inner, schema)
     options.ClearField("serialized_executable")
     allocations = message.buffer_allocations.values
     temp = allocations[only_temp(allocations)]
@@ -123,6 +119,25 @@ def read_gpu_executable(data: bytes, schema: Schema) -> GpuExecutable:
     return GpuExecutable(
         schema=schema, metadata=data[:start], options=options, message=message, temp=temp.index, thunks=thunks
     )
+
+
+def read_gpu_assignment(data: bytes, schema: Schema) -> tuple[Any, Any]:
+    """The BufferAssignmentProto of a serialized executable, which may be empty, and its HloModuleProto.
+
+    Raises:
+        SchemaError, ValueError: it cannot be read.
+    """
+    _, _, message = _read(data, schema)
+    return message.buffer_assignment, _module(message)
+
+
+def _read(data: bytes, schema: Schema) -> tuple[int, Any, Any]:
+    """Where the messages start, and both of them."""
+    start = 0 if is_riegeli(data) else body_start(data)
+    outer = schema.message("xla/pjrt/proto/compile_options.proto", "xla.ExecutableAndOptionsProto")
+    inner = schema.message("xla/service/gpu/gpu_executable.proto", "xla.gpu.GpuExecutableProto")
+    options = read_message(data[start:], outer, schema)
+    return start, options, read_message(options.serialized_executable, inner, schema)
 
 
 def _module(message: Any) -> Any:

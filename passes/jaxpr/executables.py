@@ -33,6 +33,11 @@ def platform_of(compiled: Any) -> str:
     return str(_unloaded(compiled).backend.platform)
 
 
+def kind_of(compiled: Any) -> str:
+    """Whose rules lay out the program's memory: "cpu" or "cuda"."""
+    return "cpu" if platform_of(compiled) == "cpu" else "cuda"
+
+
 def is_loaded(compiled: Any) -> bool:
     """True if the program can run: the devices that it was compiled for are here."""
     return hasattr(compiled.runtime_executable(), "execute_sharded")
