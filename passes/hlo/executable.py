@@ -73,6 +73,10 @@ class Executable:
         thunks = Thunks(sequence, self.allocation.index, self.allocation.size)
         return replace(self, assignment=assignment, sequence=sequence, thunks=thunks)
 
+    def contents(self) -> list[bytes]:
+        """All that it holds, to be compared with another's."""
+        return [self.serialize()]
+
     def serialize(self) -> bytes:
         """The container with what the messages say now."""
         inner = _inner(self.data)

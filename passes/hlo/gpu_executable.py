@@ -88,6 +88,11 @@ class GpuExecutable:
         message.CopyFrom(self.message)
         return replace(self, message=message, thunks=_thunks(message, self.temp, self.temp_bytes))
 
+    def contents(self) -> list[bytes]:
+        """All that it holds, to be compared with another's: cheaper than the container, which has hashes."""
+        parts = (self.options, self.message)
+        return [self.metadata, *(part.SerializeToString(deterministic=True) for part in parts)]
+
     def serialize(self) -> bytes:
         """The container with what the messages say now."""
         options = type(self.options)()
