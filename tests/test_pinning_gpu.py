@@ -242,5 +242,10 @@ def test_pinned_programs_run(name: str) -> None:
     outcome = pinning.outcome_of(pinned)
     assert outcome is not None
     assert outcome.pinned or "as good as the best" in outcome.reason
-    equal, _ = paired_runs((plain, pinned), random_arguments(found.specs), calls=20)
+    args = random_arguments(found.specs)
+    equal, _ = paired_runs((plain, pinned), args, calls=20)
     assert equal
+    if jax.__version_info__ >= (0, 12):
+        inlined = jax.jit(pinning.inlined(plain), donate_argnums=found.donate).lower(*found.specs).compile()
+        equal, _ = paired_runs((plain, inlined), args, calls=20)
+        assert equal
