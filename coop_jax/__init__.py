@@ -11,6 +11,7 @@ from coop_jax.budget import Budget, parse_bytes
 from coop_jax.errors import (
     BudgetError,
     BudgetExceededError,
+    ConstraintError,
     CoopError,
     InfeasibleBudgetError,
     UnsupportedError,
@@ -24,6 +25,7 @@ __all__ = [
     "Budget",
     "BudgetError",
     "BudgetExceededError",
+    "ConstraintError",
     "CoopError",
     "InfeasibleBudgetError",
     "MinimumBudget",

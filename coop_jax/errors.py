@@ -52,6 +52,12 @@ class UnsupportedError(CoopError):
     kind = "UnsupportedError"
 
 
+class ConstraintError(CoopError, ValueError):
+    """`save`, `recompute` or `policy` name what is not there, contradict each other, or cannot hold."""
+
+    kind = "ConstraintError"
+
+
 class BudgetExceededError(CoopError):
     """XLA's own count of a compiled program is above its budget.
 
@@ -93,6 +99,7 @@ class InfeasibleBudgetError(CoopError):
         argument_bytes, output_bytes, alias_bytes: storage that no plan can remove.
         tightest: the largest values alive at the tightest point, largest first.
         advice: what would help, one sentence each.
+        constraints: what was asked about single values, such as "save=('h',)"; "" if nothing was.
     """
 
     kind = "InfeasibleBudgetError"
@@ -108,6 +115,7 @@ class InfeasibleBudgetError(CoopError):
         alias_bytes: int,
         tightest: Sequence[LiveValue] = (),
         advice: Sequence[str] = (),
+        constraints: str = "",
     ) -> None:
         self.budget_bytes = budget_bytes
         self.least_bytes = least_bytes
@@ -117,6 +125,7 @@ class InfeasibleBudgetError(CoopError):
         self.alias_bytes = alias_bytes
         self.tightest = tuple(tightest)
         self.advice = tuple(advice)
+        self.constraints = constraints
         super().__init__(_infeasible_text(self))
 
     @property
@@ -136,6 +145,7 @@ class InfeasibleBudgetError(CoopError):
             alias_bytes=outcome.alias_bytes,
             tightest=outcome.tightest,
             advice=_advice(outcome),
+            constraints=outcome.constraints,
         )
 
     def fields(self) -> dict[str, Any]:
@@ -149,6 +159,7 @@ class InfeasibleBudgetError(CoopError):
             "alias_bytes": self.alias_bytes,
             "tightest": [[v.op, v.source, v.nbytes] for v in self.tightest],
             "advice": list(self.advice),
+            "constraints": self.constraints,
         }
 
     @classmethod
@@ -187,6 +198,8 @@ def _advice(outcome: StageOutcome) -> tuple[str, ...]:
             'on_fragmentation="recompute" recomputes values for that, on_fragmentation="pin" with coop.pin '
             "packs them tighter"
         )
+    if outcome.constraints and outcome.budget_bytes >= outcome.fixed_bytes:
+        advice.append(f"without {outcome.constraints}, which must hold as it is, less may be enough")
     donatable = min(outcome.argument_bytes, outcome.output_bytes) - outcome.alias_bytes
     if donatable > 0:
         advice.append(
@@ -206,7 +219,8 @@ def _advice(outcome: StageOutcome) -> tuple[str, ...]:
 def _infeasible_text(error: InfeasibleBudgetError) -> str:
     impossible = error.proved or error.budget_bytes < error.fixed_bytes
     word = "no plan can keep" if impossible else "no plan was found that keeps"
-    lines = [f"{word} this program within its budget of {format_bytes(error.budget_bytes)}."]
+    kept = f" and {error.constraints}" if error.constraints else ""
+    lines = [f"{word} this program within its budget of {format_bytes(error.budget_bytes)}{kept}."]
     if error.least_bytes is None:
         lines.append("The least feasible budget is not known.")
     elif error.proved:
@@ -238,5 +252,12 @@ def _value_text(value: LiveValue) -> str:
 
 _KINDS: dict[str, type[CoopError]] = {
     cls.kind: cls
-    for cls in (CoopError, BudgetError, UnsupportedError, BudgetExceededError, InfeasibleBudgetError)
+    for cls in (
+        CoopError,
+        BudgetError,
+        UnsupportedError,
+        ConstraintError,
+        BudgetExceededError,
+        InfeasibleBudgetError,
+    )
 }

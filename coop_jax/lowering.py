@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -23,15 +23,17 @@ import numpy as np
 
 from coop_jax import aot, xla
 from coop_jax.budget import Budget
-from coop_jax.errors import InfeasibleBudgetError, UnsupportedError
+from coop_jax.errors import ConstraintError, InfeasibleBudgetError, UnsupportedError
 from coop_jax.pinning import pin
 from coop_jax.trial import Attempt, settle
 from passes.cost import DEVICES, DeviceModel
 from passes.hlo.enforce import OnFragmentation
 from passes.ir import Status
 from passes.jaxpr import compat, module
+from passes.jaxpr.constraints import constrain_pair, constrain_program
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.stage import JaxprRequest, JointResult, plan_joint, plan_program
+from passes.jaxpr.values import Constraints, ConstraintUnsupported
 from passes.outcome import StageOutcome
 
 compat.hide_frames(__file__)
@@ -49,6 +51,7 @@ class RematConfig:
         device: name of a cost model; None takes that of the device that is compiled for.
         name: the function's name, for people.
         pin, on_fragmentation: see `coop_jax.remat`.
+        constraints: what was asked about single values.
     """
 
     budget: Budget
@@ -57,6 +60,7 @@ class RematConfig:
     name: str = ""
     pin: bool = False
     on_fragmentation: OnFragmentation = "recompute"
+    constraints: Constraints = field(default_factory=Constraints)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)
@@ -106,10 +110,12 @@ def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Pl
 
     memory_bytes = None if facts.device is None else aot.device_memory_bytes(facts.device)
     budget_bytes = config.budget.resolve(device_bytes=memory_bytes, baseline_bytes=baseline_bytes)
-    known = baseline[0].total_bytes if baseline and baseline[0].compiled else None
-    request = _request(facts, device, config, budget_bytes, known)
+    plain = _inlined(jaxpr) if planned is None else None
+    constrained = None if plain is None else _constrained(plain, config)
+    is_known = bool(baseline) and baseline[0].compiled and constrained is plain
+    request = _request(facts, device, config, budget_bytes, baseline[0].total_bytes if is_known else None)
     if planned is None:
-        jaxpr, outcome = _plan_whole(_inlined(jaxpr), request, facts, config, budget_bytes)
+        jaxpr, outcome = _plan_whole(constrained, request, facts, config, budget_bytes)
     else:
         outcome = _as_planned(planned, request)
     if request is not None and outcome is not None and request.fixed_bytes > budget_bytes:
@@ -125,6 +131,7 @@ def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Pl
         jaxpr=outcome,
         pin=config.pin,
         on_fragmentation=config.on_fragmentation,
+        constraints=str(config.constraints),
     )
     xla.mark(ctx, record, _digest(jaxpr))
     return compat.lower_inline(ctx, jaxpr, operands)
@@ -157,14 +164,27 @@ def plan_pair(forward: Any, backward: Any, n_outs: int, config: RematConfig) -> 
     budget_bytes = config.budget.resolve(device_bytes=memory_bytes, baseline_bytes=predicted_bytes)
     request = dataclasses.replace(request, budget_bytes=budget_bytes)
 
+    try:
+        halves = constrain_pair(forward, backward, n_outs, config.constraints)
+    except ConstraintUnsupported as impossible:
+        raise ConstraintError(str(impossible)) from None
+
     def attempt(asked: JaxprRequest) -> Attempt:
-        joint = plan_joint(forward, backward, n_outs, asked)
+        joint = plan_joint(*halves, n_outs, asked)
         program = _joined_programs(joint.forward, joint.backward, n_outs)[0]
         return Attempt(made=joint, program=program, outcome=joint.outcome)
 
     device = _expected_device(forward.in_avals)
     joint, outcome = settle(attempt, request, _trial_record(config, request), device)
     return joint, Planned(outcome=outcome, forward=forward, backward=backward, n_outs=n_outs)
+
+
+def _constrained(plain: Any, config: RematConfig) -> Any:
+    """`plain` with what the user asked about single values; the same object if that is nothing."""
+    try:
+        return constrain_program(plain, config.constraints)
+    except ConstraintUnsupported as impossible:
+        raise ConstraintError(str(impossible)) from None
 
 
 def _plan_whole(

@@ -10,12 +10,13 @@ import jax
 
 from coop_jax import autodiff
 from coop_jax.budget import Budget
-from coop_jax.errors import UnsupportedError
+from coop_jax.errors import ConstraintError, UnsupportedError
 from coop_jax.lowering import RematConfig
 from coop_jax.pinning import PinnedCalls
 from passes.cost import DEVICES
 from passes.hlo.enforce import OnFragmentation
 from passes.jaxpr import compat
+from passes.jaxpr.values import Constraints, names_in
 from passes.planners.config import PLANNERS
 
 compat.hide_frames(__file__)
@@ -37,9 +38,9 @@ def remat(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Iterable[str] = (),
     policy: Callable[..., bool] | None = None,
-    save: Sequence[str] = (),
-    recompute: Sequence[str] = (),
-    offload: Sequence[str] = (),
+    save: str | Sequence[str] = (),
+    recompute: str | Sequence[str] = (),
+    offload: str | Sequence[str] = (),
     device: str | None = None,
     pin: bool = False,
     on_fragmentation: OnFragmentation = "recompute",
@@ -59,7 +60,20 @@ def remat(
         planner: "auto" (what to use), or one of `passes.planners.config.PLANNERS`: "exact" proves what it
             can about small programs, "dtr" and others are there to compare with.
         static_argnums, static_argnames: arguments that are Python values, as in `jax.jit`.
-        policy, save, recompute, offload: not supported yet; anything but the default is refused.
+        save: names (see `jax.ad_checkpoint.checkpoint_name`) of values that are never computed a second
+            time: each is kept from where it is made to its last use, inside `lax.scan` in a stack. The plan
+            never runs its equation again, and the enforcing stage runs no kernel again that holds an
+            instruction of it, by the labels that XLA carries along. Two things are not ruled out: XLA itself
+            may compute a cheap elementwise value inside several kernels where the plan changes nothing, and
+            a scan that is cut into segments, for very small budgets, runs its first pass twice.
+        recompute: names of values that are not kept across to the backward pass, nor is what is computed
+            elementwise from them: it is computed once more there. That holds for a value in whatever form
+            it is read (reshaped, unnamed), but not for results of the function, which exist anyway.
+        policy: as `jax.checkpoint` takes it and called the same way, about equations outside of control
+            flow and in bodies of scans. Of the values that the backward pass needs, those it saves are as
+            in `save`, all others as in `recompute`; a scan's carry is stacked, and results of other control
+            flow and of operations that cannot be run again are kept.
+        offload: refused: there is no paging to the host yet.
         device: name of the cost model to plan with, such as "h200"; None takes the device's own.
         pin: pack the temporaries of the program anew after its compile (see `coop.pin`), where the function
             is called outside `jax.jit` on a CPU. A program under a `jax.jit` of your own cannot be pinned
@@ -73,10 +87,17 @@ def remat(
     Raises:
         BudgetError: the budget is none of the accepted forms.
         UnsupportedError: an option that does not exist yet, an unknown planner or device.
-        InfeasibleBudgetError: when it is compiled: no plan keeps the budget.
+        ConstraintError: when it is traced: a name in `save` or `recompute` that is not in the function or in
+            both; when it is planned: a value in `recompute` that cannot be computed twice.
+        InfeasibleBudgetError: when it is compiled: no plan keeps the budget and the constraints.
         BudgetExceededError: when it is compiled: XLA needs more than planned.
     """
-    _refuse_unsupported(policy=policy, save=save, recompute=recompute, offload=offload)
+    if offload:
+        raise UnsupportedError(
+            f"offload={offload!r}: there is no paging to the host yet. Leave `offload` out: the budget "
+            "decides what is kept on the device and what is computed again."
+        )
+    constraints = _constraints(save, recompute, policy)
     if planner not in PLANNERS:
         raise UnsupportedError(f"planner {planner!r} is not one of {', '.join(map(repr, PLANNERS))}.")
     if device is not None and device not in DEVICES:
@@ -99,7 +120,7 @@ def remat(
         name = getattr(function, "__name__", type(function).__name__)
         config = RematConfig(
             budget=parsed, planner=planner, device=device, name=name, pin=pin,
-            on_fragmentation=on_fragmentation,
+            on_fragmentation=on_fragmentation, constraints=constraints,
         )  # fmt: skip
         return _decorate(function, config, static_argnums, static_argnames)
 
@@ -146,6 +167,7 @@ def _stage(function: Callable[..., Any], config: RematConfig, args: Any, kwargs:
 
     operands = [leaves[i] for i in dynamic]
     jaxpr = compat.trace(flat, [compat.typeof(x) for x in operands])
+    _check_names(jaxpr, config.constraints)
     results = _with_refs(jaxpr, config, operands)
     return jax.tree.unflatten(out_trees[0], results)
 
@@ -163,11 +185,37 @@ def _with_refs(jaxpr: Any, config: RematConfig, operands: Sequence[Any]) -> list
     return results[:cut]
 
 
-def _refuse_unsupported(**options: Any) -> None:
-    for name, value in options.items():
-        if value:
-            raise UnsupportedError(
-                f"{name}={value!r}: constraints on what is saved are not supported yet, and `coop.remat` "
-                f"ignores none silently. Leave `{name}` out: the budget alone decides. Or use "
-                "`jax.checkpoint` with a policy."
-            )
+def _constraints(save: Any, recompute: Any, policy: Any) -> Constraints:
+    """What the user asked about single values.
+
+    Raises:
+        ConstraintError: not names, a name in both, or a policy that cannot be called.
+    """
+    names = {}
+    for key, given in (("save", save), ("recompute", recompute)):
+        names[key] = (given,) if isinstance(given, str) else tuple(given)
+        if not all(isinstance(name, str) for name in names[key]):
+            raise ConstraintError(f"{key}={given!r}: names are strings, as in checkpoint_name(x, 'h').")
+    both = sorted({*names["save"]} & {*names["recompute"]})
+    if both:
+        raise ConstraintError(f"{', '.join(map(repr, both))} cannot be in `save` and in `recompute`.")
+    if policy is not None and not callable(policy):
+        raise ConstraintError(f"policy={policy!r}: not callable; see `jax.checkpoint_policies`.")
+    return Constraints(save=names["save"], recompute=names["recompute"], policy=policy)
+
+
+def _check_names(closed: Any, constraints: Constraints) -> None:
+    """Refuse names that the function does not give, unless a derivative rule may give them.
+
+    Raises:
+        ConstraintError: with the names that it gives.
+    """
+    jaxpr, _ = compat.open_jaxpr(closed)
+    asked = {*constraints.save, *constraints.recompute}
+    unknown = sorted(asked - names_in(jaxpr)) if asked else []
+    if unknown and not compat.has_custom_vjp(jaxpr):
+        known = ", ".join(map(repr, sorted(names_in(jaxpr)))) or "none"
+        raise ConstraintError(
+            f"{', '.join(map(repr, unknown))} in {constraints}: no checkpoint_name in the function gives "
+            f"this name; it gives {known}."
+        )

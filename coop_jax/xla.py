@@ -60,6 +60,7 @@ class Record:
         hlo: what the enforcing stage did; None if it did not run in this process.
         pin: True if the program was asked to be pinned (see `coop_jax.pinning`).
         on_fragmentation: "recompute", "pin" or "error" where only XLA's packing breaks the budget.
+        constraints: what was asked about single values, for people.
     """
 
     id: str = ""
@@ -74,6 +75,7 @@ class Record:
     hlo: StageOutcome | None = None
     pin: bool = False
     on_fragmentation: OnFragmentation = "recompute"
+    constraints: str = ""
 
 
 class _Registry:
@@ -267,7 +269,7 @@ def _callback(data: bytes, platform: str) -> bytes | None:
         else:
             REGISTRY.begin_pinning(record.id, keep=False)
     returned, outcome = enforce(data, request)
-    outcome = dataclasses.replace(outcome, budget_bytes=record.budget_bytes)
+    outcome = dataclasses.replace(outcome, budget_bytes=record.budget_bytes, constraints=record.constraints)
     if _TRIAL in attributes:
         REGISTRY.end_trial(attributes[_TRIAL], outcome)
         raise RuntimeError("coop_jax: the trial is over")
@@ -339,6 +341,7 @@ def _facts(record: Record) -> dict[str, Any]:
         "baseline_cost_ns": record.baseline_cost_ns,
         "pin": record.pin,
         "on_fragmentation": record.on_fragmentation,
+        "constraints": record.constraints,
         "jaxpr": None if record.jaxpr is None else _outcome_dict(record.jaxpr),
     }
 
@@ -355,6 +358,7 @@ def _record_from_facts(record_id: str, facts: Mapping[str, Any]) -> Record:
         baseline_cost_ns=facts["baseline_cost_ns"],
         pin=facts["pin"],
         on_fragmentation=facts["on_fragmentation"],
+        constraints=facts["constraints"],
         jaxpr=None if facts["jaxpr"] is None else _outcome_from(facts["jaxpr"]),
     )
 

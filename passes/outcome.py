@@ -69,6 +69,7 @@ class StageOutcome:
             `status` is not found, else None. The enforcing stage meets it if it is asked for.
         least_proved: True if no plan of this stage's program goes below `least_total_bytes`.
         needs_pinning: True if the budget is kept only after the temporaries are packed anew.
+        constraints: what the user asked about single values, such as "save=('h',)".
     """
 
     stage: Stage
@@ -90,6 +91,7 @@ class StageOutcome:
     least_total_bytes: int | None = None
     least_proved: bool = False
     needs_pinning: bool = False
+    constraints: str = ""
 
     @property
     def fixed_bytes(self) -> int:

@@ -1,13 +1,15 @@
 """Which instructions may run twice.
 
 The default is no. Yes only for opcodes on the list, custom calls without side effects that do not call back
-into the host, and calls of computations made of nothing else. Writing in place is judged by the lift.
+into the host, and calls of computations made of nothing else; never what a user asked to keep
+(`passes.saved`). Writing in place is judged by the lift.
 """
 
 from __future__ import annotations
 
 from passes.hlo.graph import Computation, Instruction, Module
 from passes.hlo.inplace import _ELEMENTWISE
+from passes.saved import SAVED
 
 _PURE = _ELEMENTWISE | frozenset(
     {
@@ -42,6 +44,8 @@ class Purity:
     def instruction(self, instruction: Instruction) -> bool:
         """True if a second run with the same operands gives the same and does nothing else."""
         if any(shape.memory_space != 0 for _, shape in instruction.shape.leaves()):
+            return False
+        if SAVED in instruction.proto.metadata.op_name and instruction.opcode != "parameter":
             return False
         if instruction.opcode == "custom-call":
             return self._custom_call(instruction)

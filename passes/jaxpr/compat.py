@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src import (
     api_util,
@@ -29,6 +30,7 @@ from jax._src import (
     traceback_util,
 )
 from jax._src import linear_util as lu
+from jax._src.ad_checkpoint import name_p
 from jax._src.dtypes import float0
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import partial_eval as pe
@@ -104,6 +106,48 @@ def aval_nbytes(aval: Any) -> int:
 def barrier_eqn(operands: Sequence[Any], results: Sequence[Any]) -> Any:
     """One `optimization_barrier` equation over all `operands`."""
     return core.new_jaxpr_eqn(list(operands), list(results), optimization_barrier_p, {}, core.no_effects)
+
+
+def name_eqn(value: Any, result: Any, name: str, like: Any) -> Any:
+    """The equation of `checkpoint_name`, at the source line of equation `like`."""
+    return core.new_jaxpr_eqn([value], [result], name_p, {"name": name}, core.no_effects, like.source_info)
+
+
+def checkpoint_name_of(eqn: Any) -> str | None:
+    """What `checkpoint_name` calls the value of this equation; None for every other equation."""
+    return str(eqn.params["name"]) if eqn.primitive is name_p else None
+
+
+def has_custom_vjp(jaxpr: Any) -> bool:
+    """True if an open jaxpr holds a function whose derivative rule is not traced yet."""
+    inner = any(has_custom_vjp(j) for eqn in jaxpr.eqns for j in inner_jaxprs(eqn))
+    return inner or any(eqn.primitive.name.startswith("custom_vjp_call") for eqn in jaxpr.eqns)
+
+
+def in_scope(eqn: Any, scope: str) -> Any:
+    """`eqn` with `scope` in the name that XLA gives to its instructions."""
+    info = eqn.source_info
+    return eqn.replace(source_info=info.replace(name_stack=info.name_stack.extend(scope)))
+
+
+def is_transposed(eqn: Any) -> bool:
+    """True for an equation of a backward pass."""
+    stack = eqn.source_info.name_stack.stack
+    return any(isinstance(e, source_info_util.Transform) and e.name == "transpose" for e in stack)
+
+
+def policy_saves(policy: Callable[..., Any], eqn: Any) -> bool | None:
+    """What a policy of `jax.checkpoint` says of an equation's results; None if they should be offloaded."""
+    said = pe.ensure_enum(policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params))
+    return None if isinstance(said, pe.Offloadable) else isinstance(said, pe.SaveableType)
+
+
+def is_full_precision(eqn: Any) -> bool:
+    """True for a `reduce_precision` that reduces nothing: `jax.checkpoint` marks saved values with it."""
+    if eqn.primitive.name != "reduce_precision":
+        return False
+    info = jnp.finfo(eqn.invars[0].aval.dtype)
+    return (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]) == (info.nexp, info.nmant)
 
 
 def fresh_var(like: Any) -> Any:

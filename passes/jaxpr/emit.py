@@ -19,23 +19,9 @@ from typing import Any
 
 from passes.ir import BufferId, OpId
 from passes.jaxpr import compat
+from passes.jaxpr.joint import Split, split
 from passes.jaxpr.lift import LiftedJaxpr, eqn_kind
 from passes.jaxpr.primitives import Kind
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
-    """A joint program in two halves.
-
-    Attributes:
-        forward: arguments -> (results of the forward half, saved values).
-        backward: (saved values, cotangents) -> results of the backward half.
-        n_saved: how many values pass from one to the other.
-    """
-
-    forward: Any
-    backward: Any
-    n_saved: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,28 +71,8 @@ def emit_split(
     emitter.run()
     jaxpr, outvars = lifted.jaxpr, emitter.results()
     cut = emitter.cut_after(jaxpr.outvars[:n_forward_results])
-    forward_eqns, backward_eqns = emitter.eqns[:cut], emitter.eqns[cut:]
-    ready = dict.fromkeys(jaxpr.invars[:n_arguments])
-    for eqn in forward_eqns:
-        ready.update(dict.fromkeys(eqn.outvars))
-    used = dict.fromkeys(v for eqn in backward_eqns for v in eqn.invars if not isinstance(v, compat.Literal))
-    used.update(dict.fromkeys(v for v in outvars[n_forward_results:] if not isinstance(v, compat.Literal)))
-    saved = [v for v in used if v in ready]
-    return Split(
-        forward=compat.rebuild(
-            jaxpr,
-            invars=jaxpr.invars[:n_arguments],
-            eqns=forward_eqns,
-            outvars=[*outvars[:n_forward_results], *saved],
-        ),
-        backward=compat.rebuild(
-            jaxpr,
-            invars=[*saved, *jaxpr.invars[n_arguments:]],
-            eqns=backward_eqns,
-            outvars=outvars[n_forward_results:],
-        ),
-        n_saved=len(saved),
-    )
+    whole = compat.rebuild(jaxpr, eqns=emitter.eqns, outvars=outvars)
+    return split(whole, cut, n_arguments=n_arguments, n_forward_results=n_forward_results)
 
 
 class _Emitter:

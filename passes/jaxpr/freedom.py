@@ -11,8 +11,10 @@ import math
 
 from passes.cost import DeviceModel
 from passes.ir import BufferId, Op, OpId, Program
+from passes.jaxpr import compat
 from passes.jaxpr.emit import EmitConfig
 from passes.jaxpr.lift import LiftedJaxpr
+from passes.saved import SAVED
 
 SMALL_DOT_ELEMENTS = 2 << 20
 MOVES = frozenset({"slice", "dynamic_slice", "split", "gather", "convert_element_type"})
@@ -29,7 +31,8 @@ def emit_config(
     """
     wanted = {body[-1] for body in lifted.bodies}
     own = {body[-1] for body in as_is.bodies}
-    apart, held_back = wanted - own, set()
+    saved = {i for i in wanted if compat.checkpoint_name_of(lifted.jaxpr.eqns[i]) == SAVED}
+    apart, held_back = (wanted - own) | saved, set()
     if device.name != "cpu":
         small = small_dots(lifted)
         last = _last_readers(lifted.program)

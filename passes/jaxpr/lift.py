@@ -25,12 +25,15 @@ from passes.jaxpr.flops import matrix_work
 from passes.jaxpr.in_place import carries_shared, updated_in_place
 from passes.jaxpr.inline import CALLS, inline_calls
 from passes.jaxpr.primitives import CONTROL_FLOW, SLICING, Kind, is_expensive, kind_of
+from passes.saved import SAVED
 from passes.simulate import simulate
 
 # A value with several readers is stored if reading its leaves costs more than this many times its own
 # bytes; one with a single reader (which fuses it) only where a chain would keep many leaves alive.
 SEVERAL_READERS_RATIO = 1.5
 ONE_READER_RATIO = 2.5
+# Besides elementwise kernels; `name` is a value that is kept as it is (`passes.saved`).
+IN_PLACE = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "scatter_add", "name"})
 # A slice that a scan takes from a stack or puts on one is read once and written once for it.
 SLICE_PASSES = 2
 # XLA:GPU stores an expensive value for several readers, unless reading its leaves is that much cheaper.
@@ -166,7 +169,7 @@ class _Lift:
             return True
         if kind in (Kind.KERNEL, Kind.OPAQUE, Kind.REDUCTION):
             return not self._is_epilogue(i, v, readers)
-        if v in needed and kind is not Kind.VIEW:
+        if v in needed and (kind is not Kind.VIEW or self._is_held(readers)):
             return True
         if any(self._is_unstored_kernel(u) for u in _variables(eqn.invars)):
             return True
@@ -204,6 +207,10 @@ class _Lift:
                 break
             v = eqn.invars[0]
         return ()
+
+    def _is_held(self, readers: Sequence[int]) -> bool:
+        """True for a value that a barrier reads."""
+        return any(self.kinds[i] is Kind.BARRIER for i in readers)
 
     def _is_unstored_kernel(self, v: Any) -> bool:
         """True for a kernel's result that is stored only in the form that its one reader gives it."""
@@ -322,7 +329,8 @@ class _Lift:
         eqn = self.jaxpr.eqns[root]
         outvars = [v for v in eqn.outvars if not isinstance(v, compat.DropVar)]
         out_bytes = sum(compat.aval_nbytes(v.aval) for v in outvars)
-        traffic = sum(self._kernel_reads(eqn).values()) + out_bytes
+        is_saved = compat.checkpoint_name_of(eqn) is not None and self.kinds[root] is Kind.OPAQUE
+        traffic = 0 if is_saved else sum(self._kernel_reads(eqn).values()) + out_bytes
         flops, bits = matrix_work([self.jaxpr.eqns[i] for i in body if self.kinds[i] is Kind.KERNEL])
         opaque = any(self.kinds[i] is Kind.OPAQUE or self.jaxpr.eqns[i].effects for i in body)
         return Op(
@@ -371,7 +379,7 @@ class _Lift:
         if eqn.primitive.name == "scan":
             kept = {*self.jaxpr.constvars, *self.jaxpr.invars, *self.results}
             return carries_shared(eqn, buffer_of, kept)
-        in_place = eqn.primitive.name in ("dynamic_update_slice", "scatter", "scatter-add", "scatter_add")
+        in_place = eqn.primitive.name in IN_PLACE
         if self.kinds[root] is not Kind.FUSIBLE and not in_place:
             return ()
         arguments = {*self.jaxpr.constvars, *self.jaxpr.invars}
@@ -433,9 +441,9 @@ def inner_work(jaxpr: Any, device: DeviceModel, carried: tuple[int, int] = (0, 0
 
 
 def eqn_kind(eqn: Any) -> Kind:
-    """The kind of one equation: effects and unknown inner primitives make it opaque."""
+    """The kind of one equation: effects, unknown inner primitives and `passes.saved` make it opaque."""
     kind = kind_of(eqn.primitive.name)
-    if eqn.effects:
+    if eqn.effects or compat.checkpoint_name_of(eqn) == SAVED:
         return Kind.OPAQUE
     if eqn.primitive.name in CONTROL_FLOW or eqn.primitive.name in CALLS:
         inner = [e for j in compat.inner_jaxprs(eqn) for e in j.eqns]

@@ -20,6 +20,7 @@ from passes.jaxpr import compat
 from passes.jaxpr.bodies import has_control_flow
 from passes.jaxpr.emit import EmitConfig, emit, emit_split
 from passes.jaxpr.freedom import emit_config
+from passes.jaxpr.joint import Joined, closed_halves, join
 from passes.jaxpr.lift import LiftedJaxpr, lift
 from passes.jaxpr.measured import Measured
 from passes.jaxpr.scan_choice import Rung, all_remade
@@ -102,7 +103,10 @@ def plan_program(closed_jaxpr: Any, request: JaxprRequest) -> tuple[Any, StageOu
 @compat.cached_by_jaxpr
 def _prepared(closed_jaxpr: Any) -> Any:
     """The open jaxpr that is planned; the same object every time, so that requests share work."""
-    jaxpr = compat.open_jaxpr(closed_jaxpr)[0]
+    return _simplified(compat.open_jaxpr(closed_jaxpr)[0])
+
+
+def _simplified(jaxpr: Any) -> Any:
     return scatter_in_place(compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars)))
 
 
@@ -114,65 +118,32 @@ def plan_joint(forward: Any, backward: Any, n_outs: int, request: JaxprRequest) 
         backward: closed jaxpr, (*residuals, *cotangents) -> gradients, calls inlined.
         n_outs: how many of forward's results are outs.
     """
-    joined = _join(forward, backward, n_outs)
-    choice = _choose(joined.jaxpr, request)
+    joined, jaxpr = _prepared_joint(forward, backward, n_outs)
+    choice = _choose(jaxpr, request)
     if not choice.outcome.changed:
         n_saved = len(forward.out_avals) - n_outs
         return JointResult(forward=forward, backward=backward, n_saved=n_saved, outcome=choice.outcome)
-    split = emit_split(
+    halves = emit_split(
         choice.candidate.lifted,
         choice.candidate.steps,
         choice.candidate.config,
         n_arguments=joined.n_consts + joined.n_arguments,
         n_forward_results=n_outs,
     )
-    forward_jaxpr = compat.rebuild(
-        split.forward,
-        eqns=split.forward.eqns,
-        outvars=split.forward.outvars,
-        constvars=split.forward.invars[: joined.n_consts],
-        invars=split.forward.invars[joined.n_consts :],
-    )
+    planned_forward, planned_backward = closed_halves(joined, halves)
     return JointResult(
-        forward=compat.close_jaxpr(forward_jaxpr, joined.consts),
-        backward=compat.close_jaxpr(split.backward, []),
-        n_saved=split.n_saved,
+        forward=planned_forward,
+        backward=planned_backward,
+        n_saved=halves.n_saved,
         outcome=choice.outcome,
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Joined:
-    jaxpr: Any
-    consts: list[Any]
-    n_consts: int
-    n_arguments: int
-
-
 @compat.cached_by_jaxpr
-def _join(forward: Any, backward: Any, n_outs: int) -> _Joined:
-    """One open jaxpr without constvars: (consts, args, cotangents) -> (outs, gradients)."""
-    first, first_consts = compat.open_jaxpr(forward)
-    second, second_consts = compat.open_jaxpr(backward)
-    residuals = first.outvars[n_outs:]
-    rename = dict(zip(second.invars[: len(residuals)], residuals, strict=True))
-    cotangents = second.invars[len(residuals) :]
-    eqns = [*first.eqns, *(compat.rename_inputs(eqn, rename) for eqn in second.eqns)]
-    gradients = [compat.renamed(v, rename) for v in second.outvars]
-    constvars = [*first.constvars, *second.constvars]
-    jaxpr = compat.rebuild(
-        first,
-        eqns=eqns,
-        outvars=[*first.outvars[:n_outs], *gradients],
-        invars=[*constvars, *first.invars, *cotangents],
-        constvars=[],
-    )
-    return _Joined(
-        jaxpr=scatter_in_place(compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))),
-        consts=[*first_consts, *second_consts],
-        n_consts=len(constvars),
-        n_arguments=len(first.invars),
-    )
+def _prepared_joint(forward: Any, backward: Any, n_outs: int) -> tuple[Joined, Any]:
+    """Both programs as one, and its open jaxpr that is planned."""
+    joined = join(forward, backward, n_outs)
+    return joined, _simplified(joined.jaxpr)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,264 @@
+"""Write a user's constraints into a program, so that every planner keeps them without knowing of them.
+
+A value to be kept passes through a `name` equation of ours that no planner runs again (`passes.saved`), and
+all its readers read the result. A value not to be kept is computed once more, behind a barrier, just before
+the first equation of the backward pass that needs it: in straight-line code here, for pairs of scans by
+choosing what the first one stacks (`passes.jaxpr.scan_emit`). What it is computed from is kept or not as the
+planners see fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from passes.jaxpr import compat
+from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.joint import closed_halves, join, split
+from passes.jaxpr.rewrite import consts_as_literals, defined
+from passes.jaxpr.scan_cut import Choice, joined_body
+from passes.jaxpr.scan_emit import rewrite_groups
+from passes.jaxpr.scans import ScanPair, find_pairs
+from passes.jaxpr.values import Constraints, ConstraintUnsupported, Values
+from passes.saved import SAVED
+
+BODIES = {"scan": ("jaxpr",), "while": ("body_jaxpr",), "cond": ("branches",)}
+
+
+def constrain_program(closed: Any, constraints: Constraints) -> Any:
+    """A program that keeps `constraints`; the same object if they ask for nothing in it.
+
+    Args:
+        closed: calls inlined. Its equations' names tell which of them are of a backward pass.
+
+    Raises:
+        ConstraintUnsupported: see `passes.jaxpr.values`.
+    """
+    jaxpr, consts = compat.open_jaxpr(closed)
+    jaxpr = compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    halves = _Halves(jaxpr=jaxpr, backward=tuple(map(compat.is_transposed, jaxpr.eqns)))
+    constrained = _constrained(halves, constraints)
+    return closed if constrained is halves else compat.close_jaxpr(constrained.jaxpr, consts)
+
+
+def constrain_pair(forward: Any, backward: Any, n_outs: int, constraints: Constraints) -> tuple[Any, Any]:
+    """A forward and a backward program that keep `constraints` together; see `passes.jaxpr.joint.join`.
+
+    Raises:
+        ConstraintUnsupported: see `passes.jaxpr.values`.
+    """
+    joined = join(forward, backward, n_outs)
+    flags = [i >= joined.n_forward_eqns for i in range(len(joined.jaxpr.eqns))]
+    n_inputs = joined.n_consts + joined.n_arguments
+    halves = _Halves(
+        jaxpr=joined.jaxpr, backward=tuple(flags), cotangents=tuple(joined.jaxpr.invars[n_inputs:])
+    )
+    constrained = _constrained(halves, constraints)
+    if constrained is halves:
+        return forward, backward
+    cut = constrained.backward.count(False)
+    found = split(constrained.jaxpr, cut, n_arguments=n_inputs, n_forward_results=n_outs)
+    return closed_halves(joined, found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Halves:
+    """An open jaxpr with a forward and a backward pass.
+
+    Attributes:
+        jaxpr: the program.
+        backward: for every equation whether it belongs to a backward pass.
+        cotangents: inputs that arrive with the backward pass.
+    """
+
+    jaxpr: Any
+    backward: tuple[bool, ...]
+    cotangents: tuple[Any, ...] = ()
+
+
+def _constrained(halves: _Halves, constraints: Constraints, passed: Sequence[Any] = ()) -> _Halves:
+    """The same object if nothing is to be done. `passed`: see `Values`."""
+    halves = _with_constrained_bodies(halves, constraints, passed)
+    halves = _with_saved(halves, Values(halves.jaxpr.eqns, halves.backward, constraints, passed))
+    halves = _with_fewer_stacks(halves, constraints)
+    return _with_clones(halves, Values(halves.jaxpr.eqns, halves.backward, constraints, passed))
+
+
+def _with_constrained_bodies(halves: _Halves, constraints: Constraints, passed: Sequence[Any]) -> _Halves:
+    """Bodies of control flow as programs of their own."""
+    equations = list(zip(halves.jaxpr.eqns, halves.backward, strict=True))
+    across = {*passed, *(v for eqn, b in equations if b for v in eqn.invars if compat.is_variable(v))}
+    eqns = [
+        _with_bodies(eqn, b, [not b and v in across for v in eqn.outvars], constraints)
+        for eqn, b in equations
+    ]
+    if all(new is old for new, old in zip(eqns, halves.jaxpr.eqns, strict=True)):
+        return halves
+    return _with_eqns(halves, eqns, halves.backward, halves.jaxpr.outvars)
+
+
+def _with_bodies(eqn: Any, backward: bool, across: Sequence[bool], constraints: Constraints) -> Any:
+    """`across`: for every result whether a backward pass reads it."""
+    new: dict[str, Any] = {}
+    for param in BODIES.get(eqn.primitive.name, ()):
+        old = eqn.params[param]
+        bodies = old if isinstance(old, tuple) else (old,)
+        found = tuple(_constrained_body(body, backward, across, constraints) for body in bodies)
+        if any(b is not a for a, b in zip(bodies, found, strict=True)):
+            new[param] = found if isinstance(old, tuple) else found[0]
+    return eqn.replace(params={**eqn.params, **new}) if new else eqn
+
+
+def _constrained_body(body: Any, backward: bool, across: Sequence[bool], constraints: Constraints) -> Any:
+    jaxpr = consts_as_literals(inline_calls(body))
+    flags = tuple(backward or compat.is_transposed(eqn) for eqn in jaxpr.eqns)
+    halves = _Halves(jaxpr=jaxpr, backward=flags)
+    passed = [v for v, a in zip(jaxpr.outvars, across, strict=True) if a and compat.is_variable(v)]
+    constrained = _constrained(halves, constraints, passed)
+    return body if constrained is halves else compat.close_jaxpr(constrained.jaxpr, [])
+
+
+def _with_saved(halves: _Halves, values: Values) -> _Halves:
+    """Every saved value passes through an equation that is not run again, right after it is made."""
+    rename: dict[Any, Any] = {}
+    eqns, flags = [], []
+    for eqn, backward in zip(halves.jaxpr.eqns, halves.backward, strict=True):
+        kept = [v for v in eqn.outvars if v in values.saved and compat.checkpoint_name_of(eqn) != SAVED]
+        eqn = compat.rename_inputs(eqn, rename)
+        eqns.append(compat.in_scope(eqn, SAVED) if kept else eqn)
+        flags.append(backward)
+        for v in kept:
+            rename[v] = compat.fresh_var(v)
+            eqns.append(compat.name_eqn(v, rename[v], SAVED, eqn))
+            flags.append(backward)
+    if not rename:
+        return halves
+    return _with_eqns(halves, eqns, flags, [compat.renamed(v, rename) for v in halves.jaxpr.outvars])
+
+
+def _with_fewer_stacks(halves: _Halves, constraints: Constraints) -> _Halves:
+    """Pairs of scans, forward and backward, whose first one does not stack what is not to be kept."""
+    if not constraints.recompute and constraints.policy is None:
+        return halves
+    choices = []
+    for pair in find_pairs(halves.jaxpr):
+        if halves.backward[pair.first] or not halves.backward[pair.second]:
+            continue
+        choice = _choice(pair, constraints)
+        if choice is not None:
+            choices.append(choice)
+    if not choices:
+        return halves
+    groups, rename = rewrite_groups(halves.jaxpr, choices)
+    flags = [b for group, b in zip(groups, halves.backward, strict=True) for _ in group]
+    outvars = [compat.renamed(v, rename) for v in halves.jaxpr.outvars]
+    return _with_eqns(halves, [eqn for group in groups for eqn in group], flags, outvars)
+
+
+def _choice(pair: ScanPair, constraints: Constraints) -> Choice | None:
+    """What is stacked instead of what must not be; None if that changes nothing."""
+    make, take = pair.make.jaxpr, pair.take.jaxpr
+    own = set(defined(make))
+    read = [v for eqn in take.eqns for v in eqn.invars] + list(take.outvars)
+    demanded = dict.fromkeys(v for v in read if compat.is_variable(v) and v in own)
+    values = Values(make.eqns, [False] * len(make.eqns), constraints, list(demanded))
+    inner = find_pairs(joined_body(pair))
+    if not any(map(values.is_dropped, demanded)) and not any(_choice(p, constraints) for p in inner):
+        return None
+    if inner:
+        raise ConstraintUnsupported(
+            f"{constraints}: values in a scan inside a scan cannot be dropped one by one. Leave `recompute` "
+            "and `policy` out: the budget decides, or use `jax.checkpoint` with a policy for the inner body."
+        )
+    kept: dict[Any, None] = {}
+    stack = list(demanded)
+    seen = set(stack)
+    while stack:
+        v = stack.pop()
+        if not values.is_dropped(v):
+            kept[v] = None
+            continue
+        inputs = make.eqns[values.place[v]].invars
+        new = dict.fromkeys(u for u in inputs if compat.is_variable(u) and u not in seen)
+        seen.update(new)
+        stack.extend(new)
+    order = {v: i for i, v in enumerate(defined(make))}
+    return Choice(pair=pair, kept=tuple(sorted(kept, key=order.__getitem__)), stacked_bytes=0, remade=())
+
+
+def _with_clones(halves: _Halves, values: Values) -> _Halves:
+    if not values.dropped:
+        return halves
+    return _Cloner(halves, values).run()
+
+
+class _Cloner:
+    """Walks the equations and makes what is dropped once more where a backward pass first needs it."""
+
+    def __init__(self, halves: _Halves, values: Values) -> None:
+        self.halves = halves
+        self.values = values
+        self.eqns: list[Any] = []
+        self.backward: list[bool] = []
+        # For variables that passed a barrier, or were made again, what later equations read instead.
+        self.current: dict[Any, Any] = {}
+        self.last_read = {
+            v: i for i, e in enumerate(halves.jaxpr.eqns) for v in e.invars if compat.is_variable(v)
+        }
+        self.arrived: list[Any] = [v for v in halves.cotangents if v in self.last_read]
+
+    def run(self) -> _Halves:
+        for i, (eqn, backward) in enumerate(zip(self.halves.jaxpr.eqns, self.halves.backward, strict=True)):
+            missing = [v for v in eqn.invars if backward and self.is_missing(v)]
+            if missing:
+                self._make_again(missing, self._trigger(i, eqn))
+            self._add(compat.rename_inputs(eqn, self.current), backward)
+            if backward:
+                self.arrived += [v for v in eqn.outvars if self.last_read.get(v, -1) > i]
+        return _with_eqns(self.halves, self.eqns, self.backward, self.halves.jaxpr.outvars)
+
+    def is_missing(self, v: Any) -> bool:
+        """True for a dropped variable that was not made again yet."""
+        return self.values.is_dropped(v) and v not in self.current
+
+    def _add(self, eqn: Any, backward: bool) -> None:
+        self.eqns.append(eqn)
+        self.backward.append(backward)
+
+    def _trigger(self, i: int, eqn: Any) -> Any:
+        """A value of the backward pass that is there before equation `i` and read by it or later; or None."""
+        known = set(self.arrived)
+        own = [v for v in eqn.invars if compat.is_variable(v) and v in known]
+        later = [v for v in self.arrived if self.last_read[v] >= i]
+        return next((vs[-1] for vs in (own, later) if vs), None)
+
+    def _make_again(self, missing: Sequence[Any], trigger: Any) -> None:
+        eqns = self.halves.jaxpr.eqns
+        again: set[int] = set()
+        stack = [self.values.place[v] for v in missing]
+        while stack:
+            i = stack.pop()
+            if i not in again:
+                again.add(i)
+                stack += [self.values.place[u] for u in eqns[i].invars if self.is_missing(u)]
+        made = {v for i in again for v in eqns[i].outvars}
+        read = [v for i in sorted(again) for v in eqns[i].invars if compat.is_variable(v) and v not in made]
+        held = dict.fromkeys([*read, *([] if trigger is None else [trigger])])
+        if held:
+            operands = [compat.renamed(v, self.current) for v in held]
+            results = [compat.fresh_var(v) for v in held]
+            self._add(compat.barrier_eqn(operands, results), True)
+            self.current.update(zip(held, results, strict=True))
+        for i in sorted(again):
+            eqn = compat.rename_inputs(eqns[i], self.current)
+            fresh = [v if isinstance(v, compat.DropVar) else compat.fresh_var(v) for v in eqn.outvars]
+            self._add(eqn.replace(outvars=fresh), True)
+            self.current.update(zip(eqn.outvars, fresh, strict=True))
+
+
+def _with_eqns(
+    halves: _Halves, eqns: Sequence[Any], backward: Sequence[bool], outvars: Sequence[Any]
+) -> _Halves:
+    jaxpr = compat.rebuild(halves.jaxpr, eqns=eqns, outvars=outvars)
+    return replace(halves, jaxpr=jaxpr, backward=tuple(backward))

@@ -1,0 +1,173 @@
+"""Which values of a program constraints are about: what is kept, what is dropped before the backward pass.
+
+A value and its views (reshape, transpose, `checkpoint_name`) are one value here, named after the equation
+that makes it. So `checkpoint_name(tanh(x), "h")` speaks of the result of tanh, whichever of the two the
+backward pass reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from passes.jaxpr import compat
+from passes.jaxpr.lift import eqn_kind
+from passes.jaxpr.primitives import CONTROL_FLOW, Kind
+from passes.saved import SAVED
+
+
+class ConstraintUnsupported(Exception):
+    """A constraint that cannot be kept, with the reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraints:
+    """What a user asked about single values.
+
+    Attributes:
+        save: names of values that are never run again.
+        recompute: names of values that are not kept across to the backward pass, nor is what is computed
+            elementwise from them.
+        policy: as `jax.checkpoint` takes it: True for what is as in `save` if the backward pass needs it,
+            False for what is as in `recompute`; None asks for nothing.
+    """
+
+    save: tuple[str, ...] = ()
+    recompute: tuple[str, ...] = ()
+    policy: Callable[..., Any] | None = None
+
+    def __str__(self) -> str:
+        parts = [
+            f"{key}={names}" for key, names in (("save", self.save), ("recompute", self.recompute)) if names
+        ]
+        if self.policy is not None:
+            parts.append(f"policy={getattr(self.policy, '__qualname__', self.policy)}")
+        return ", ".join(parts)
+
+
+def names_in(jaxpr: Any) -> set[str]:
+    """All names that `checkpoint_name` gives in an open jaxpr and inside its equations."""
+    found = {name for eqn in jaxpr.eqns if (name := compat.checkpoint_name_of(eqn)) is not None}
+    return found.union(*(names_in(inner) for eqn in jaxpr.eqns for inner in compat.inner_jaxprs(eqn)))
+
+
+class Values:
+    """The values of straight-line equations.
+
+    Args:
+        eqns: the equations, calls inlined.
+        backward: for every equation whether it belongs to a backward pass.
+        constraints: what was asked.
+        passed: variables that pass to a backward pass which is not among `eqns`.
+    """
+
+    def __init__(
+        self,
+        eqns: Sequence[Any],
+        backward: Sequence[bool],
+        constraints: Constraints,
+        passed: Sequence[Any] = (),
+    ) -> None:
+        self.place = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+        self._eqns = eqns
+        self._backward = backward
+        read = [v for eqn, b in zip(eqns, backward, strict=True) if b for v in eqn.invars]
+        # Values that are alive across, under the name of the value that they are views of.
+        self._crossing = {self.base(v) for v in (*read, *passed) if self._is_forward(v)}
+        self.saved: set[Any] = set()
+        self.dropped: set[Any] = set()
+        self._take_names(constraints)
+        self._take_checkpoints(passed)
+        wanted = set() if constraints.policy is None else self._take_policy(constraints.policy)
+        self.dropped -= self.saved | wanted
+        self._drop_what_follows()
+        needed = self._needed()
+        self.saved |= {v for v in needed & wanted if self._producer(v) is not None}
+        self.dropped &= needed
+        self._check_rerunnable()
+
+    def base(self, v: Any) -> Any:
+        """The value that `v` is a view of, perhaps itself."""
+        while (i := self.place.get(v)) is not None:
+            eqn = self._eqns[i]
+            is_view = eqn_kind(eqn) is Kind.VIEW or compat.is_full_precision(eqn)
+            if not is_view or not compat.is_variable(eqn.invars[0]):
+                break
+            v = eqn.invars[0]
+        return v
+
+    def is_dropped(self, v: Any) -> bool:
+        """True for a variable of the forward pass that must not be kept for the backward pass."""
+        return self._is_forward(v) and self.base(v) in self.dropped
+
+    def _is_forward(self, v: Any) -> bool:
+        return compat.is_variable(v) and v in self.place and not self._backward[self.place[v]]
+
+    def _producer(self, base: Any) -> Any:
+        i = self.place.get(base)
+        return None if i is None else self._eqns[i]
+
+    def _take_names(self, constraints: Constraints) -> None:
+        for eqn, backward in zip(self._eqns, self._backward, strict=True):
+            name = compat.checkpoint_name_of(eqn)
+            if name is None or self._producer(base := self.base(eqn.outvars[0])) is None:
+                continue
+            if name == SAVED or name in constraints.save:
+                self.saved.add(base)
+            elif name in constraints.recompute and not backward:
+                self.dropped.add(base)
+
+    def _take_checkpoints(self, passed: Sequence[Any]) -> None:
+        """What the policy of a `jax.checkpoint` inside the program saved."""
+        held = [v for eqn in self._eqns if eqn_kind(eqn) is Kind.BARRIER for v in eqn.invars]
+        for v in (*held, *passed):
+            eqn = self._eqns[self.place[v]] if self._is_forward(v) else None
+            if eqn is not None and compat.is_full_precision(eqn) and self._producer(self.base(v)) is not None:
+                self.saved.add(self.base(v))
+
+    def _take_policy(self, policy: Callable[..., Any]) -> set[Any]:
+        """Drop what the policy does not save; what it saves. What it saves in one form it saves in every."""
+        wanted: set[Any] = set()
+        for eqn, backward in zip(self._eqns, self._backward, strict=True):
+            if backward or eqn.primitive.name in CONTROL_FLOW:
+                continue
+            saves = compat.policy_saves(policy, eqn)
+            if saves is None:
+                raise ConstraintUnsupported(
+                    "policy: it offloads values to the host, and there is no paging to the host. Use a "
+                    "policy that saves or recomputes."
+                )
+            if saves:
+                wanted.update(map(self.base, eqn.outvars))
+            elif eqn_kind(eqn) is not Kind.OPAQUE:
+                self.dropped.update(v for v in eqn.outvars if self.base(v) is v)
+        return wanted
+
+    def _drop_what_follows(self) -> None:
+        """What is computed elementwise from dropped values would be kept in their stead."""
+        for eqn, backward in zip(self._eqns, self._backward, strict=True):
+            if backward or eqn_kind(eqn) is not Kind.FUSIBLE or not any(map(self.is_dropped, eqn.invars)):
+                continue
+            self.dropped |= {v for v in eqn.outvars if v in self._crossing} - self.saved
+
+    def _needed(self) -> set[Any]:
+        """What crosses, and what dropped values that cross are computed from."""
+        needed: set[Any] = set()
+        stack = list(self._crossing)
+        while stack:
+            v = stack.pop()
+            if v not in needed:
+                needed.add(v)
+                inputs = self._producer(v).invars if v in self.dropped else ()
+                stack += [self.base(u) for u in inputs if self._is_forward(u)]
+        return needed
+
+    def _check_rerunnable(self) -> None:
+        for v in self.dropped:
+            eqn = self._producer(v)
+            if eqn_kind(eqn) is Kind.OPAQUE:
+                raise ConstraintUnsupported(
+                    f"recompute: {eqn.primitive.name} at {compat.source_line(eqn)} cannot be run again. "
+                    "Leave its name out, or name a value that is computed from it."
+                )
