@@ -1,0 +1,79 @@
+"""Pairs of conds: one computes values in its branches, a later one with the same predicate reads them.
+
+Differentiation makes such pairs: what the backward branches need of the forward ones comes out of the first
+`cond`, padded to what all branches need together, and is alive in between. Written anew, the second takes the
+first one's operands and runs the first one's branch again before its own, and is then planned as any body of
+control flow (`passes.jaxpr.bodies`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from passes.jaxpr import compat
+from passes.jaxpr.lift import eqn_kind
+from passes.jaxpr.primitives import Kind
+from passes.jaxpr.rewrite import consts_as_literals
+
+
+def rerun_in_second_cond(jaxpr: Any) -> Any:
+    """An open jaxpr whose pairs of conds pass nothing on that the second can compute from operands.
+
+    Returns:
+        The same object if there is no such pair.
+    """
+    producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    elsewhere = _read_elsewhere(jaxpr)
+    eqns = list(jaxpr.eqns)
+    for j, second in enumerate(jaxpr.eqns):
+        if second.primitive.name != "cond" or second.effects:
+            continue
+        sources = {producer[v] for v in second.invars if compat.is_variable(v) and v in producer}
+        for i in sorted(sources):
+            first = jaxpr.eqns[i]
+            if first.primitive.name == "cond" and first.invars[0] is second.invars[0]:
+                eqns[j] = _joined(first, eqns[j], elsewhere)
+    if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
+        return jaxpr
+    new = compat.rebuild(jaxpr, eqns=eqns, outvars=jaxpr.outvars)
+    return compat.dce_jaxpr(new, [True] * len(jaxpr.outvars))
+
+
+def _read_elsewhere(jaxpr: Any) -> set[Any]:
+    """Results of the program, and what something else than a single equation reads."""
+    readers: dict[Any, int] = {}
+    for eqn in jaxpr.eqns:
+        for v in dict.fromkeys(v for v in eqn.invars if compat.is_variable(v)):
+            readers[v] = readers.get(v, 0) + 1
+    return {v for v, n in readers.items() if n > 1} | {v for v in jaxpr.outvars if compat.is_variable(v)}
+
+
+def _joined(first: Any, second: Any, elsewhere: set[Any]) -> Any:
+    """`second` with the branches of `first` before its own; the same object if nothing is won."""
+    made = {v: k for k, v in enumerate(first.outvars) if v not in elsewhere}
+    again = [compat.is_variable(v) and v in made for v in second.invars[1:]]
+    if not any(again) or eqn_kind(first) is Kind.OPAQUE:
+        return second
+    places = [made[v] for v, a in zip(second.invars[1:], again, strict=True) if a]
+    own = [v for v, a in zip(second.invars[1:], again, strict=True) if not a]
+    branches = tuple(
+        _joined_branch(before, branch, places, again)
+        for before, branch in zip(first.params["branches"], second.params["branches"], strict=True)
+    )
+    return second.replace(
+        invars=[second.invars[0], *first.invars[1:], *own], params={**second.params, "branches": branches}
+    )
+
+
+def _joined_branch(before: Any, branch: Any, places: Sequence[int], again: Sequence[bool]) -> Any:
+    """(operands of `before`, what it does not make of `branch`'s) -> results of `branch`."""
+    n_before = len(before.in_avals)
+
+    def run(*values: Any) -> list[Any]:
+        made = compat.evaluate(before, values[:n_before])
+        passed, own = iter([made[k] for k in places]), iter(values[n_before:])
+        return compat.evaluate(branch, [next(passed if a else own) for a in again])
+
+    own = [aval for aval, a in zip(branch.in_avals, again, strict=True) if not a]
+    return compat.close_jaxpr(consts_as_literals(compat.trace(run, [*before.in_avals, *own])), [])

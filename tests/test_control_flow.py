@@ -1,0 +1,174 @@
+"""Training steps whose peak lies inside control flow, or beside what can be planned around only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import io_callback
+from jax.experimental import pallas as pl
+from jax.sharding import PartitionSpec
+
+from coop_jax import aot
+from coop_jax.remat import remat
+from passes.jaxpr import compat
+from passes.jaxpr.conds import rerun_in_second_cond
+from passes.jaxpr.constraints import constrain_program
+from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.values import Constraints
+
+KEY = jax.random.key(0)
+W = jax.random.normal(KEY, (32, 32)) / 6
+X = jax.random.normal(KEY, (1024, 32))
+
+
+def loss(w: Any, x: Any, decorate: Callable[[Any], Any] = lambda h: h) -> Any:
+    h = x
+    for _ in range(6):
+        h = jnp.tanh(decorate(h) @ w)
+    return (h**2).mean()
+
+
+def step(w: Any, x: Any) -> Any:
+    return w - jax.grad(loss)(w, x)
+
+
+def switched(w: Any, x: Any) -> Any:
+    branches = [lambda: step(w, x), lambda: step(2 * w, x), lambda: w]
+    return lax.switch((x.sum() > 0).astype(int), branches)
+
+
+def branching_loss(w: Any, x: Any) -> Any:
+    return lax.cond(x.sum() > 0, lambda: loss(w, x), lambda: loss(w, jnp.sin(x)))
+
+
+def doubled(w: Any) -> Any:
+    def kernel(w_ref: Any, o_ref: Any) -> None:
+        o_ref[...] = w_ref[...] * 2
+
+    return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(w.shape, w.dtype), interpret=True)(w)
+
+
+@jax.custom_jvp
+def host_sin(x: Any) -> Any:
+    return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+host_sin.defjvp(lambda p, t: (host_sin(*p), jnp.cos(p[0]) * t[0]))
+
+
+def by_reference(w: Any, x: Any) -> Any:
+    ref = jax.new_ref(w)
+
+    def turn(_: Any, __: Any) -> None:
+        ref[...] = step(ref[...], x)
+
+    lax.fori_loop(0, 3, turn, None)
+    return ref[...]
+
+
+def mapped_over_devices(w: Any, x: Any) -> Any:
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = PartitionSpec("rows")
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(PartitionSpec(), rows), out_specs=PartitionSpec(), check_vma=False
+    )
+    return mapped(w, x)
+
+
+SEEN: list[int] = []
+
+
+def with_effects(w: Any, x: Any) -> Any:
+    def seen(h: Any) -> Any:
+        io_callback(lambda: SEEN.append(1), None, ordered=True)
+        return h
+
+    return jax.grad(lambda w: loss(w, x, seen))(w)
+
+
+STEPS: dict[str, Callable[..., Any]] = {
+    "switch": switched,
+    "fori, any number of turns": lambda w, x: lax.fori_loop(
+        0, (x.sum() > 0).astype(int) + 2, lambda _, w: step(w, x), w
+    ),
+    "fori under grad": lambda w, x: jax.grad(
+        lambda w: (lax.fori_loop(0, 8, lambda _, h: jnp.tanh(h @ w), x) ** 2).mean()
+    )(w),
+    "cond in while": lambda w, x: lax.fori_loop(
+        0, 3, lambda i, w: lax.cond(i > 0, lambda: step(w, x), lambda: w), w
+    ),
+    "map": lambda w, x: lax.map(lambda s: step(w * s, x), jnp.arange(3.0)),
+    "map under grad": lambda w, x: jax.grad(
+        lambda w: lax.map(lambda rows: loss(w, rows), x.reshape(4, -1, 32)).sum()
+    )(w),
+    "cond under grad": jax.grad(branching_loss),
+    "reference in a loop": by_reference,
+    "shard_map": mapped_over_devices,
+    "pallas in a loop": lambda w, x: lax.fori_loop(0, 3, lambda _, w: step(doubled(w) / 2, x), w),
+    "ffi in a loop": lambda w, x: lax.fori_loop(0, 3, lambda _, w: step(jnp.linalg.qr(w)[0], x), w),
+    "pure_callback": lambda w, x: w - jax.grad(lambda w: loss(w, host_sin(x @ w)))(w),
+    "ordered effects": with_effects,
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_fit_in_three_quarters(name: str) -> None:
+    plain = jax.jit(STEPS[name]).lower(W, X).compile()
+    memory = aot.memory(plain)
+    budget = memory.fixed_bytes + int(0.75 * memory.temp_bytes)
+    limited = jax.jit(remat(STEPS[name], budget=budget)).lower(W, X).compile()
+    assert aot.memory(limited).total_bytes <= budget
+    SEEN.clear()
+    expected = jax.block_until_ready(plain(W, X))
+    jax.effects_barrier()
+    happened = len(SEEN)
+    np.testing.assert_allclose(limited(W, X), expected, rtol=0, atol=1e-5 * float(jnp.abs(expected).max()))
+    jax.effects_barrier()
+    assert len(SEEN) == 2 * happened
+
+
+def test_a_gradient_outside_passes_nothing_between_the_branches() -> None:
+    plain = jax.jit(jax.grad(branching_loss)).lower(W, X).compile()
+    memory = aot.memory(plain)
+    budget = memory.fixed_bytes + int(0.6 * memory.temp_bytes)
+    for sign in (1, -1):
+        limited = jax.jit(jax.grad(remat(branching_loss, budget=budget))).lower(W, X).compile()
+        np.testing.assert_allclose(limited(W, sign * X), plain(W, sign * X), rtol=0, atol=1e-6)
+
+
+def conds(jaxpr: Any) -> list[int]:
+    """How many results each `cond` has."""
+    return [len(eqn.outvars) for eqn in jaxpr.eqns if eqn.primitive.name == "cond"]
+
+
+def opened(f: Callable[..., Any]) -> Any:
+    closed = inline_calls(jax.make_jaxpr(f)(W, X))
+    return compat.dce_jaxpr(compat.open_jaxpr(closed)[0], [True] * len(closed.out_avals))
+
+
+def test_pairs_of_conds_are_written_anew() -> None:
+    jaxpr = opened(jax.value_and_grad(branching_loss))
+    before = conds(jaxpr)
+    new = rerun_in_second_cond(jaxpr)
+    compat.check(new)
+    assert before[0] > 6
+    assert conds(new) == [1, before[1]]
+    assert rerun_in_second_cond(new) is new
+
+
+def test_conds_that_hold_what_is_kept_stay() -> None:
+    def named(w: Any, x: Any) -> Any:
+        return lax.cond(x.sum() > 0, lambda: checkpoint_name(jnp.tanh(x @ w), "h").sum(), lambda: x.sum())
+
+    closed = inline_calls(jax.make_jaxpr(jax.grad(named))(W, X))
+    held = compat.open_jaxpr(constrain_program(closed, Constraints(save=("h",))))[0]
+    assert rerun_in_second_cond(held) is held
+    jaxpr = compat.open_jaxpr(closed)[0]
+    assert rerun_in_second_cond(jaxpr) is not jaxpr
