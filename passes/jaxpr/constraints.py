@@ -30,13 +30,13 @@ def constrain_program(closed: Any, constraints: Constraints) -> Any:
     """A program that keeps `constraints`; the same object if they ask for nothing in it.
 
     Args:
-        closed: calls inlined. Its equations' names tell which of them are of a backward pass.
+        closed: calls inlined, dead code still in it: a name may be all that is dead. The names of its
+            equations tell which of them are of a backward pass.
 
     Raises:
         ConstraintUnsupported: see `passes.jaxpr.values`.
     """
     jaxpr, consts = compat.open_jaxpr(closed)
-    jaxpr = compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     halves = _Halves(jaxpr=jaxpr, backward=tuple(map(compat.is_transposed, jaxpr.eqns)))
     constrained = _constrained(halves, constraints)
     return closed if constrained is halves else compat.close_jaxpr(constrained.jaxpr, consts)
@@ -190,7 +190,18 @@ def _choice(pair: ScanPair, constraints: Constraints) -> Choice | None:
 def _with_clones(halves: _Halves, values: Values) -> _Halves:
     if not values.dropped:
         return halves
-    return _Cloner(halves, values).run()
+    return _without_dead_equations(_Cloner(halves, values).run())
+
+
+def _without_dead_equations(halves: _Halves) -> _Halves:
+    live = {v for v in halves.jaxpr.outvars if compat.is_variable(v)}
+    kept = []
+    for eqn, backward in reversed(list(zip(halves.jaxpr.eqns, halves.backward, strict=True))):
+        if eqn.effects or not live.isdisjoint(eqn.outvars):
+            kept.append((eqn, backward))
+            live.update(v for v in eqn.invars if compat.is_variable(v))
+    kept.reverse()
+    return _with_eqns(halves, [eqn for eqn, _ in kept], [b for _, b in kept], halves.jaxpr.outvars)
 
 
 class _Cloner:
