@@ -6,7 +6,7 @@ STAMP := $(VENV)/.ready
 export JAX_PLATFORMS ?= cpu
 export JAX_SKIP_CUDA_CONSTRAINTS_CHECK ?= 1
 
-.PHONY: env demo test lint format bench clean
+.PHONY: env demo test nightly lint format bench clean
 
 env: $(STAMP)
 
@@ -21,7 +21,7 @@ $(STAMP): Makefile constraints.txt pyproject.toml
 	  echo "Install one, or name it: make env PYTHON=/path/to/python3.12" >&2; exit 1; \
 	fi; \
 	[ -x $(BIN)/python ] || $$found -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,examples]'
 	@if [ "$$(uname -s)" = Linux ]; then \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt jax-cuda13-plugin jax-cuda13-pjrt; \
 	else echo "no CUDA plugin for $$(uname -s): tests that compile for an absent GPU will be skipped"; fi
@@ -32,6 +32,10 @@ demo: env
 
 test: env
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# Random programs against the undecorated ones, for hours; EXAMPLES and SEED choose how many and which.
+nightly: env
+	$(BIN)/python -m tests.nightly --examples $(or $(EXAMPLES),5000) --seed $(or $(SEED),0)
 
 lint: env
 	$(BIN)/ruff check .
