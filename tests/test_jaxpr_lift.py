@@ -148,3 +148,17 @@ def test_key_arrays_are_lifted():
 
     program = lifted(random, jax.eval_shape(jax.random.key, 0), WIDE).program
     assert all(op.recomputable for op in program.ops)
+
+
+def test_a_loop_writes_its_carry_over_what_it_started_from():
+    def accumulated(x: Any, ws: Any) -> Any:
+        return lax.scan(lambda total, w: (total + x @ w, None), x * 2.0, ws)[0] @ x
+
+    program = lifted(accumulated, WIDE, jax.ShapeDtypeStruct((4, 64, 64), jnp.float32), as_xla=True).program
+    op = next(op for op in program.ops if op.name == "scan")
+    assert op.workspace_bytes == NBYTES, "the product; the sum takes the place of the one before"
+    assert simulate(program, tuple(op.id for op in program.ops)).peak_bytes <= 2 * NBYTES
+
+
+def test_what_a_result_is_reshaped_from_has_no_bytes_of_its_own():
+    assert stored_bytes(lifted(lambda x: (x @ x).reshape(32, 128), WIDE)) == 0

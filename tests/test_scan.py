@@ -308,6 +308,19 @@ def test_bodies_of_control_flow_are_planned_where_their_peak_is_what_hurts(name:
     same([value], [expected])
 
 
+def test_microbatches_are_on_the_ladder_with_the_pairs_inside_them() -> None:
+    jaxpr, consts = opened(accumulated, WS, X)
+    rungs = ladder(jaxpr, CPU)
+    (fast,), (low,) = rungs[0], rungs[-1]
+    assert low.stacked_bytes == len(WS) * X.nbytes // 4, "the carry of one microbatch"
+    assert low.stacked_bytes < fast.stacked_bytes
+    again, once = all_remade(low), all_remade(low.inner[0])
+    assert sum(r.cost_ns for r in again) == 4 * sum(r.cost_ns for r in once)
+    new = rewrite(jaxpr, rungs[-1])
+    compat.check(new)
+    same(run(new, consts, WS, X), run(jaxpr, consts, WS, X))
+
+
 def test_an_absent_gpu_keeps_the_budget_of_a_scanned_program(h200: str) -> None:
     specs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (WIDE, ROWS)]
     plain_memory = aot.memory(aot.lower_for(jax.jit(jax.grad(plain)), specs, device=h200).compile())

@@ -1,12 +1,13 @@
-"""What a loop writes over: the storage that a scan's carry starts from, and that of the turn before."""
+"""Storage that values share: a loop's carry with what it starts from, a result with what it is a view of."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from passes.ir import BufferId
 from passes.jaxpr import compat
-from passes.jaxpr.primitives import Kind, kind_of
+from passes.jaxpr.primitives import RESHAPES, Kind, kind_of
 
 if TYPE_CHECKING:
     from passes.jaxpr.lift import LiftedJaxpr
@@ -38,3 +39,14 @@ def updated_in_place(lifted: LiftedJaxpr, n_consts: int, n_carry: int) -> set[in
         if kind_of(root.primitive.name) is Kind.FUSIBLE:
             found.add(k)
     return found
+
+
+def result_storage(results: Iterable[Any], jaxpr: Any, producer: dict[Any, int]) -> set[Any]:
+    """Results and what they are reshaped from, which XLA computes where the result will be."""
+    storage: set[Any] = set()
+    for v in results:
+        storage.add(v)
+        while (i := producer.get(v)) is not None and jaxpr.eqns[i].primitive.name in RESHAPES:
+            v = jaxpr.eqns[i].invars[0]
+            storage.add(v)
+    return storage

@@ -22,7 +22,7 @@ from passes.cost import DeviceModel, kernel_ns
 from passes.ir import Buffer, BufferId, Op, OpId, Program
 from passes.jaxpr import compat
 from passes.jaxpr.flops import matrix_work
-from passes.jaxpr.in_place import carries_shared, updated_in_place
+from passes.jaxpr.in_place import carries_shared, result_storage, updated_in_place
 from passes.jaxpr.inline import CALLS, inline_calls
 from passes.jaxpr.primitives import CONTROL_FLOW, SLICING, Kind, is_expensive, kind_of
 from passes.saved import SAVED
@@ -244,7 +244,8 @@ class _Lift:
         for result, original in self.original.items():
             if not isinstance(result, compat.DropVar):
                 buffer_of[result] = buffer_of[original]
-        fixed = {*self.jaxpr.constvars, *self.jaxpr.invars, *(self.original.get(v, v) for v in self.results)}
+        results = result_storage((self.original.get(v, v) for v in self.results), self.jaxpr, self.producer)
+        fixed = {*self.jaxpr.constvars, *self.jaxpr.invars, *results}
         buffers = tuple(
             Buffer(id=BufferId(b), nbytes=0 if v in fixed else compat.aval_nbytes(v.aval), name=str(v))
             for b, v in enumerate(var_of)

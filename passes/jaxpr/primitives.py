@@ -75,6 +75,9 @@ _EXPENSIVE_NAMES = frozenset(_EXPENSIVE.split())
 SLICING = frozenset({"slice", "dynamic_slice", "gather"})
 """Primitives that read only as many bytes of their first operand as they return."""
 
+RESHAPES = frozenset({"copy", "copy_p", "expand_dims", "reshape", "squeeze"})
+"""Views whose result lies in memory as their operand does."""
+
 CONTROL_FLOW = frozenset({"scan", "cond", "while"})
 """Primitives that carry jaxprs and are planned as one kernel each."""
 
