@@ -106,6 +106,29 @@ def test_library_calls_are_moved_too(h200: str) -> None:
     assert pinned.live_bytes <= pinned.temp_bytes < pinned.temp_bytes_before
 
 
+@pytest.mark.parametrize("split", ["batch", "weights"])
+def test_programs_over_several_gpus(h200: str, split: str) -> None:
+    mesh = jax.sharding.Mesh(aot.devices(h200, count=4), ("d",))
+
+    def spec(shape: tuple[int, ...], *axes: str) -> jax.ShapeDtypeStruct:
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+    def loss(weights: Any, x: Any) -> Any:
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return (x**2).mean()
+
+    weights = [spec((256, 256), *(["d"] if split == "weights" else [])) for _ in range(3)]
+    gradient = jax.jit(jax.grad(loss)).lower(weights, spec((512, 256), "d")).compile()
+    data = executables.serialized(gradient)
+    executable = read_gpu_executable(data, installed())
+    kinds = {t.WhichOneof("impl") for t in executable.message.thunks}
+    assert kinds & {"all_reduce_thunk", "reduce_scatter_thunk"}
+    found = pin_bytes(data, installed(), "cuda")
+    assert found.live_bytes <= found.temp_bytes <= found.temp_bytes_before
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_xla_takes_pinned_thunks_into_another_program(h200: str, name: str) -> None:
     """XLA:GPU makes thunks of the rewritten messages, and they lie where they were put, from some base on."""

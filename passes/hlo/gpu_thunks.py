@@ -35,8 +35,14 @@ _FILLS = {
     "memzero_thunk": "w dest_buffer.slice |",
     "memset32bit_value_thunk": "w dest_buffer | value",
 }
+_COLLECTIVE = "r buffers.source_buffer.slice, w buffers.destination_buffer.slice | collective_config"
 # Other kinds of thunk: their rules (see `Mentions.touch_by`).
 _KINDS = {
+    "all_gather_thunk": _COLLECTIVE,
+    "all_reduce_thunk": f"{_COLLECTIVE} reduction_kind",
+    "all_to_all_thunk": f"{_COLLECTIVE} has_split_dimension",
+    "collective_permute_thunk": f"{_COLLECTIVE} source_target_pairs",
+    "reduce_scatter_thunk": f"{_COLLECTIVE} reduction_kind",
     "device_to_device_copy_thunk": "r copy_thunk.source_buffer.slice,"
     " w copy_thunk.destination_buffer.slice |",
     "gemm_thunk": "r lhs_buffer, r rhs_buffer, rw output_buffer, w workspace | gemm_config deterministic",
@@ -184,7 +190,7 @@ class GpuThunks(Mentions):
         return tuple(access for accesses in found for access in accesses)
 
     def _start(self, name: str, impl: Any, held: dict[int, tuple[Access, ...]]) -> Node:
-        allow_only(impl, {"async_execution_id", "thunks", "computation_stream_id"})
+        allow_only(impl, {"async_execution_id", "thunks", "computation_stream_id", "communication_stream_id"})
         first = len(self.slices)
         body = self._sequence(impl.thunks.thunks)
         touched = range(first, len(self.slices))
