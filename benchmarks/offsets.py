@@ -171,7 +171,7 @@ def main() -> None:
     )
     parser.add_argument("--devices", nargs="+", default=["cpu", "h200"])
     parser.add_argument("--only", default="", help="part of a program's name")
-    parser.add_argument("--calls", type=int, default=21)
+    parser.add_argument("--calls", type=int, default=201)
     parser.add_argument("--out", default="offsets")
     options = parser.parse_args()
     rows = []

@@ -135,6 +135,8 @@ def inlined(compiled: Any) -> Callable[..., Any]:
     except (_Kept, PinError, ThunkError, SchemaError, FileNotFoundError, NotImplementedError) as error:
         raise UnsupportedError(f"this program cannot be inlined: {error}") from error
     kept, avals = executables.kept_arguments(compiled), jax.tree.leaves(compiled.in_avals)
+    if any(jax.numpy.issubdtype(x.dtype, jax.dtypes.extended) for x in (*avals, *results)):
+        raise UnsupportedError("this program cannot be inlined: typed random keys; pass jax.random.key_data.")
 
     def call(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))

@@ -168,6 +168,30 @@ def test_inlined_programs_compose(h200: str) -> None:
         pinning.inlined(jax.jit(jnp.sin).lower(1.0).compile())
 
 
+def test_shared_storage_is_not_inlined(h200: str) -> None:
+    _, executable = parts("mlp adam, donated")
+    assert executable.aliases()[0] == 0
+    results = [e for e in executable.copy().message.output_info_map if e.shape_index.indexes]
+    assert len(executable.aliases()) == len(results) - 1  # all but the loss
+    other = executable.copy()
+    last = other.message.output_info_map[-1].output_info
+    last.alias_config.parameter_number += 1
+    with pytest.raises(ThunkError, match="not in the storage that its alias names"):
+        other.aliases()
+    twice = parts("linear algebra")[1].copy()
+    first, second = [e.output_info for e in twice.message.output_info_map if e.shape_index.indexes]
+    second.allocation_index = first.allocation_index
+    with pytest.raises(ThunkError, match="two results of the program share storage"):
+        twice.aliases()
+    found = program("fft")
+    key = jax.eval_shape(jax.random.key, 0)
+    keyed = aot.lower_for(
+        jax.jit(lambda k, x: (jax.random.split(k)[0], x @ x @ x)), (key, found.specs[0]), device=h200
+    )
+    with pytest.raises(coop.UnsupportedError, match=r"typed random keys|from JAX 0\.12 on"):
+        pinning.inlined(keyed.compile())
+
+
 def test_wrong_places_are_caught(h200: str) -> None:
     """Every web moved onto another one that is in use at the same time: none is let through."""
     data, executable = parts("cond grad")

@@ -59,16 +59,21 @@ class GpuExecutable:
         """The parameter whose storage a result takes, by result.
 
         Raises:
-            ThunkError: two results share storage.
+            ThunkError: other storage is shared.
         """
+        allocations = self.message.buffer_allocations.values
+        parameters = {a.index: a.parameter_number for a in allocations if a.is_entry_computation_parameter}
         found, storage = {}, []
         for entry in self.message.output_info_map:
-            index = tuple(entry.shape_index.indexes)
+            index, info = tuple(entry.shape_index.indexes), entry.output_info
             if not index and len(self.message.output_info_map) > 1:
                 continue  # the table of pointers to the results
-            storage.append(entry.output_info.allocation_index)
-            if entry.output_info.HasField("alias_config"):
-                found[index[0] if index else 0] = entry.output_info.alias_config.parameter_number
+            storage.append(info.allocation_index)
+            aliased = info.alias_config.parameter_number if info.HasField("alias_config") else None
+            if parameters.get(info.allocation_index) != aliased:
+                raise ThunkError(f"result {index} is not in the storage that its alias names")
+            if aliased is not None:
+                found[index[0] if index else 0] = aliased
         if len(set(storage)) != len(storage):
             raise ThunkError("two results of the program share storage")
         return found
