@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import permutations
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from ortools.sat.python import cp_model
 from strategies import items_to_pack
 
 from coop_jax.cli import main
-from passes.offsets.packing import Item, Span, check_packing, height_bytes, live_bytes
+from passes.offsets.packing import Item, Span, apart, check_packing, height_bytes, live_bytes
 from passes.offsets.sweep import LimitError, Sweep
 from passes.planners.exact.packing import model_of, pack
 
@@ -66,6 +67,46 @@ def test_pack_says_what_it_knows(items: list[Item]):
     check_packing(items, made.offsets, least)
     assert live_bytes(items) <= height_bytes(items, made.offsets) == least
     assert pack(items, least - 1).fits is False
+
+
+def cut_up(n_items: int, times: int, capacity_bytes: int, seed: int) -> list[Item]:
+    """A rectangle of times x bytes cut into items: they fit without a hole."""
+    random_number = random.Random(seed)
+    pieces = [(0, times, 0, capacity_bytes)]
+    while len(pieces) < n_items:
+        areas = [(stop - start) * (top - low) for start, stop, low, top in pieces]
+        start, stop, low, top = pieces.pop(random_number.choices(range(len(pieces)), areas)[0])
+        if random_number.random() < 0.5 and stop - start > 1:
+            middle = random_number.randrange(start + 1, stop)
+            pieces += [(start, middle, low, top), (middle, stop, low, top)]
+        elif top - low > 1:
+            middle = random_number.randrange(low + 1, top)
+            pieces += [(start, stop, low, middle), (start, stop, middle, top)]
+        else:
+            pieces.append((start, stop, low, top))
+    return [(Span(start=start, stop=stop, nbytes=top - low),) for start, stop, low, top in pieces]
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+def test_a_rectangle_cut_into_a_hundred_items_is_put_together(seed: int):
+    items = cut_up(100, 1000, 512, seed)
+    assert live_bytes(items) == 512
+    made = pack(items, 512)
+    assert made.fits is True
+    check_packing(items, made.offsets, 512)
+
+
+def test_items_that_are_apart_are_packed_apart():
+    items = [
+        (Span(start=0, stop=2, nbytes=4), Span(start=4, stop=5, nbytes=1)),
+        (Span(start=3, stop=4, nbytes=2),),
+        (Span(start=5, stop=7, nbytes=3),),
+        (Span(start=6, stop=7, nbytes=0),),
+    ]
+    assert apart(items) == [[3], [0, 1], [2]]
+    tight = [(Span(start=0, stop=1, nbytes=6),), (Span(start=1, stop=2, nbytes=9),)]
+    assert pack(tight, 9).fits is True
+    assert pack(tight, 8).fits is False
 
 
 def test_the_limit_is_not_a_proof():

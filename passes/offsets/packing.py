@@ -40,6 +40,21 @@ class Packing:
     seconds: float
 
 
+def apart(items: Sequence[Item]) -> list[list[int]]:
+    """Indices of the items in groups; no item of one group is alive between start and stop of another."""
+    spans = [[span for span in item if span.start < span.stop and span.nbytes] for item in items]
+    lives = [(min((s.start for s in own), default=0), max((s.stop for s in own), default=0)) for own in spans]
+    groups: list[list[int]] = []
+    reach: int | None = None
+    for i in sorted(range(len(items)), key=lambda i: (lives[i], i)):
+        if reach is None or lives[i][0] >= reach:
+            groups.append([])
+            reach = lives[i][1]
+        groups[-1].append(i)
+        reach = max(reach, lives[i][1])
+    return groups
+
+
 def live_bytes(items: Sequence[Item]) -> int:
     """The most bytes alive at once: no packing needs less."""
     changes: dict[int, int] = {}

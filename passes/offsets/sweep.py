@@ -1,36 +1,63 @@
 """An exact packer: depth-first search over items in the order of their offsets, section by section.
 
-After MiniMalloc (ASPLOS 2023). Time is cut into sections in which the same items are alive. Items are
-placed from low to high offsets, each at the lowest offset that what is placed leaves it:
+After MiniMalloc (ASPLOS 2023), with more inference. Time is cut into sections in which the same items are
+alive. Items are placed from low to high offsets, each at the lowest offset that what is placed leaves it:
 
-canonical   offsets never fall from one placement to the next, ties in the order of `rank`.
+canonical   offsets never fall from one placement to the next, ties in the order of `rank`; every item
+            stands on the ground or on another one. An item that is passed over, or that can no longer stand
+            on what is placed, will stand on one that is left: that raises the lowest offset it can have.
 dominance   no item is placed so high that another one that is left would fit below it.
-inference   in every section the floor (the lowest offset of an item that is left, and no lower than the
-            last placement) and the bytes that are left must not exceed the capacity.
+heads       in every section the items that are left fit above any height which they cannot go below.
+not first   an item above whose lowest offset a section's items do not fit has another one of them below it.
 hatless     an item with nothing left above it is placed once: no other choice can be better.
-parts       sections that no item that is left joins any more are solved one by one, the tightest first,
-            and what is known about such a part is remembered.
+parts       sections that no item that is left joins any more are solved one by one, the tightest first.
+memory      what is left, and how high it must lie, is searched once.
 
-A search that ends without a placement is a proof. Some orders of `rank` take turns, each with a growing
-limit of tries.
+A search that ends without a placement is a proof. Parts that are apart from the start are searched one
+after another; for each some orders of `rank` take turns, each with a growing limit of tries.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from passes.liveness import IntArray
+from passes.liveness import BoolArray, IntArray
 from passes.offsets.packing import Item
 
 MOST_ITEMS = 400
-FIRST_TRIES = 600
-MORE = 30
-NONE_LEFT = 1 << 62
+FIRST_TRIES = 300
+MORE = 5
+SHARP_TURNS = 2
+BLUR = 0.15
+MOST_REMEMBERED = 20_000
+NONE_LEFT = 1 << 60
 
-BoolArray = npt.NDArray[np.bool_]
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Left:
+    """What is left to place.
+
+    Attributes:
+        items: ascending.
+        low: for each the lowest offset that it can have.
+        stand: for each the height of what is placed below it.
+        least, rank: offset and rank of what was placed last, (0, -1) for nothing.
+    """
+
+    items: IntArray
+    low: IntArray
+    stand: IntArray
+    least: int
+    rank: int
+
+    def key(self) -> bytes:
+        """What a search depends on besides `least` and `rank`."""
+        return b"".join((self.items.tobytes(), self.low.tobytes(), self.stand.tobytes()))
 
 
 class LimitError(Exception):
@@ -43,6 +70,7 @@ class Sweep:
     Attributes:
         held: bytes of every item in every section, shape (sections, items).
         first, last: the first and the last section of every item.
+        time: how long every item is alive.
         lift: how far above item `i`'s offset item `j` must lie, shape (items, items); 0 if they never meet.
         tries: placements tried so far.
     """
@@ -62,11 +90,14 @@ class Sweep:
         for i in range(len(items)):
             self.lift[i] = (self.held[:, i, None] * alive).max(axis=0, initial=0) * meet[i]
             self.lift[i, i] = 0
+        spans = [sum(span.stop - span.start for span in item) for item in items]
+        self.time: IntArray = np.asarray(spans, dtype=np.int64)
         self.tries = 0
         self._limit = 0
         self._rank = np.arange(len(items))
         self._offsets = [0] * len(items)
-        self._known: dict[tuple[bytes, bytes], list[int] | None] = {}
+        self._failed: dict[bytes, tuple[int, int]] = {}
+        self._found: dict[bytes, list[int]] = {}
 
     def solve(self, max_tries: int) -> list[int] | None:
         """Offsets of all items; None if it is proved that there are none.
@@ -77,108 +108,181 @@ class Sweep:
         if self.held.sum(axis=1).max(initial=0) > self.capacity_bytes:
             return None
         active = np.flatnonzero(self.size > 0)
-        tries = FIRST_TRIES
-        while self.tries < max_tries:
-            for order in self._orders():
+        ground = np.zeros(len(active), dtype=np.int64)
+        start = _Left(items=active, low=ground, stand=ground, least=0, rank=-1)
+        if not all(self._solve_part(part, max_tries) for part in self._parts(start)):
+            return None
+        return list(self._offsets)
+
+    def _solve_part(self, part: _Left, max_tries: int) -> bool:
+        """Whether a part that was apart from the start can be placed; `_offsets` then says how."""
+        for turn in itertools.count():
+            for order in self._orders(part.items, turn):
                 self._rank[order] = np.arange(len(order))
-                self._limit = min(max_tries, self.tries + tries)
-                self._known.clear()
+                self._limit = min(max_tries, self.tries + FIRST_TRIES * MORE**turn)
+                self._failed.clear()
+                self._found.clear()
                 try:
-                    zeros = np.zeros(len(self.size), dtype=np.int64)
-                    found = self._solve_parts(active, zeros, 0, -1)
-                    return list(self._offsets) if found else None
+                    return self._place(part)
                 except LimitError:
-                    if self.stop():
+                    if self.stop() or self.tries >= max_tries:
                         raise
-            tries *= MORE
-        raise LimitError
+        raise AssertionError("turns do not end")
 
-    def _orders(self) -> list[IntArray]:
-        """Items by what is hard to place: time taken, area, and the bytes of their fullest section."""
-        width = self.last - self.first + 1
-        area = self.held.sum(axis=0)
-        total = np.where(self.held > 0, self.held.sum(axis=1)[:, None], 0).max(axis=0, initial=0)
-        keys = ((area, width, total), (width, area, total), (total, width, area))
-        return [np.lexsort([-k for k in reversed(key)]) for key in keys]
+    def _orders(self, items: IntArray, turn: int) -> list[IntArray]:
+        """Items by what is hard to place; after some turns the keys are blurred, each turn anew."""
+        held = self.held[:, items]
+        alive = held > 0
+        width, area, meets = alive.sum(axis=0), held.sum(axis=0), (self.lift[items] > 0).sum(axis=1)
+        total = np.where(alive, held.sum(axis=1)[:, None], 0).max(axis=0, initial=0)
+        time, space = self.time[items], self.time[items] * self.size[items]
+        orders = (
+            (area, total, width),
+            (total, width, area),
+            (total, meets, width),
+            (width, total, area),
+            (meets, total, area),
+            (space, total, time),
+        )
+        if turn >= SHARP_TURNS:
+            blur = np.random.default_rng(turn).uniform(1 - BLUR, 1 + BLUR, size=(len(orders), len(items)))
+        else:
+            blur = np.ones((len(orders), 1))
+        return [
+            items[np.lexsort([-(k * factor) for k in reversed(keys)])]
+            for keys, factor in zip(orders, blur, strict=True)
+        ]
 
-    def _solve_parts(self, items: IntArray, low: IntArray, least: int, rank: int) -> bool:
-        """Place `items` at no less than their `low`; part by part where sections have come apart."""
-        parts = self._parts(items, low)
-        if len(parts) == 1:
-            return self._place(items, low, least, rank)
+    def _place(self, left: _Left) -> bool:
+        """Place what is left, part by part where sections have come apart."""
+        parts = self._parts(left)
         for part in parts:
-            key = (part.tobytes(), low[part].tobytes())
-            if key not in self._known:
-                found = self._place(part, low, 0, -1)
-                self._known[key] = [self._offsets[i] for i in part.tolist()] if found else None
-            offsets = self._known[key]
-            if offsets is None:
+            key = part.key()
+            if key in self._found:
+                for i, offset in zip(part.items.tolist(), self._found[key], strict=True):
+                    self._offsets[i] = offset
+                continue
+            failed = self._failed.get(key)
+            if failed is not None and failed <= (part.least, part.rank):
                 return False
-            for i, offset in zip(part.tolist(), offsets, strict=True):
-                self._offsets[i] = offset
+            if not self._search(part):
+                if len(self._failed) < MOST_REMEMBERED:
+                    self._failed[key] = (part.least, part.rank)
+                return False
+            if len(parts) > 1:
+                self._found[key] = [self._offsets[i] for i in part.items.tolist()]
         return True
 
-    def _parts(self, items: IntArray, low: IntArray) -> list[IntArray]:
+    def _parts(self, left: _Left) -> list[_Left]:
         """Groups of items that share no section, the one with the least slack first."""
-        if not len(items):
-            return []
-        order = items[np.argsort(self.first[items], kind="stable")]
-        reach = np.maximum.accumulate(self.last[order])
-        breaks = np.flatnonzero(self.first[order][1:] > reach[:-1]) + 1
+        first = self.first[left.items]
+        order = np.argsort(first, kind="stable")
+        reach = np.maximum.accumulate(self.last[left.items][order])
+        breaks = np.flatnonzero(first[order][1:] > reach[:-1]) + 1
         if not len(breaks):
-            return [items]
-        parts = [np.sort(part) for part in np.split(order, breaks)]
-        return sorted(parts, key=lambda part: (self._slack(part, low), len(part)))
+            return [left] if len(order) else []
+        found = [self._part(left, np.sort(chosen)) for chosen in np.split(order, breaks)]
+        return sorted(found, key=lambda part: (self._slack(part), len(part.items)))
 
-    def _slack(self, items: IntArray, low: IntArray) -> int:
-        """Bytes to spare in the fullest section of some items."""
-        left, floor = self._left(items, low[items])
-        return int((self.capacity_bytes - left - floor)[left > 0].min())
+    def _part(self, left: _Left, chosen: IntArray) -> _Left:
+        """Some of what is left, as if nothing was placed before."""
+        items, low, stand = left.items[chosen], left.low[chosen], left.stand[chosen]
+        return _Left(items=items, low=low, stand=stand, least=0, rank=-1)
 
-    def _left(self, items: IntArray, low: IntArray) -> tuple[IntArray, IntArray]:
-        """For the sections of some items the bytes left to place and the floor."""
-        held = self.held[int(self.first[items].min()) : int(self.last[items].max()) + 1, items]
-        left: IntArray = held.sum(axis=1)
-        floor: IntArray = np.where(held > 0, low, NONE_LEFT).min(axis=1)
-        return left, np.where(left > 0, floor, 0)
+    def _held(self, items: IntArray) -> IntArray:
+        """Bytes of some items in the sections that they reach over, shape (sections, items)."""
+        return self.held[int(self.first[items].min()) : int(self.last[items].max()) + 1, items]
 
-    def _place(self, items: IntArray, low: IntArray, least: int, rank: int) -> bool:
-        """Place one of `items`, and then the others."""
-        begin = int(self.first[items].min())
-        held = self.held[begin : int(self.last[items].max()) + 1, items]
-        alive = held > 0
-        mine, left, ranks = low[items], held.sum(axis=1), self._rank[items]
-        highest = int((self.capacity_bytes - left)[left > 0].min())
-        below = int((mine + self.size[items]).min())
-        later = (mine > least) | ((mine == least) & (ranks > rank))
-        chosen = np.flatnonzero(later & (mine < below) & (mine <= highest))
-        for k in chosen[np.lexsort((ranks[chosen], mine[chosen]))].tolist():
+    def _slack(self, left: _Left) -> int:
+        """Bytes to spare in the fullest section."""
+        held = self._held(left.items)
+        floor = np.where(held > 0, left.low, NONE_LEFT).min(axis=1)
+        spare = self.capacity_bytes - held.sum(axis=1) - floor
+        return int(spare[floor < NONE_LEFT].min())
+
+    def _search(self, left: _Left) -> bool:
+        """Place one of the items, and then the others."""
+        items, low, ranks = left.items, left.low, self._rank[left.items]
+        total = self._held(items).sum(axis=1)
+        highest = int((self.capacity_bytes - total)[total > 0].min())
+        below = int((left.stand + self.size[items]).min())
+        later = (low > left.least) | ((low == left.least) & (ranks > left.rank))
+        chosen = np.flatnonzero(later & (low == left.stand) & (low < below) & (low <= highest))
+        for k in chosen[np.lexsort((ranks[chosen], low[chosen]))].tolist():
             self._count()
-            item, offset = int(items[k]), int(mine[k])
-            self._offsets[item] = offset
+            item = int(items[k])
+            self._offsets[item] = int(low[k])
             if len(items) == 1:
                 return True
-            lift = self.lift[item, items]
-            raised = np.where(lift > 0, np.maximum(mine, offset + lift), mine)
-            if self._may_fit(alive, held, raised, left, offset, k):
-                after = low.copy()
-                after[items] = raised
-                rest = np.delete(items, k)
-                if self._solve_parts(rest, after, offset, int(ranks[k])):
-                    return True
-            if not lift.any():
+            rest = self._after(left, k)
+            if rest is not None and self._place(rest):
+                return True
+            if not self.lift[item, items].any():
                 break
         return False
 
-    def _may_fit(
-        self, alive: BoolArray, held: IntArray, raised: IntArray, left: IntArray, offset: int, k: int
-    ) -> bool:
-        """Whether floor and bytes left are in the capacity in every section after placing item `k`."""
-        lows = raised.copy()
-        lows[k] = NONE_LEFT
-        floor = np.maximum(np.where(alive, lows, NONE_LEFT).min(axis=1), offset)
-        rest = left - held[:, k]
-        return not bool(((floor + rest > self.capacity_bytes) & (rest > 0)).any())
+    def _after(self, left: _Left, k: int) -> _Left | None:
+        """What is left once item `k` of what is left lies at its lowest offset; None if it cannot fit."""
+        others = np.arange(len(left.items)) != k
+        items, low, stand = left.items[others], left.low[others], left.stand[others]
+        item, offset = left.items[k], int(left.low[k])
+        lift = self.lift[item, items]
+        top = np.where(lift > 0, offset + lift, 0)
+        stand = np.maximum(stand, top)
+        rest = _Left(
+            items=items,
+            low=np.maximum(low, top),
+            stand=stand,
+            least=offset,
+            rank=int(self._rank[item]),
+        )
+        return self._inferred(rest)
+
+    def _inferred(self, left: _Left) -> _Left | None:
+        """The same with lowest offsets raised as far as the rules tell; None if something cannot fit."""
+        held = self._held(left.items)
+        ranks = self._rank[left.items]
+        low = left.low
+        while True:
+            reach = np.maximum(low, left.least)
+            if self._overflows(held, reach):
+                return None
+            passed = (low < left.least) | ((low == left.least) & (ranks < left.rank)) | (low > left.stand)
+            raised = np.maximum(
+                self._above_others(left.items, reach, passed, low), self._not_first(held, reach)
+            )
+            if (raised >= NONE_LEFT).any():
+                return None
+            if (raised <= low).all():
+                return dataclasses.replace(left, low=low)
+            low = np.maximum(low, raised)
+
+    def _overflows(self, held: IntArray, reach: IntArray) -> bool:
+        """Whether some items of a section do not fit above the lowest of their offsets."""
+        order = np.argsort(reach, kind="stable")
+        sorted_held = held[:, order]
+        ends = reach[order] + sorted_held[:, ::-1].cumsum(axis=1)[:, ::-1]
+        return bool(((ends > self.capacity_bytes) & (sorted_held > 0)).any())
+
+    def _above_others(self, items: IntArray, reach: IntArray, passed: BoolArray, low: IntArray) -> IntArray:
+        """Lowest offsets with those of `passed` raised: each stands on one of the other items."""
+        raised = low.copy()
+        rows = np.flatnonzero(passed)
+        if len(rows):
+            lift = self.lift[np.ix_(items, items[rows])]
+            raised[rows] = np.where(lift > 0, reach[:, None] + lift, NONE_LEFT).min(axis=0)
+        return raised
+
+    def _not_first(self, held: IntArray, reach: IntArray) -> IntArray:
+        """How low every item can be where it cannot be the lowest of a section."""
+        late = (held > 0) & (reach + held.sum(axis=1)[:, None] > self.capacity_bytes)
+        rows = np.flatnonzero(late.any(axis=1))
+        if not len(rows):
+            return np.zeros_like(reach)
+        tops = np.where(held[rows] > 0, reach + held[rows], NONE_LEFT)
+        two = np.partition(tops, 1, axis=1)[:, :2]
+        others = np.where(tops == two[:, :1], two[:, 1:], two[:, :1])
+        return np.where(late[rows], others, 0).max(axis=0)
 
     def _count(self) -> None:
         self.tries += 1

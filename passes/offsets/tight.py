@@ -12,7 +12,7 @@ from passes.offsets.sweep import MOST_ITEMS, LimitError, Sweep
 from passes.offsets.xla_heap import HeapLayout, Interval, best_fit, xla_order
 
 MAX_ROUNDS = 128
-MAX_TRIES = 4000
+MAX_TRIES = 1800
 _MAX_SEARCHES = 4
 _MOST_WORK = 4_000_000
 
