@@ -17,7 +17,8 @@ from passes.jaxpr import compat
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.joint import closed_halves, join, split
 from passes.jaxpr.rewrite import consts_as_literals, defined
-from passes.jaxpr.scan_cut import Choice, joined_body
+from passes.jaxpr.scan_choice import Choice
+from passes.jaxpr.scan_cut import joined_body
 from passes.jaxpr.scan_emit import rewrite_groups
 from passes.jaxpr.scans import ScanPair, find_pairs
 from passes.jaxpr.values import Constraints, ConstraintUnsupported, Values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from passes.ir import BufferId
@@ -11,6 +11,24 @@ from passes.jaxpr.primitives import RESHAPES, Kind, kind_of
 
 if TYPE_CHECKING:
     from passes.jaxpr.lift import LiftedJaxpr
+
+
+# Besides elementwise kernels; `name` is a value that is kept as it is (`passes.saved`).
+IN_PLACE = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "scatter_add", "name"})
+
+
+def written_over(
+    outvars: Iterable[Any], free: Mapping[Any, BufferId], buffer_of: Mapping[Any, BufferId]
+) -> tuple[tuple[BufferId, BufferId], ...]:
+    """Pairs (result, operand of its shape and type), of operands that are `free` to be written over."""
+    pairs = []
+    for v in outvars:
+        same = (
+            b for leaf, b in free.items()
+            if getattr(leaf.aval, "shape", None) == v.aval.shape and leaf.aval.dtype == v.aval.dtype
+        )  # fmt: skip
+        pairs += [(buffer_of[v], b) for b in same][:1]
+    return tuple(pairs)
 
 
 def carries_shared(

@@ -22,7 +22,7 @@ from passes.cost import DeviceModel, kernel_ns
 from passes.ir import Buffer, BufferId, Op, OpId, Program
 from passes.jaxpr import compat
 from passes.jaxpr.flops import matrix_work
-from passes.jaxpr.in_place import carries_shared, result_storage, updated_in_place
+from passes.jaxpr.in_place import IN_PLACE, carries_shared, result_storage, updated_in_place, written_over
 from passes.jaxpr.inline import CALLS, inline_calls
 from passes.jaxpr.primitives import CONTROL_FLOW, SLICING, Kind, is_expensive, kind_of
 from passes.saved import SAVED
@@ -32,8 +32,6 @@ from passes.simulate import simulate
 # bytes; one with a single reader (which fuses it) only where a chain would keep many leaves alive.
 SEVERAL_READERS_RATIO = 1.5
 ONE_READER_RATIO = 2.5
-# Besides elementwise kernels; `name` is a value that is kept as it is (`passes.saved`).
-IN_PLACE = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "scatter_add", "name"})
 # A slice that a scan takes from a stack or puts on one is read once and written once for it.
 SLICE_PASSES = 2
 # XLA:GPU stores an expensive value for several readers, unless reading its leaves is that much cheaper.
@@ -377,21 +375,13 @@ class _Lift:
     ) -> tuple[tuple[BufferId, BufferId], ...]:
         """An elementwise kernel may write over an operand of the same shape and type that dies with it."""
         eqn = self.jaxpr.eqns[root]
+        kept = {*self.jaxpr.constvars, *self.jaxpr.invars, *self.results}
         if eqn.primitive.name == "scan":
-            kept = {*self.jaxpr.constvars, *self.jaxpr.invars, *self.results}
             return carries_shared(eqn, buffer_of, kept)
-        in_place = eqn.primitive.name in IN_PLACE
-        if self.kinds[root] is not Kind.FUSIBLE and not in_place:
+        if self.kinds[root] is not Kind.FUSIBLE and eqn.primitive.name not in IN_PLACE:
             return ()
-        arguments = {*self.jaxpr.constvars, *self.jaxpr.invars}
-        pairs = []
-        for v in outvars:
-            for leaf in self._eqn_reads(eqn):
-                same = getattr(leaf.aval, "shape", None) == v.aval.shape and leaf.aval.dtype == v.aval.dtype
-                if same and leaf not in arguments and leaf not in self.results and buffer_of[leaf] in leaves:
-                    pairs.append((buffer_of[v], buffer_of[leaf]))
-                    break
-        return tuple(pairs)
+        free = {v: b for v in self._eqn_reads(eqn) if v not in kept and (b := buffer_of[v]) in leaves}
+        return written_over(outvars, free, buffer_of)
 
     def _workspace(self, eqn: Any) -> int:
         """The inner peak of control flow: of its largest body."""
