@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from itertools import permutations
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from ortools.sat.python import cp_model
-from strategies import items_to_pack
+from strategies import cut_up, items_to_pack
 
 from coop_jax.cli import main
 from passes.offsets.packing import Item, Span, apart, check_packing, height_bytes, live_bytes
@@ -67,24 +66,6 @@ def test_pack_says_what_it_knows(items: list[Item]):
     check_packing(items, made.offsets, least)
     assert live_bytes(items) <= height_bytes(items, made.offsets) == least
     assert pack(items, least - 1).fits is False
-
-
-def cut_up(n_items: int, times: int, capacity_bytes: int, seed: int) -> list[Item]:
-    """A rectangle of times x bytes cut into items: they fit without a hole."""
-    random_number = random.Random(seed)
-    pieces = [(0, times, 0, capacity_bytes)]
-    while len(pieces) < n_items:
-        areas = [(stop - start) * (top - low) for start, stop, low, top in pieces]
-        start, stop, low, top = pieces.pop(random_number.choices(range(len(pieces)), areas)[0])
-        if random_number.random() < 0.5 and stop - start > 1:
-            middle = random_number.randrange(start + 1, stop)
-            pieces += [(start, middle, low, top), (middle, stop, low, top)]
-        elif top - low > 1:
-            middle = random_number.randrange(low + 1, top)
-            pieces += [(start, stop, low, middle), (start, stop, middle, top)]
-        else:
-            pieces.append((start, stop, low, top))
-    return [(Span(start=start, stop=stop, nbytes=top - low),) for start, stop, low, top in pieces]
 
 
 @pytest.mark.parametrize("seed", [0, 5])

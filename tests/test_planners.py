@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import least_cost_ns, least_peak_bytes
-from strategies import Builder, chain, example, programs, random_program, small_gpt
+from strategies import Builder, chain, cut_up, example, programs, random_program, small_gpt
 
-from passes.ir import Plan, Program, Status
+from passes.ir import Buffer, BufferId, Op, OpId, Plan, Program, Status
 from passes.liveness import Graph
 from passes.offsets.best_fit import place_graph
 from passes.planners import PlannerConfig, cut_bound, frontier, least_peak, plan, working_set_bytes
@@ -436,6 +436,28 @@ def test_holes_are_packed_away_before_anything_is_run_again_for_them():
         assert peak_bytes <= tight.heap_bytes <= loose
         saved += tight.heap_bytes < loose
     assert saved >= 5
+
+
+def test_what_no_order_of_best_fit_places_is_searched_for():
+    """Ops that make and read the pieces of a rectangle: the budget is the rectangle's height."""
+    pieces = [span for (span,) in cut_up(40, 30, 64, seed=1)]
+    ops = tuple(
+        Op(
+            id=OpId(t),
+            inputs=tuple(BufferId(b) for b, s in enumerate(pieces) if s.stop == t + 1 and s.start < t),
+            outputs=tuple(BufferId(b) for b, s in enumerate(pieces) if s.start == t),
+            cost_ns=1,
+        )
+        for t in range(30)
+    )
+    buffers = tuple(Buffer(id=BufferId(b), nbytes=s.nbytes) for b, s in enumerate(pieces))
+    program = Program.build(name="rectangle", ops=ops, buffers=buffers, outputs=())
+    steps = tuple(op.id for op in ops)
+    assert own_peak(program) == 64 < place_graph(Graph.of(program), steps).heap_bytes
+    tight = place_graph(Graph.of(program), steps, 64)
+    made = dataclasses.replace(plan(program, 64, QUICK), offsets=tight.offsets)
+    validate(program, made)
+    assert tight.heap_bytes == 64
 
 
 def test_five_thousand_ops_are_planned_near_the_bound_in_a_bounded_amount_of_work():

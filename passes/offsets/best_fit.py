@@ -5,7 +5,8 @@ descending; the smaller heap wins, ties to the first. A copy that takes a dying 
 offset: such a chain moves as one. Arguments lie at the bottom, workspaces are placed like values.
 It does not model XLA's alias classes and allocation order (`passes.hlo` does).
 
-Where a limit is given and missed, what sticks out is placed earlier, again and again.
+Where a limit is given and missed, what sticks out is placed earlier, again and again; where that does not
+do either, the exact search has a few tries.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import numpy as np
 from passes.ir import OpId, Program
 from passes.liveness import Copies, Graph, IntArray, copies_of
 from passes.offsets.packing import Span
+from passes.offsets.sweep import MOST_ITEMS, LimitError, Sweep
 
 MAX_ROUNDS = 100
+MAX_TRIES = 1000
 MOST_GROUPS = 4_000_000
 
 
@@ -45,8 +48,8 @@ def place_graph(graph: Graph, steps: Sequence[int], limit_bytes: int | None = No
     """`place` for callers that keep the `Graph` of a program.
 
     Args:
-        limit_bytes: try more orders until the heap ends within it, at most `MAX_ROUNDS`; fewer where there
-            are many copies.
+        limit_bytes: try more orders until the heap ends within it, at most `MAX_ROUNDS`, fewer where there
+            are many copies; then search.
     """
     copies = copies_of(graph, steps)
     group, segments = copy_groups(graph, steps, copies)
@@ -60,6 +63,8 @@ def place_graph(graph: Graph, steps: Sequence[int], limit_bytes: int | None = No
     base = graph.argument_bytes
     if limit_bytes is not None and segments:
         best = _tightened(segments, best, order, limit_bytes - base)
+        if _height(segments, best) > limit_bytes - base:
+            best = _searched(segments, limit_bytes - base) or best
     offsets: list[tuple[int, ...]] = []
     copy = 0
     for op in steps:
@@ -86,6 +91,16 @@ def _tightened(segments: list[list[Span]], best: list[int], order: list[int], li
         if _height(segments, offsets) < least_bytes:
             best, least_bytes = offsets, _height(segments, offsets)
     return best
+
+
+def _searched(segments: list[list[Span]], limit_bytes: int) -> list[int] | None:
+    """Offsets that end within a limit, by the exact search; None if it finds none."""
+    if len(segments) > MOST_ITEMS:
+        return None
+    try:
+        return Sweep([tuple(group) for group in segments], limit_bytes).solve(MAX_TRIES)
+    except LimitError:
+        return None
 
 
 def copy_groups(graph: Graph, steps: Sequence[int], copies: Copies) -> tuple[list[int], list[list[Span]]]:
