@@ -75,6 +75,9 @@ def plan(
     donate_argnums: int | Sequence[int] = (),
     static_argnums: Sequence[int] = (),
     kwargs: Mapping[str, Any] | None = None,
+    save: str | Sequence[str] = (),
+    recompute: str | Sequence[str] = (),
+    policy: Callable[..., bool] | None = None,
 ) -> Report:
     """Compile a function within a budget, perhaps for a device that is not here, and report.
 
@@ -83,17 +86,21 @@ def plan(
         specs: its positional arguments, as arrays or `jax.ShapeDtypeStruct`s.
         budget: every form of `coop.remat`'s budget.
         device: such as "h200"; None means the default device of this process.
-        planner: as in `coop.remat`.
+        planner, save, recompute, policy: as in `coop.remat`.
         donate_argnums, static_argnums: as in `jax.jit`.
         kwargs: keyword arguments of `fn`.
 
     Raises:
         InfeasibleBudgetError: no plan keeps the budget.
-        BudgetError, UnsupportedError: the budget or the device means nothing here.
+        BudgetError, ConstraintError, UnsupportedError: what was asked means nothing here.
     """
     name = _cost_model(device)
-    limited = remat(fn, budget=budget, planner=planner, static_argnums=tuple(static_argnums), device=name)
-    jitted = jax.jit(limited, donate_argnums=donate_argnums, static_argnums=tuple(static_argnums) or None)
+    static = tuple(static_argnums)
+    limited = remat(
+        fn, budget=budget, planner=planner, static_argnums=static, device=name,
+        save=save, recompute=recompute, policy=policy,
+    )  # fmt: skip
+    jitted = jax.jit(limited, donate_argnums=donate_argnums, static_argnums=static or None)
     lowered = aot.lower_for(jitted, specs, device=device, kwargs=kwargs, static_argnums=static_argnums)
     return report(_compile(lowered))
 

@@ -49,6 +49,8 @@ class Report:
             `live_temp_bytes` alive at once; `packed_temp_bytes` with the best packing that was found;
             whether the program is `pinned` to that, and `pin_reason` if it was asked to and is not.
         seconds: planning time by stage; 0.0 where the program came from JAX's compilation cache.
+        constraints: what was asked about single values, such as "save=('h',)". What they alone make the
+            program compute again is not among `recomputed`.
     """
 
     budget: str
@@ -71,6 +73,7 @@ class Report:
     recomputed: tuple[Recomputed, ...]
     offsets: Offsets
     seconds: dict[str, float]
+    constraints: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Every field by name, in JSON types."""
@@ -83,8 +86,9 @@ class Report:
 
     def __str__(self) -> str:
         asked = format_bytes(self.budget_bytes)
+        given = "" if self.budget == asked else f": {self.budget}"
         lines = [
-            f"budget {asked}" if self.budget == asked else f"budget {asked}: {self.budget}",
+            f"budget {asked}{given}" + (f" and {self.constraints}" if self.constraints else ""),
             format_table(("", "bytes", "", "of budget"), self._byte_rows()),
             self._recompute_text(),
         ]
@@ -190,6 +194,7 @@ def _assemble(record: xla.Record, memory: aot.Memory, offsets: Offsets) -> Repor
         recomputed=tuple(r for s in stages for r in s.recomputed),
         offsets=offsets,
         seconds={s.stage: s.seconds for s in stages},
+        constraints=record.constraints,
     )
 
 

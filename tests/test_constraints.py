@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from coop_jax import aot, xla
 from coop_jax.errors import ConstraintError, InfeasibleBudgetError
+from coop_jax.planning import plan
 from coop_jax.remat import remat
 from passes.jaxpr import compat
 from passes.jaxpr.constraints import constrain_pair, constrain_program
@@ -272,3 +273,9 @@ def test_names_of_a_derivative_rule_are_known_to_it_alone() -> None:
     squared.defvjp(forward, lambda e, g: (g * 2 * jnp.log(e),))
     gradient = jax.jit(outside(lambda ws, x: squared(x @ ws[0]).sum(), budget=LARGE, recompute="inner"))
     same(gradient(WS, X), jax.grad(lambda ws: ((X @ ws[0]) ** 2).sum())(WS))
+
+
+def test_reports_and_plans_name_what_was_asked() -> None:
+    found = plan(jax.grad(loss), WS, X, budget=LARGE, save="h", policy=policies.save_only_these_names("h"))
+    assert found.constraints == "save=('h',), policy=save_only_these_names"
+    assert str(found).startswith("budget 1.00 TiB (1099511627776 B) and save=('h',), policy=")

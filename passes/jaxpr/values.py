@@ -42,7 +42,8 @@ class Constraints:
             f"{key}={names}" for key, names in (("save", self.save), ("recompute", self.recompute)) if names
         ]
         if self.policy is not None:
-            parts.append(f"policy={getattr(self.policy, '__qualname__', self.policy)}")
+            name = getattr(self.policy, "__qualname__", type(self.policy).__name__)
+            parts.append(f"policy={name.partition('.<locals>')[0]}")
         return ", ".join(parts)
 
 
