@@ -6,8 +6,8 @@
 
 A cell of the table is the overhead in percent; "-" is no plan found, "none" is a proof that there is none,
 "=" marks a proved optimum. Everything else is in the JSON file beside it: the lower bound, the bytes of
-the pool with their fragmentation, re-runs and processor seconds. A plan counts only if it is placed within its
-budget, holes included; the baselines are replayed at addresses, and so is `auto`. `exact` is solved
+the pool with their fragmentation, re-runs and processor seconds. A plan counts only if it is placed within
+its budget, holes included; the baselines are replayed at addresses, and so is `auto`. `exact` is solved
 jointly, so that its proof is of the placed plan. Every plan goes through the validator.
 """
 
