@@ -3,10 +3,12 @@
     python -m benchmarks.scan                              # 12 layers on an H200 that is not here
     python -m benchmarks.scan --device cpu --small         # a small one on this machine's CPU
     python -m benchmarks.scan --only none,coop --layers 48 # some rows, more layers
+    python -m benchmarks.scan --layers-of-plan 2,48        # planning time against the number of layers
 
 Rows: the plain program; the scan's body under `jax.checkpoint` with three policies; XLA's own pass (the
 device's memory made small; GPUs only); coop with 0.6, 0.4 and 0.25 of the plain total, with the totals of the
-policies, and with the least budget that it reaches. Bytes are XLA's, the time is the roofline cost of the
+policies, and with the least budget that it reaches. Planning seconds count all attempts and trial compiles.
+Bytes are XLA's, the time is the roofline cost of the
 final kernels, loops counted as often as they run. Seconds are of a machine that others may use.
 """
 
@@ -71,6 +73,20 @@ def rows_of(config: GPTConfig, device: str, only: list[str]) -> list[Row]:
     return rows
 
 
+def planning_rows(config: GPTConfig, device: str, layers: list[int]) -> list[Row]:
+    """The plain program and coop with 0.4 of its total, for some numbers of layers."""
+    target = None if device == "cpu" else aot.target(device)
+    rows: list[Row] = []
+    for n in layers:
+        problem = scanned.problem(dataclasses.replace(config, layers=n))
+        plain = compile_row(f"{n} layers, none", jax.value_and_grad(problem.loss), problem.specs(), target)
+        assert plain.total_bytes is not None, plain.error
+        limited = coop.remat(problem.loss, budget=int(0.4 * plain.total_bytes), device=device)
+        name = f"{n} layers, coop 0.4"
+        rows += [plain, compile_row(name, jax.value_and_grad(limited), problem.specs(), target)]
+    return rows
+
+
 def coop_name(budget: int) -> str:
     """Such as "coop 812 MiB"."""
     return f"coop {budget / 2**20:.0f} MiB"
@@ -94,11 +110,15 @@ def main() -> None:
     parser.add_argument("--device", default="h200")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--layers-of-plan", default="", help="such as 2,48: planning time of so many layers")
     parser.add_argument("--only", default="", help="comma-separated parts of row names: none,dots,xla,coop")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/scan.json"))
     args = parser.parse_args()
     config = dataclasses.replace(SMALL if args.small else LARGE, layers=args.layers)
-    rows = rows_of(config, args.device, [part for part in args.only.split(",") if part])
+    if args.layers_of_plan:
+        rows = planning_rows(config, args.device, [int(n) for n in args.layers_of_plan.split(",")])
+    else:
+        rows = rows_of(config, args.device, [part for part in args.only.split(",") if part])
     sizes = ", ".join(f"{name} {value}" for name, value in dataclasses.asdict(config).items())
     title = f"`jax.value_and_grad` of a scanned GPT ({sizes}) for {args.device}, jax {jax.__version__}"
     args.out.parent.mkdir(parents=True, exist_ok=True)

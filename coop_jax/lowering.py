@@ -25,7 +25,7 @@ from coop_jax import aot, xla
 from coop_jax.budget import Budget
 from coop_jax.errors import ConstraintError, InfeasibleBudgetError, UnsupportedError
 from coop_jax.pinning import pin
-from coop_jax.trial import Attempt, settle
+from coop_jax.trial import Attempt, Partition, settle
 from passes.cost import DEVICES, DeviceModel
 from passes.hlo.enforce import OnFragmentation
 from passes.ir import Status
@@ -34,7 +34,7 @@ from passes.jaxpr.constraints import constrain_pair, constrain_program
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.stage import JaxprRequest, JointResult, plan_joint, plan_program
 from passes.jaxpr.values import Constraints, ConstraintUnsupported
-from passes.outcome import StageOutcome
+from passes.outcome import StageOutcome, scaled
 
 compat.hide_frames(__file__)
 
@@ -219,7 +219,7 @@ def _plan_partitioned(
     """Plan a program over several devices, of which only the whole's sizes are known here.
 
     XLA decides how temporaries are split. They are taken to be split as finely as the argument that is split
-    most, which a batch usually is; the enforcing stage sees the real sizes.
+    most, which a batch usually is; a trial and the enforcing stage see the real sizes.
     """
     parts = max(facts.argument_parts, default=1)
     arguments = [n // p for n, p in zip(facts.argument_nbytes, facts.argument_parts, strict=True)]
@@ -235,15 +235,19 @@ def _plan_partitioned(
     )
     if request.temp_budget_bytes <= 0:
         return plain, None
-    made, outcome = plan_program(plain, request)
-    return made, _per_device(outcome, parts) if outcome.changed else None
+    if not facts.argument_shardings or not _is_whole(plain, facts):
+        made, outcome = plan_program(plain, request)
+        return made, scaled(outcome, over=parts) if outcome.changed else None
 
+    def attempt(asked: JaxprRequest) -> Attempt:
+        jaxpr, outcome = plan_program(plain, asked)
+        return Attempt(made=jaxpr, program=jaxpr, outcome=outcome)
 
-def _per_device(outcome: StageOutcome, parts: int) -> StageOutcome:
-    fields = ("budget", "argument", "output", "alias", "before_temp", "planned_temp")
-    values = {f"{field}_bytes": getattr(outcome, f"{field}_bytes") // parts for field in fields}
-    least = outcome.least_total_bytes
-    return dataclasses.replace(outcome, **values, least_total_bytes=None if least is None else least // parts)
+    partition = Partition(arguments=facts.argument_shardings, outputs=facts.output_shardings, parts=parts)
+    record = dataclasses.replace(_trial_record(config, request), budget_bytes=budget_bytes)
+    donations = tuple(i for i, alias in enumerate(facts.aliased) if alias is not None)
+    made, outcome = settle(attempt, request, record, facts.device, donations, partition)
+    return made, scaled(outcome, over=parts) if outcome.changed else None
 
 
 def _trial_record(config: RematConfig, request: JaxprRequest) -> xla.Record:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from coop_jax import aot, xla
 from passes.jaxpr import compat
 from passes.jaxpr.measured import Measured
 from passes.jaxpr.stage import JaxprRequest
-from passes.outcome import StageOutcome
+from passes.outcome import StageOutcome, scaled
 
 SMALL_BYTES = 256 << 20
 MAX_TRIALS = 4
@@ -41,34 +42,62 @@ class _Trial:
     names: list[str] = field(default_factory=list)
 
 
-def try_out(closed: Any, record: xla.Record, device: Any, donated: Sequence[int] = ()) -> StageOutcome | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """How a program is split over several devices.
+
+    Attributes:
+        arguments: a sharding for each.
+        outputs: a sharding for each, None where XLA decides.
+        parts: how many devices' bytes make the whole program's, as it is planned.
+    """
+
+    arguments: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    parts: int
+
+
+def try_out(
+    closed: Any,
+    record: xla.Record,
+    device: Any,
+    donated: Sequence[int] = (),
+    partition: Partition | None = None,
+) -> StageOutcome | None:
     """What the enforcing stage makes of `closed` with the budget of `record`, compiled for `device`.
 
     Args:
         closed: the whole program, a closed jaxpr.
-        record: budget, planner and cost model.
+        record: budget of one device, planner and cost model.
         device: present, or absent (see `coop_jax.aot`).
         donated: indices of arguments that are donated.
+        partition: of a program over several devices; `device` is then not looked at.
 
     Returns:
-        The enforcing stage's outcome; None if XLA failed before it was asked.
+        The enforcing stage's outcome, in bytes of all parts; None if XLA failed before it was asked.
     """
     trial = _Trial(record=record)
-    specs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.in_avals]
+    where = [None] * len(closed.in_avals) if partition is None else partition.arguments
+    outputs = {} if partition is None else {"out_shardings": list(partition.outputs)}
+    specs = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+        for aval, sharding in zip(closed.in_avals, where, strict=True)
+    ]
 
     def run(*values: Any) -> Sequence[Any]:
         return list(coop_trial_p.bind(*values, jaxpr=closed, trial=trial))
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        jitted = jax.jit(run, donate_argnums=tuple(donated), keep_unused=True)
+        jitted = jax.jit(run, donate_argnums=tuple(donated), keep_unused=True, **outputs)
         try:
-            lowered = jitted.lower(*aot.sharded_specs(specs, device))
+            lowered = jitted.lower(*(aot.sharded_specs(specs, device) if partition is None else specs))
         except ValueError:  # a program for several devices, such as one with `shard_map` inside
             return None
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             lowered.compile()
-    return xla.outcome_of_trial(trial.names[0])
+    outcome = xla.outcome_of_trial(trial.names[0])
+    return outcome if outcome is None or partition is None else scaled(outcome, times=partition.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +121,7 @@ def settle(
     record: xla.Record,
     device: Any,
     donated: Sequence[int] = (),
+    partition: Partition | None = None,
 ) -> tuple[Any, StageOutcome]:
     """The jaxpr stage's answer; for a small program the best of a few, tried out on `device`.
 
@@ -101,7 +131,22 @@ def settle(
     scans, inside which the enforcing stage changes nothing, is asked for again with what was measured, until
     what is expected to be best has been tried. A deeper plan is not always a smaller program: before a budget
     is given up, plans less deep than the first correction asked for are tried.
+    The outcome's seconds are of all attempts and trials together.
     """
+    started = time.perf_counter()
+
+    def compiled(program: Any) -> StageOutcome | None:
+        return try_out(program, record, device, donated, partition)
+
+    made, outcome = _settle(attempt, request, compiled)
+    return made, dataclasses.replace(outcome, seconds=time.perf_counter() - started)
+
+
+def _settle(
+    attempt: Callable[[JaxprRequest], Attempt],
+    request: JaxprRequest,
+    compiled: Callable[[Any], StageOutcome | None],
+) -> tuple[Any, StageOutcome]:
     first = attempt(request)
     small = first.outcome.before_temp_bytes <= SMALL_BYTES or _is_short(first)
     if not small or request.temp_budget_bytes <= 0:
@@ -113,7 +158,7 @@ def settle(
         or first.outcome.before_temp_bytes * FAR_BELOW_RATIO <= request.temp_budget_bytes
     ):
         return first.made, first.outcome
-    tries = _Tries(record=record, device=device, donated=donated)
+    tries = _Tries(compiled=compiled)
     found, corrections = first, []
     for n in range(MAX_TRIALS):
         if n:
@@ -148,9 +193,7 @@ def settle(
 class _Tries:
     """What was tried out so far, and the best of it."""
 
-    record: xla.Record
-    device: Any
-    donated: Sequence[int]
+    compiled: Callable[[Any], StageOutcome | None]
     best: Attempt | None = None
     rank: tuple[bool, int] = (True, 1 << 62)
     seen: set[Hashable] = field(default_factory=set)
@@ -165,9 +208,9 @@ class _Tries:
         return self._key(found, request) in self.seen
 
     def verdict(self, found: Attempt, request: JaxprRequest) -> StageOutcome | None:
-        """Try one out; see `try_out`."""
+        """Try one out."""
         self.seen.add(self._key(found, request))
-        verdict = try_out(found.program, self.record, self.device, self.donated)
+        verdict = self.compiled(found.program)
         if verdict is not None and (self.best is None or _rank(verdict) < self.rank):
             self.best, self.rank = found, _rank(verdict)
         return verdict

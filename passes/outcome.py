@@ -6,7 +6,7 @@ Both stages that plan (the jaxpr stage and the enforcing stage) return one `Stag
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from passes.ir import OpId, Program, Status
@@ -102,6 +102,14 @@ class StageOutcome:
     def planned_total_bytes(self) -> int:
         """The whole program's predicted peak."""
         return self.fixed_bytes + self.planned_temp_bytes
+
+
+def scaled(outcome: StageOutcome, *, times: int = 1, over: int = 1) -> StageOutcome:
+    """An outcome with its bytes multiplied and divided: of the whole program, or of one device's part."""
+    names = ("budget", "argument", "output", "alias", "before_temp", "planned_temp")
+    values = {f"{name}_bytes": getattr(outcome, f"{name}_bytes") * times // over for name in names}
+    least = outcome.least_total_bytes
+    return replace(outcome, **values, least_total_bytes=None if least is None else least * times // over)
 
 
 def recomputed_by(program: Program, steps: Sequence[OpId], stage: Stage) -> tuple[Recomputed, ...]:

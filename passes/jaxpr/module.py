@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
 
 _ATTRIBUTES = "mhlo.frontend_attributes"
@@ -31,6 +33,8 @@ class ModuleFacts:
         num_devices: over how many devices the program is partitioned.
         platforms: such as ("cuda",); more than one only when exporting.
         device: a device that the program is compiled for; None if not known.
+        argument_shardings, output_shardings: how each is split over several devices; None for an output that
+            says nothing; both empty if that is not known.
     """
 
     argument_nbytes: tuple[int, ...]
@@ -41,6 +45,8 @@ class ModuleFacts:
     num_devices: int
     platforms: tuple[str, ...]
     device: Any
+    argument_shardings: tuple[NamedSharding, ...]
+    output_shardings: tuple[NamedSharding | None, ...]
 
 
 def module_facts(ctx: Any) -> ModuleFacts:
@@ -51,7 +57,6 @@ def module_facts(ctx: Any) -> ModuleFacts:
         if op.operation.name == "func.func" and ir.StringAttr(op.attributes["sym_name"]).value == "main"
     )  # fmt: skip
     kind = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
-    argument_parts, output_parts = _parts(module.module, main, kind)
     aliased = []
     for attribute in main.arg_attrs:
         attrs = ir.DictAttr(attribute)
@@ -63,6 +68,12 @@ def module_facts(ctx: Any) -> ModuleFacts:
         # An absent GPU's backend is known to the module alone; `get_backend` would look for a present one.
         backend = module.backend or _present_backend(module)
         devices = () if backend is None else backend.devices()
+    text = _mesh_text(module.module, [ir.DictAttr(a) for a in (*main.arg_attrs, *main.result_attrs)])
+    mesh = _mesh(text, devices)
+    arguments = [_axes(ir.DictAttr(a)) for a in main.arg_attrs]
+    outputs = [_axes(ir.DictAttr(a)) for a in main.result_attrs]
+    axis_sizes = {axis: int(n) for axis, n in re.findall(r'"([^"]+)"=(\d+)', text)}
+    argument_parts, output_parts = _parts(axis_sizes, arguments, outputs, kind)
     return ModuleFacts(
         argument_nbytes=tuple(_type_nbytes(t) for t in kind.inputs),
         output_nbytes=tuple(_type_nbytes(t) for t in kind.results),
@@ -72,27 +83,55 @@ def module_facts(ctx: Any) -> ModuleFacts:
         num_devices=int(getattr(axis, "num_devices", 0) or getattr(getattr(axis, "mesh", None), "size", 1)),
         platforms=tuple(module.platforms),
         device=devices[0] if len(devices) else None,
+        argument_shardings=() if mesh is None else tuple(_sharding(mesh, axes or ()) for axes in arguments),
+        output_shardings=()
+        if mesh is None
+        else tuple(None if axes is None else _sharding(mesh, axes) for axes in outputs),
     )
 
 
-def _parts(module: Any, main: Any, kind: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _mesh_text(module: Any, attributes: Sequence[Any]) -> str:
+    """All that says what meshes there are: operations of the module, or the shardings themselves."""
+    meshes = [str(op) for op in module.body.operations if op.operation.name == "sdy.mesh"]
+    return " ".join([*meshes, *(str(a["sdy.sharding"]) for a in attributes if "sdy.sharding" in a)])
+
+
+def _mesh(text: str, devices: Sequence[Any]) -> Mesh | None:
+    """The one mesh over `devices`; None where there is none, or its devices are in another order."""
+    found = {tuple(re.findall(r'"([^"]+)"=(\d+)', axes)) for axes in re.findall(r'<\[("[^\]]*)\]', text)}
+    if len(found) != 1 or "device_ids" in text:
+        return None
+    names, sizes = zip(*found.pop(), strict=True)
+    shape = tuple(map(int, sizes))
+    return None if math.prod(shape) != len(devices) else Mesh(np.array(devices).reshape(shape), names)
+
+
+def _axes(attributes: Any) -> tuple[tuple[str, ...], ...] | None:
+    """For every dimension the axes that it is split over; None for a value that says nothing."""
+    if "sdy.sharding" not in attributes:
+        return None
+    dimensions = re.search(r"\[(\{.*?\})\]", str(attributes["sdy.sharding"]))
+    found = re.findall(r"\{(.*?)\}", "" if dimensions is None else dimensions[1])
+    return tuple(tuple(re.findall(r'"([^"]+)"', dimension)) for dimension in found)
+
+
+def _sharding(mesh: Mesh, axes: Sequence[tuple[str, ...]]) -> NamedSharding:
+    spec = PartitionSpec(*(names or None for names in axes))  # type: ignore[no-untyped-call]
+    return NamedSharding(mesh, spec)
+
+
+def _parts(
+    sizes: Mapping[str, int], arguments: Sequence[Any], outputs: Sequence[Any], kind: Any
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Into how many parts arguments and results are split."""
-    meshes = " ".join(str(op) for op in module.body.operations if op.operation.name == "sdy.mesh")
 
-    def split(attributes: Any) -> int | None:
-        if "sdy.sharding" not in attributes:
-            return None
-        text = str(attributes["sdy.sharding"])
-        sizes = {axis: int(n) for axis, n in re.findall(r'"([^"]+)"=(\d+)', meshes + text)}
-        dimensions = re.search(r"\[\{.*?\}\]", text)
-        axes = re.findall(r'"([^"]+)"', "" if dimensions is None else dimensions[0])
-        return math.prod(sizes.get(axis, 1) for axis in axes)
+    def parts(axes: Sequence[tuple[str, ...]]) -> int:
+        return math.prod(sizes.get(name, 1) for names in axes for name in names)
 
-    arguments = [split(ir.DictAttr(a)) or 1 for a in main.arg_attrs]
-    like = {str(t): n for t, n in zip(kind.inputs, arguments, strict=True)}
-    results = [split(ir.DictAttr(a)) for a in main.result_attrs]
-    pairs = zip(results, kind.results, strict=True)
-    return tuple(arguments), tuple(like.get(str(t), 1) if n is None else n for n, t in pairs)
+    given = [parts(axes or ()) for axes in arguments]
+    like = {str(t): n for t, n in zip(kind.inputs, given, strict=True)}
+    pairs = zip(outputs, kind.results, strict=True)
+    return tuple(given), tuple(like.get(str(t), 1) if axes is None else parts(axes) for axes, t in pairs)
 
 
 def _present_backend(module: Any) -> Any:
