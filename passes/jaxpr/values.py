@@ -13,7 +13,7 @@ from typing import Any
 
 from passes.jaxpr import compat
 from passes.jaxpr.lift import eqn_kind
-from passes.jaxpr.primitives import CONTROL_FLOW, Kind
+from passes.jaxpr.primitives import CONTROL_FLOW, Kind, kind_of
 from passes.saved import SAVED
 
 
@@ -92,8 +92,7 @@ class Values:
         """The value that `v` is a view of, perhaps itself."""
         while (i := self.place.get(v)) is not None:
             eqn = self._eqns[i]
-            is_view = eqn_kind(eqn) is Kind.VIEW or compat.is_full_precision(eqn)
-            if not is_view or not compat.is_variable(eqn.invars[0]):
+            if not _is_view(eqn) or not compat.is_variable(eqn.invars[0]):
                 break
             v = eqn.invars[0]
         return v
@@ -121,7 +120,7 @@ class Values:
 
     def _take_checkpoints(self, passed: Sequence[Any]) -> None:
         """What the policy of a `jax.checkpoint` inside the program saved."""
-        held = [v for eqn in self._eqns if eqn_kind(eqn) is Kind.BARRIER for v in eqn.invars]
+        held = [v for e in self._eqns if kind_of(e.primitive.name) is Kind.BARRIER for v in e.invars]
         for v in (*held, *passed):
             eqn = self._eqns[self.place[v]] if self._is_forward(v) else None
             if eqn is not None and compat.is_full_precision(eqn) and self._producer(self.base(v)) is not None:
@@ -147,10 +146,12 @@ class Values:
 
     def _drop_what_follows(self) -> None:
         """What is computed elementwise from dropped values would be kept in their stead."""
+        if not self.dropped:
+            return
         for eqn, backward in zip(self._eqns, self._backward, strict=True):
-            if backward or eqn_kind(eqn) is not Kind.FUSIBLE or not any(map(self.is_dropped, eqn.invars)):
-                continue
-            self.dropped |= {v for v in eqn.outvars if v in self._crossing} - self.saved
+            follows = kind_of(eqn.primitive.name) is Kind.FUSIBLE and any(map(self.is_dropped, eqn.invars))
+            if follows and not backward:
+                self.dropped |= {v for v in eqn.outvars if v in self._crossing} - self.saved
 
     def _needed(self) -> set[Any]:
         """What crosses, and what dropped values that cross are computed from."""
@@ -165,10 +166,16 @@ class Values:
         return needed
 
     def _check_rerunnable(self) -> None:
-        for v in self.dropped:
+        for v in sorted(self.dropped, key=self.place.__getitem__):
             eqn = self._producer(v)
             if eqn_kind(eqn) is Kind.OPAQUE:
                 raise ConstraintUnsupported(
                     f"recompute: {eqn.primitive.name} at {compat.source_line(eqn)} cannot be run again. "
                     "Leave its name out, or name a value that is computed from it."
                 )
+
+
+def _is_view(eqn: Any) -> bool:
+    if compat.checkpoint_name_of(eqn) == SAVED:
+        return False
+    return kind_of(eqn.primitive.name) is Kind.VIEW or compat.is_full_precision(eqn)
