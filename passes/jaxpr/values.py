@@ -43,7 +43,7 @@ class Constraints:
         ]
         if self.policy is not None:
             name = getattr(self.policy, "__qualname__", type(self.policy).__name__)
-            parts.append(f"policy={name.partition('.<locals>')[0]}")
+            parts.append(f"policy={name.replace('<locals>.', '')}")
         return ", ".join(parts)
 
 
