@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 RUNGS_ABOVE = 2
 RUNGS_BELOW = 3
 WAYS = (ALONE, RERUNS, BODIES, TIGHTER) = (0, 1, 2, 3)
+# Bodies are planned for no more than this of what the program needs without.
+BODIES_RATIO = 0.9
 # An estimate may be off by as much, if XLA has seen nothing of the kind, or something.
 UNKNOWN_RATIO, KNOWN_RATIO = 1.25, 1.05
 # What is expected to cost more than this of the best is not worth a trial.
@@ -145,6 +147,9 @@ class _Search:
                     look(k, way)
                 for k in range(max(0, low - RUNGS_ABOVE), low):
                     look(k, min(way + 1, ways[-1]))
+                best = min(found, key=lambda at: _rank(found[at]))
+                if BODIES in ways:  # planned bodies may be cheaper even where nothing asks for fewer bytes
+                    look(best[0], BODIES)
                 break
         return list(found.values())
 
@@ -153,7 +158,7 @@ class _Search:
         request = self.request
         program, as_is = rung.program, rung.lifted
         if way in (BODIES, TIGHTER):
-            program, as_is = self._with_bodies(program, 2 if way == TIGHTER else 1)
+            program, as_is = self._with_bodies(program, as_is, 2 if way == TIGHTER else 1)
 
         def named(made: Candidate) -> Candidate:
             rewritten, bodies = program is not self.original, program is not rung.program
@@ -168,10 +173,11 @@ class _Search:
         searched = named(self.tools.search(as_is, request, 1 / ratio))
         return found if searched.peak_bytes == alone.peak_bytes else self._expect(searched, ratio)
 
-    def _with_bodies(self, program: Any, aims: int) -> tuple[Any, LiftedJaxpr]:
+    def _with_bodies(self, program: Any, as_is: LiftedJaxpr, aims: int) -> tuple[Any, LiftedJaxpr]:
         """A program with its bodies planned, and lifted; a second aim is lower by what the first missed."""
         device = self.request.device
-        target_bytes = aim_bytes = max(int(self.request.temp_budget_bytes * self.scale), 1)
+        target_bytes = max(int(self.request.temp_budget_bytes * self.scale), 1)
+        aim_bytes = min(target_bytes, int(BODIES_RATIO * self.tools.alone(as_is).peak_bytes))
         for _ in range(aims):
             planned = fit_bodies(
                 program,
