@@ -20,8 +20,8 @@ from passes.jaxpr.rewrite import consts_as_literals, defined
 from passes.jaxpr.scan_choice import Choice
 from passes.jaxpr.scan_cut import joined_body
 from passes.jaxpr.scan_emit import rewrite_groups
-from passes.jaxpr.scans import ScanPair, find_pairs
-from passes.jaxpr.values import Constraints, ConstraintUnsupported, Values
+from passes.jaxpr.scans import Body, ScanPair, find_pairs
+from passes.jaxpr.values import Constraints, Values
 from passes.saved import SAVED
 
 BODIES = {"scan": ("jaxpr",), "while": ("body_jaxpr",), "cond": ("branches",)}
@@ -80,10 +80,12 @@ class _Halves:
 
 def _constrained(halves: _Halves, constraints: Constraints, passed: Sequence[Any] = ()) -> _Halves:
     """The same object if nothing is to be done. `passed`: see `Values`."""
+    given = halves
     halves = _with_constrained_bodies(halves, constraints, passed)
     halves = _with_saved(halves, Values(halves.jaxpr.eqns, halves.backward, constraints, passed))
     halves = _with_fewer_stacks(halves, constraints)
-    return _with_clones(halves, Values(halves.jaxpr.eqns, halves.backward, constraints, passed))
+    halves = _with_clones(halves, Values(halves.jaxpr.eqns, halves.backward, constraints, passed))
+    return given if halves is given else _without_dead_code(halves)
 
 
 def _with_constrained_bodies(halves: _Halves, constraints: Constraints, passed: Sequence[Any]) -> _Halves:
@@ -158,20 +160,25 @@ def _with_fewer_stacks(halves: _Halves, constraints: Constraints) -> _Halves:
 
 
 def _choice(pair: ScanPair, constraints: Constraints) -> Choice | None:
-    """What is stacked instead of what must not be; None if that changes nothing."""
+    """What is stacked instead of what must not be, in pairs inside the bodies, too; None for no change."""
+    boundary = len(pair.make.jaxpr.eqns)
+    joined = joined_body(pair)
+    across = [p for p in find_pairs(joined) if p.first < boundary <= p.second]
+    inner = tuple(c for p in across if (c := _choice(p, constraints)) is not None)
+    if inner:
+        groups, rename = rewrite_groups(joined, inner)
+        pair = replace(
+            pair,
+            make=_body_of(pair.make, groups[:boundary], rename),
+            take=_body_of(pair.take, groups[boundary:], rename),
+        )
     make, take = pair.make.jaxpr, pair.take.jaxpr
     own = set(defined(make))
     read = [v for eqn in take.eqns for v in eqn.invars] + list(take.outvars)
     demanded = dict.fromkeys(v for v in read if compat.is_variable(v) and v in own)
     values = Values(make.eqns, [False] * len(make.eqns), constraints, list(demanded))
-    inner = find_pairs(joined_body(pair))
-    if not any(map(values.is_dropped, demanded)) and not any(_choice(p, constraints) for p in inner):
+    if not inner and not any(map(values.is_dropped, demanded)):
         return None
-    if inner:
-        raise ConstraintUnsupported(
-            f"{constraints}: values in a scan inside a scan cannot be dropped one by one. Leave `recompute` "
-            "and `policy` out: the budget decides, or use `jax.checkpoint` with a policy for the inner body."
-        )
     kept: dict[Any, None] = {}
     stack = list(demanded)
     seen = set(stack)
@@ -185,24 +192,33 @@ def _choice(pair: ScanPair, constraints: Constraints) -> Choice | None:
         seen.update(new)
         stack.extend(new)
     order = {v: i for i, v in enumerate(defined(make))}
-    return Choice(pair=pair, kept=tuple(sorted(kept, key=order.__getitem__)), stacked_bytes=0, remade=())
+    found = tuple(sorted(kept, key=order.__getitem__))
+    return Choice(pair=pair, kept=found, stacked_bytes=0, remade=(), inner=inner)
+
+
+def _body_of(body: Body, groups: Sequence[Sequence[Any]], rename: dict[Any, Any]) -> Body:
+    """`body` with other equations."""
+    outvars = [compat.renamed(v, rename) for v in body.jaxpr.outvars]
+    eqns = [eqn for group in groups for eqn in group]
+    return replace(body, jaxpr=compat.rebuild(body.jaxpr, eqns=eqns, outvars=outvars))
 
 
 def _with_clones(halves: _Halves, values: Values) -> _Halves:
     if not values.dropped:
         return halves
-    return _without_dead_equations(_Cloner(halves, values).run())
+    return _Cloner(halves, values).run()
 
 
-def _without_dead_equations(halves: _Halves) -> _Halves:
-    live = {v for v in halves.jaxpr.outvars if compat.is_variable(v)}
-    kept = []
-    for eqn, backward in reversed(list(zip(halves.jaxpr.eqns, halves.backward, strict=True))):
-        if eqn.effects or not live.isdisjoint(eqn.outvars):
-            kept.append((eqn, backward))
-            live.update(v for v in eqn.invars if compat.is_variable(v))
-    kept.reverse()
-    return _with_eqns(halves, [eqn for eqn, _ in kept], [b for _, b in kept], halves.jaxpr.outvars)
+def _without_dead_code(halves: _Halves) -> _Halves:
+    """Also without operands that a scan's body does not read."""
+    pairs = zip(halves.jaxpr.eqns, halves.backward, strict=True)
+    is_backward = {v: b for eqn, b in pairs for v in eqn.outvars}
+    jaxpr = compat.dce_jaxpr(halves.jaxpr, [True] * len(halves.jaxpr.outvars))
+    flags: list[bool] = []
+    for eqn in jaxpr.eqns:
+        known = [is_backward[v] for v in eqn.outvars if v in is_backward]
+        flags.append(known[0] if known else bool(flags) and flags[-1])
+    return replace(halves, jaxpr=jaxpr, backward=tuple(flags))
 
 
 class _Cloner:
