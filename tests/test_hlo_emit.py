@@ -17,6 +17,7 @@ from jax import lax
 from passes.hlo import proto
 from passes.ir import OpId, Program
 from passes.planners import plan
+from passes.saved import SAVED
 from passes.simulate import simulate
 from passes.validate import validate
 
@@ -192,3 +193,24 @@ def test_the_lift_tracks_live_bytes(model: str) -> None:
 def test_sources_point_at_the_user() -> None:
     data, _ = h.scheduled(h.example("mlp", "grad"))
     assert any("hlo_support.py:" in op.source for op in h.lifted(data).program.ops)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_what_a_user_keeps_runs_once(platform: str, request: pytest.FixtureRequest) -> None:
+    """The label stays with the kernels of the value, also where XLA fuses it with its neighbours."""
+    if platform == "cuda":
+        request.getfixturevalue("h200")
+
+    def fn(w: Any, x: Any) -> Any:
+        with jax.named_scope(SAVED):
+            y = jnp.tanh(x @ w)
+        return jnp.sin((y + 1) @ w), y @ w.T
+
+    args = (h.spec(64, 64), h.spec(256, 64))
+    data, _ = h.scheduled(h.Example(name="kept", fn=fn, args=args), platform)
+    ops = h.lifted(data, platform).program.ops
+    kept = [op for op in ops if not op.recomputable]
+    assert kept
+    assert len(kept) < len(ops)
+    first = next(op for op in ops if op.outputs and op.cost_ns)
+    assert first in kept
