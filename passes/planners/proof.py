@@ -26,7 +26,7 @@ def is_impossible(graph: Graph, budget_bytes: int, max_states: int) -> bool:
     Args:
         max_states: how many states to visit for all ops together, those that hold most bytes first.
     """
-    walk = _Backwards(graph, budget_bytes)
+    walk = Backwards(graph, budget_bytes)
     left = max_states
     for target in _targets(graph):
         if left <= 0:
@@ -47,29 +47,30 @@ def _targets(graph: Graph) -> list[int]:
     for t, op in enumerate(ops):
         pinned = [b for b in pinned if last_need[b] > t]
         held = [b for b in pinned if not ops[graph.producer[b]].can_rerun(t + 1)]
-        found.append((-graph.local_bytes[t], t, _mask((*graph.inputs[t], *held))))
+        found.append((-graph.local_bytes[t], t, mask_of((*graph.inputs[t], *held))))
         if not op.recomputable or op.deadline is not None:
             pinned.extend(graph.outputs[t])
     wanted = [b for b in graph.program.outputs if graph.producer[b] >= 0]
-    found.append((-sum(graph.nbytes[b] for b in wanted), len(ops), _mask(wanted)))
+    found.append((-sum(graph.nbytes[b] for b in wanted), len(ops), mask_of(wanted)))
     return [mask for _, _, mask in sorted(found)]
 
 
-def _mask(buffers: Iterable[int]) -> int:
+def mask_of(buffers: Iterable[int]) -> int:
+    """Buffers as a bit mask."""
     mask = 0
     for b in buffers:
         mask |= 1 << b
     return mask
 
 
-class _Backwards:
+class Backwards:
     """Ways back from a set of buffers that are alive at once, within a budget."""
 
     def __init__(self, graph: Graph, budget_bytes: int) -> None:
         self.graph = graph
         self.room_bytes = budget_bytes - graph.argument_bytes
-        self.reads = [_mask(i) for i in graph.inputs]
-        self.writes = [_mask(o) for o in graph.outputs]
+        self.reads = [mask_of(i) for i in graph.inputs]
+        self.writes = [mask_of(o) for o in graph.outputs]
 
     def run(self, target: int, max_states: int) -> tuple[int, bool]:
         """How many states were visited, and whether a way back was found, or may exist."""
@@ -81,7 +82,7 @@ class _Backwards:
             held_bytes, held = heapq.heappop(queue)
             if not held:
                 return visited, True
-            for before_bytes, before in self._before(held, held_bytes):
+            for before_bytes, before, _ in self.before(held, held_bytes):
                 if before not in seen:
                     seen.add(before)
                     heapq.heappush(queue, (before_bytes, before))
@@ -96,8 +97,8 @@ class _Backwards:
             mask ^= low
         return total
 
-    def _before(self, held: int, held_bytes: int) -> list[tuple[int, int]]:
-        """What was alive just before the last run that made some of `held`, one entry for each such run."""
+    def before(self, held: int, held_bytes: int) -> list[tuple[int, int, int]]:
+        """What was alive before the last run that made some of `held`: its bytes, it, and the op that ran."""
         graph = self.graph
         found = []
         rest = held
@@ -109,7 +110,8 @@ class _Backwards:
             during_bytes = held_bytes + added_bytes + graph.workspace_bytes[op]
             during_bytes += self.nbytes(self.writes[op] & ~held) - self._saved_bytes(op, held)
             if during_bytes <= self.room_bytes:
-                found.append((held_bytes - self.nbytes(made) + added_bytes, held & ~made | self.reads[op]))
+                before_bytes = held_bytes - self.nbytes(made) + added_bytes
+                found.append((before_bytes, held & ~made | self.reads[op], op))
         return found
 
     def _saved_bytes(self, op: int, held: int) -> int:

@@ -27,6 +27,7 @@ from passes.planners.greedy import evict_one_by_one
 from passes.planners.neighbourhood import improve
 from passes.planners.placing import end_of, walks, windows, with_offsets
 from passes.planners.proof import is_impossible
+from passes.planners.rebuild import rebuild
 from passes.planners.schedule import Schedule
 
 PORTFOLIO = (
@@ -63,6 +64,7 @@ TIGHTER_RATIOS = (0.993, 0.985, 0.97, 0.95, 0.92, 0.87, 0.8)
 WALKS_LIMITS = 0.5
 WINDOWS_LIMITS = 0.25
 DEEPEST_LIMITS = 1.0
+REBUILD_LIMITS = 2.0
 ROUNDING_NS = 1e-3
 NEAR_OVERHEAD = 0.0004
 NEAR_BOUND = 0.02
@@ -205,6 +207,9 @@ class Search:
             tried += self._from_rungs(budget_bytes, NEAR_RUNGS, self.work(1 / 3))
         if best.peak_bytes > budget_bytes:
             tried.append(relax(self.graph, self.deepest(), budget_bytes))
+        best = min(tried, key=lambda d: rank(d, budget_bytes))
+        if best.peak_bytes > budget_bytes and not self.is_impossible(budget_bytes):
+            tried.append(rebuild(self.graph, best, budget_bytes, self._own_work(REBUILD_LIMITS)))
         best = min(tried, key=lambda d: rank(d, budget_bytes))
         if best.peak_bytes > budget_bytes:
             return best

@@ -40,7 +40,7 @@ def steps_of(
             roots = [graph.producer[b] for b in needs if not present[b]]
             if slot == slots[-1]:
                 roots += [op for op in wanted if any((block + 1, b) in kept for b in graph.outputs[op])]
-            for op in _closure(graph, roots, present):
+            for op in absent_closure(graph, roots, present):
                 steps.append(op)
                 _make(graph, op, present)
             if slot < len(graph.cost_ns):
@@ -107,7 +107,7 @@ def _make(graph: Graph, op: int, present: list[bool]) -> None:
         present[b] = True
 
 
-def _closure(graph: Graph, roots: list[int], present: list[bool]) -> list[int]:
+def absent_closure(graph: Graph, roots: list[int], present: list[bool]) -> list[int]:
     """The ops to run for the roots' outputs that are absent, in schedule order."""
     ops = {op for op in roots if not all(present[b] for b in graph.outputs[op])}
     stack = sorted(ops)
