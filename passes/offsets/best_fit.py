@@ -22,7 +22,7 @@ from passes.offsets.packing import Span
 from passes.offsets.sweep import MOST_ITEMS, LimitError, Sweep
 
 MAX_ROUNDS = 100
-MAX_TRIES = 1000
+MOST_TRIES = 100_000
 MOST_GROUPS = 4_000_000
 
 
@@ -98,7 +98,9 @@ def _searched(segments: list[list[Span]], limit_bytes: int) -> list[int] | None:
     if len(segments) > MOST_ITEMS:
         return None
     try:
-        return Sweep([tuple(group) for group in segments], limit_bytes).solve(MAX_TRIES)
+        return Sweep([tuple(group) for group in segments], limit_bytes).solve(
+            MOST_TRIES // max(1, len(segments))
+        )
     except LimitError:
         return None
 
