@@ -63,9 +63,8 @@ def remat(
         save: names (see `jax.ad_checkpoint.checkpoint_name`) of values that are never computed a second
             time: each is kept from where it is made to its last use, inside `lax.scan` in a stack. The plan
             never runs its equation again, and the enforcing stage runs no kernel again that holds an
-            instruction of it, by the labels that XLA carries along. Two things are not ruled out: XLA itself
-            may compute a cheap elementwise value inside several kernels where the plan changes nothing, and
-            a scan that is cut into segments, for very small budgets, runs its first pass twice.
+            instruction of it, by the labels that XLA carries along. One thing is not ruled out: XLA itself
+            may compute a cheap elementwise value inside several kernels where the plan changes nothing.
         recompute: names of values that are not kept across to the backward pass, nor is what is computed
             elementwise from them: it is computed once more there. That holds for a value in whatever form
             it is read (reshaped, unnamed), but not for results of the function, which exist anyway.

@@ -176,6 +176,24 @@ def test_scans_stack_what_is_saved_and_not_what_is_recomputed(way: Any) -> None:
         same(program(WS, X), gradient(WS, X))
 
 
+def test_a_scan_with_saved_values_is_not_cut_into_segments() -> None:
+    """Segments would run its first pass twice: what is saved has a stack, or the budget is refused."""
+    ws, x = jnp.ones((32, 64, 64)) / 64, jnp.ones((512, 64))
+
+    def lowered(f: Callable[..., Any]) -> Any:
+        return jax.jit(f).lower(ws, x)
+
+    fixed = aot.memory(lowered(jax.grad(scanned)).compile()).fixed_bytes
+    budget = fixed + 20 * x.nbytes
+    free = xla.record_of(lowered(inside(scanned, budget=budget)).compile())
+    assert free is not None
+    assert free.jaxpr is not None
+    assert "segments" in free.jaxpr.planner
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        lowered(inside(scanned, budget=budget, save="h")).compile()
+    assert refused.value.least_bytes >= fixed + len(ws) * x.nbytes
+
+
 def test_pairs_of_scans_inside_a_scan_are_constrained() -> None:
     plain, dropped = compiled(accumulated), compiled(remat(accumulated, budget=LARGE, recompute="h"))
     assert aot.memory(dropped).temp_bytes < aot.memory(plain).temp_bytes

@@ -14,6 +14,8 @@ from typing import Any
 
 from passes.cost import DeviceModel
 from passes.jaxpr import compat
+from passes.jaxpr.lift import eqn_kind
+from passes.jaxpr.primitives import Kind
 from passes.jaxpr.scan_choice import Choice, Inside, Rung
 from passes.jaxpr.scan_cut import choose, joined_body, kernels_of, turn_of
 from passes.jaxpr.scan_emit import rewrite, rewrite_groups
@@ -103,8 +105,11 @@ def _fullest(rungs: Sequence[Rung]) -> int:
 
 
 def _in_segments(pair: ScanPair, count: int, device: DeviceModel) -> list[Choice]:
-    """The pair in `count` segments, with a few choices of what is stacked within one."""
-    if pair.make.eqn.effects or pair.take.eqn.effects:
+    """The pair in `count` segments, with a few choices of what is stacked within one.
+
+    None for a pair with anything inside that must not run again, as the first pass over all segments would.
+    """
+    if any(eqn_kind(half.eqn) is Kind.OPAQUE for half in (pair.make, pair.take)):
         return []
     program = segment_program(pair, count)
     rungs = ladder(program, device)
