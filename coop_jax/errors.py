@@ -189,8 +189,13 @@ def _advice(outcome: StageOutcome) -> tuple[str, ...]:
     """What would help, most effective first; every sentence names bytes."""
     advice = []
     if outcome.least_total_bytes is not None:
-        known = "can be met" if not outcome.least_proved else "is the least that can be met"
-        advice.append(f"a budget of {format_bytes(outcome.least_total_bytes)} {known}")
+        least = format_bytes(outcome.least_total_bytes)
+        if outcome.least_proved:
+            advice.append(f"a budget of {least} is the least that can be met")
+        else:
+            advice.append(
+                f"a budget of {least}, or a little more: the best program that was tried needs so much"
+            )
     if outcome.needs_pinning:
         over = outcome.planned_total_bytes - outcome.budget_bytes
         advice.append(
