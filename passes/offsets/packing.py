@@ -52,7 +52,7 @@ def apart(items: Sequence[Item]) -> list[list[int]]:
             reach = lives[i][1]
         groups[-1].append(i)
         reach = max(reach, lives[i][1])
-    return groups
+    return [sorted(group) for group in groups]
 
 
 def live_bytes(items: Sequence[Item]) -> int:

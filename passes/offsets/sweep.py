@@ -31,6 +31,8 @@ from passes.offsets.packing import Item
 
 MOST_ITEMS = 400
 FIRST_TRIES = 300
+ORDERS = 6
+TURN_TRIES = ORDERS * FIRST_TRIES
 MORE = 5
 SHARP_TURNS = 2
 BLUR = 0.15
@@ -99,8 +101,12 @@ class Sweep:
         self._failed: dict[bytes, tuple[int, int]] = {}
         self._found: dict[bytes, list[int]] = {}
 
-    def solve(self, max_tries: int) -> list[int] | None:
+    def solve(self, max_tries: int, first_turn: int = 0) -> list[int] | None:
         """Offsets of all items; None if it is proved that there are none.
+
+        Args:
+            max_tries: of all calls together.
+            first_turn: the turn of the orders to begin with.
 
         Raises:
             LimitError: neither is known after `max_tries` placements, or `stop` says so.
@@ -110,13 +116,13 @@ class Sweep:
         active = np.flatnonzero(self.size > 0)
         ground = np.zeros(len(active), dtype=np.int64)
         start = _Left(items=active, low=ground, stand=ground, least=0, rank=-1)
-        if not all(self._solve_part(part, max_tries) for part in self._parts(start)):
+        if not all(self._solve_part(part, max_tries, first_turn) for part in self._parts(start)):
             return None
         return list(self._offsets)
 
-    def _solve_part(self, part: _Left, max_tries: int) -> bool:
+    def _solve_part(self, part: _Left, max_tries: int, first_turn: int) -> bool:
         """Whether a part that was apart from the start can be placed; `_offsets` then says how."""
-        for turn in itertools.count():
+        for turn in itertools.count(first_turn):
             for order in self._orders(part.items, turn):
                 self._rank[order] = np.arange(len(order))
                 self._limit = min(max_tries, self.tries + FIRST_TRIES * MORE**turn)
@@ -145,9 +151,9 @@ class Sweep:
             (space, total, time),
         )
         if turn >= SHARP_TURNS:
-            blur = np.random.default_rng(turn).uniform(1 - BLUR, 1 + BLUR, size=(len(orders), len(items)))
+            blur = np.random.default_rng(turn).uniform(1 - BLUR, 1 + BLUR, size=(ORDERS, len(items)))
         else:
-            blur = np.ones((len(orders), 1))
+            blur = np.ones((ORDERS, 1))
         return [
             items[np.lexsort([-(k * factor) for k in reversed(keys)])]
             for keys, factor in zip(orders, blur, strict=True)
