@@ -20,6 +20,7 @@ from passes.jaxpr.scan_choice import Rung, all_remade
 from passes.jaxpr.scan_emit import rewrite
 from passes.jaxpr.scan_ladder import ladder, segment_ladder
 from passes.jaxpr.scans import find_pairs
+from passes.jaxpr.stacks import view_inside_scans
 
 CPU = DEVICES["cpu"]
 KEY = jax.random.key(0)
@@ -194,6 +195,40 @@ def test_the_lowest_rung_stacks_the_carry_alone() -> None:
     assert lowest[0].stacked_bytes == len(WS) * X.nbytes
     assert stack_bytes(rewrite(jaxpr, lowest)) == len(WS) * X.nbytes + WS.nbytes
     assert stack_bytes(jaxpr) > 4 * len(WS) * X.nbytes
+
+
+def viewed(ws: Any, x: Any) -> Any:
+    """A second scan reads what the first one stacks: cast, transposed, reshaped."""
+    stacks = lax.scan(lambda h, w: (layer(w, h),) * 2, x, ws)[1]
+    views = jnp.swapaxes(stacks.astype(jnp.bfloat16), 1, 2)[:, None].reshape(len(ws), -1)
+    return lax.scan(lambda total, v: (total + (v.astype(jnp.float32) ** 2).sum(), None), 0.0, views)[0]
+
+
+@pytest.mark.parametrize(("f", "n_pairs"), [(viewed, 1), (jax.grad(viewed), 2)])
+def test_views_of_stacks_are_made_in_the_scan(f: Callable[..., Any], n_pairs: int) -> None:
+    """Each forward scan is paired with its backward scan, to which it passes most."""
+    jaxpr, consts = opened(f, WS, X)
+    new = view_inside_scans(jaxpr)
+    compat.check(new)
+    assert len(find_pairs(new)) == n_pairs
+    assert stack_bytes(new) <= stack_bytes(jaxpr)
+    same(run(new, consts, WS, X), run(jaxpr, consts, WS, X))
+    assert view_inside_scans(new) is new
+
+
+def test_a_second_scan_of_cast_stacks_needs_no_stack_of_its_own() -> None:
+    jaxpr, _ = opened(viewed, WS, X)
+    assert not find_pairs(jaxpr)
+    assert stack_bytes(view_inside_scans(jaxpr)) == stack_bytes(jaxpr) // 2
+
+
+def test_stacks_whose_slices_are_mixed_stay_as_they_are() -> None:
+    def mixed(ws: Any, x: Any) -> Any:
+        stacks = lax.scan(lambda h, w: (layer(w, h),) * 2, x, ws)[1]
+        return lax.scan(lambda t, v: (t + (v**2).sum(), None), 0.0, jnp.swapaxes(stacks, 0, 1))[0]
+
+    jaxpr, _ = opened(mixed, WS, X)
+    assert view_inside_scans(jaxpr) is jaxpr
 
 
 def test_segments_keep_fewer_carries_than_turns() -> None:

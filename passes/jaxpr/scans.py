@@ -26,6 +26,7 @@ from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.primitives import CONTROL_FLOW
 from passes.jaxpr.rewrite import bodies_of, consts_as_literals, renewed
 from passes.jaxpr.sink import sink_into_scans
+from passes.jaxpr.stacks import view_inside_scans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,22 +123,29 @@ def find_enclosures(jaxpr: Any, pairs: Sequence[ScanPair]) -> list[Enclosure]:
 
 
 def find_pairs(jaxpr: Any) -> list[ScanPair]:
-    """Pairs of an open jaxpr, calls inlined, in the order of their second scan; no scan is in two."""
+    """Pairs of an open jaxpr, calls inlined, in the order of their second scan; no scan is in two.
+
+    Of the pairs that could be, those that pass most bytes come first.
+    """
     producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     readers: dict[Any, list[int]] = {}
     for i, eqn in enumerate(jaxpr.eqns):
         for v in filter(compat.is_variable, eqn.invars):
             readers.setdefault(v, []).append(i)
     results = {v for v in jaxpr.outvars if compat.is_variable(v)}
-    pairs: list[ScanPair] = []
+    possible = [
+        (nbytes, second, first)
+        for second, eqn in enumerate(jaxpr.eqns)
+        if _is_plain_scan(eqn)
+        for first, nbytes in _sources(jaxpr, second, producer).items()
+    ]
+    chosen: dict[int, int] = {}
     used: set[int] = set()
-    for second, eqn in enumerate(jaxpr.eqns):
-        first = _fullest_source(jaxpr, second, producer, used) if _is_plain_scan(eqn) else None
-        if first is None:
-            continue
-        used.update((first, second))
-        pairs.append(_pair(jaxpr, first, second, readers, results))
-    return pairs
+    for _, second, first in sorted(possible, key=lambda p: (-p[0], p[1], -p[2])):
+        if not used & {first, second}:
+            used |= {first, second}
+            chosen[second] = first
+    return [_pair(jaxpr, chosen[second], second, readers, results) for second in sorted(chosen)]
 
 
 def _is_plain_scan(eqn: Any) -> bool:
@@ -145,19 +153,19 @@ def _is_plain_scan(eqn: Any) -> bool:
     return eqn.primitive.name == "scan" and not any(compat.is_ref(v.aval) for v in eqn.invars)
 
 
-def _fullest_source(jaxpr: Any, second: int, producer: dict[Any, int], used: set[int]) -> int | None:
-    """The earlier scan of as many turns whose stacks fill most of the second's operands."""
+def _sources(jaxpr: Any, second: int, producer: dict[Any, int]) -> dict[int, int]:
+    """Earlier scans of as many turns, each with the bytes of its stacks that the second one reads."""
     eqn = jaxpr.eqns[second]
     nbytes: dict[int, int] = {}
     for v in eqn.invars[sum(compat.scan_sizes(eqn)) :]:
         i = producer.get(v) if compat.is_variable(v) else None
-        if i is None or i in used or not _is_plain_scan(jaxpr.eqns[i]):
+        if i is None or not _is_plain_scan(jaxpr.eqns[i]):
             continue
         source = jaxpr.eqns[i]
         stacks = source.outvars[compat.scan_sizes(source)[1] :]
         if source.params["length"] == eqn.params["length"] and v in stacks:
             nbytes[i] = nbytes.get(i, 0) + compat.aval_nbytes(v.aval)
-    return max(nbytes, key=lambda i: (nbytes[i], i), default=None)
+    return nbytes
 
 
 def body_of(eqn: Any) -> Body:
@@ -174,7 +182,7 @@ def body_of(eqn: Any) -> Body:
 
 def _flat(body: Any) -> Any:
     """A closed body as an open jaxpr, calls inlined, constants written in, what comes from little sunk."""
-    return sink_into_scans(consts_as_literals(inline_calls(body)))
+    return sink_into_scans(view_inside_scans(consts_as_literals(inline_calls(body))))
 
 
 def _pair(jaxpr: Any, first: int, second: int, readers: dict[Any, list[int]], results: set[Any]) -> ScanPair:

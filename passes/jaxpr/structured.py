@@ -18,6 +18,7 @@ from passes.jaxpr.scan_choice import Rung
 from passes.jaxpr.scan_emit import rewrite
 from passes.jaxpr.scan_ladder import ladder, segment_ladder
 from passes.jaxpr.sink import sink_into_scans
+from passes.jaxpr.stacks import view_inside_scans
 
 if TYPE_CHECKING:
     from passes.jaxpr.stage import Candidate, JaxprRequest
@@ -58,7 +59,7 @@ def search_structured(jaxpr: Any, request: JaxprRequest, scale: float, tools: To
     search = _Search(original=jaxpr, request=request, scale=scale, tools=tools)
     if request.inside:
         return _next(search.rungs([_rewritten(jaxpr, (), request.device)], WAYS), request).candidate
-    sunk = sink_into_scans(jaxpr)
+    sunk = sink_into_scans(view_inside_scans(jaxpr))
     looks = search.rungs(_ladder(sunk, request.device), WAYS)
     if all(look.over for look in looks):
         looks += search.rungs(_segments(sunk, request.device), (ALONE, RERUNS))
