@@ -171,8 +171,11 @@ def plan_pair(forward: Any, backward: Any, n_outs: int, config: RematConfig) -> 
 
     def attempt(asked: JaxprRequest) -> Attempt:
         joint = plan_joint(*halves, n_outs, asked)
-        program = _joined_programs(joint.forward, joint.backward, n_outs)[0]
-        return Attempt(made=joint, program=program, outcome=joint.outcome)
+        return Attempt(
+            made=joint,
+            outcome=joint.outcome,
+            trace=lambda: _joined_programs(joint.forward, joint.backward, n_outs)[0],
+        )
 
     device = _expected_device(forward.in_avals)
     joint, outcome = settle(attempt, request, _trial_record(config, request), device)
@@ -207,7 +210,7 @@ def _plan_whole(
 
     def attempt(asked: JaxprRequest) -> Attempt:
         jaxpr, outcome = plan_program(plain, asked)
-        return Attempt(made=jaxpr, program=jaxpr, outcome=outcome)
+        return Attempt(made=jaxpr, outcome=outcome, trace=lambda: jaxpr)
 
     made, outcome = settle(attempt, request, _trial_record(config, request), facts.device, donated)
     return made, outcome
@@ -241,7 +244,7 @@ def _plan_partitioned(
 
     def attempt(asked: JaxprRequest) -> Attempt:
         jaxpr, outcome = plan_program(plain, asked)
-        return Attempt(made=jaxpr, program=jaxpr, outcome=outcome)
+        return Attempt(made=jaxpr, outcome=outcome, trace=lambda: jaxpr)
 
     partition = Partition(arguments=facts.argument_shardings, outputs=facts.output_shardings, parts=parts)
     record = dataclasses.replace(_trial_record(config, request), budget_bytes=budget_bytes)

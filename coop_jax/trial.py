@@ -106,13 +106,13 @@ class Attempt:
 
     Attributes:
         made: what the caller goes on with.
-        program: the whole program that comes of it, a closed jaxpr.
         outcome: the jaxpr stage's.
+        trace: gives the whole program that comes of it, a closed jaxpr; large programs never need it.
     """
 
     made: Any
-    program: Any
     outcome: StageOutcome
+    trace: Callable[[], Any]
 
 
 def settle(
@@ -151,7 +151,7 @@ def _settle(
     small = first.outcome.before_temp_bytes <= SMALL_BYTES or _is_short(first)
     if not small or request.temp_budget_bytes <= 0:
         return first.made, first.outcome
-    if first.program.effects:  # such as a named axis, which only the enclosing program binds
+    if first.trace().effects:  # such as a named axis, which only the enclosing program binds
         return first.made, first.outcome
     if not first.outcome.changed and (
         request.baseline_total_bytes is not None
@@ -210,7 +210,7 @@ class _Tries:
     def verdict(self, found: Attempt, request: JaxprRequest) -> StageOutcome | None:
         """Try one out."""
         self.seen.add(self._key(found, request))
-        verdict = self.compiled(found.program)
+        verdict = self.compiled(found.trace())
         if verdict is not None and (self.best is None or _rank(verdict) < self.rank):
             self.best, self.rank = found, _rank(verdict)
         return verdict
@@ -251,7 +251,7 @@ def _is_short(attempt: Attempt) -> bool:
     """True for a rewritten scan: few equations, and inside it the enforcing stage can change nothing."""
     return (
         _has_rewritten_scans(attempt.outcome)
-        and len(compat.open_jaxpr(attempt.program)[0].eqns) <= SHORT_EQUATIONS
+        and len(compat.open_jaxpr(attempt.trace())[0].eqns) <= SHORT_EQUATIONS
     )
 
 

@@ -11,7 +11,7 @@ import tests.strategies  # noqa: F401  (loads the profile without deadlines and 
 from tests.programs import Case, cases, check
 
 
-@settings(max_examples=100)
+@settings(max_examples=200)
 @given(case=cases(depth=1, most=3))
 def test_random_programs_keep_values_gradients_effects_and_budgets(case: Case) -> None:
     check(case)

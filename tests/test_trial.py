@@ -54,7 +54,7 @@ def settled(
     def attempt(request: JaxprRequest) -> Attempt:
         asked.append(request)
         program = SimpleNamespace(effects=(), request=request)
-        return Attempt(made=request, program=program, outcome=planned_of(request))
+        return Attempt(made=request, outcome=planned_of(request), trace=lambda: program)
 
     def try_out(program: Any, *_: Any) -> StageOutcome | None:
         return verdict_of(program.request)
