@@ -217,6 +217,28 @@ def test_a_budget_below_the_working_set_is_infeasible():
     assert cut_bound(program, working_set_bytes(program) - 1) == float("inf")
 
 
+def test_what_is_held_anyway_counts_once_in_the_bounds():
+    sizes = (4, 6, 2, 4, 0, 5)
+    wires = [((), (0, 1)), ((0,), (2,)), ((), (3,)), ((3, 1), (4,)), ((4, 2), (5,)), ((1, 0), ())]
+    program = Program.build(
+        name="held",
+        ops=tuple(
+            Op(
+                id=OpId(i),
+                inputs=tuple(BufferId(b) for b in inputs),
+                outputs=tuple(BufferId(b) for b in outputs),
+                cost_ns=1,
+                deadline=3 if i == 0 else None,
+                may_share=((BufferId(5), BufferId(2)),) if i == 4 else (),
+            )
+            for i, (inputs, outputs) in enumerate(wires)
+        ),
+        buffers=tuple(Buffer(id=BufferId(i), nbytes=n) for i, n in enumerate(sizes)),
+        outputs=(),
+    )
+    assert working_set_bytes(program) == least_peak_bytes(program) == 15
+
+
 def test_a_chain_is_planned_down_to_a_few_layers():
     program = chain(32)
     for planner, budget_bytes in (("cut", 96), ("auto", 96), ("window", 128)):

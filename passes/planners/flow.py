@@ -155,6 +155,8 @@ def _add_candidates(
     """Grow the candidates downwards from the demanded buffers; `needs` is when each op is needed."""
     graph = schedule.graph
     free = _free_here(schedule, position, all_of_them=slot is not None)
+    if slot is not None:  # the bounds count what is needed and cannot be made again as alive anyway
+        free.update(b for b in schedule.order.across(position)[0] if b not in moment.demanded)
     demanded, next_runs = moment.demanded, moment.next_runs
     queue = [-op for op in needs]
     heapq.heapify(queue)
