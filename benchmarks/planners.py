@@ -36,11 +36,13 @@ from passes.hlo.lift import lift
 from passes.ir import Program, Status
 from passes.planners import PlannerConfig, plan
 from passes.planners.config import PLANNERS
+from passes.planners.exact.linear import strengthened
 from passes.simulate import simulate
 from passes.validate import validate
 
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 MOST_EXACT_OPS = 400
+STRONG_BOUND_RATIO = 0.4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +83,8 @@ def measure(program: Program, budget_ratio: float, planner: str, time_limit_s: f
     begin = time.process_time()
     made = plan(program, budget_bytes, config)
     cpu_s = time.process_time() - begin
+    if planner == "auto" and budget_ratio <= STRONG_BOUND_RATIO:
+        made = strengthened(program, made)
     validate(program, made)
     pool_bytes = placed_bytes(program, made)
     return Row(

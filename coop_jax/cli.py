@@ -69,6 +69,12 @@ def _add_solve(solve: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --planner exact: place the plan, too, so that it fits without fragmentation",
     )
+    solve.add_argument(
+        "--bound",
+        default="cut",
+        choices=("cut", "strong"),
+        help="the lower bound: cut (default), or strong: by a linear program, in seconds",
+    )
     solve.add_argument("--out", type=Path, metavar="PLAN.json", help="write the plan here")
 
 
@@ -101,7 +107,8 @@ def _config(arguments: argparse.Namespace) -> PlannerConfig:
     if arguments.joint:
         raise ValueError("--joint is for --planner exact; the other planners place their plans anyway")
     work_limit = None if limit_s is None else int(limit_s * UNITS_PER_SECOND)
-    return PlannerConfig(planner=arguments.planner, placed=True, work_limit=work_limit)
+    strong = arguments.bound == "strong"
+    return PlannerConfig(planner=arguments.planner, placed=True, work_limit=work_limit, strong_bound=strong)
 
 
 def _seconds(limit_s: float | None) -> float | None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from strategies import example, small_gpt
+from strategies import chain, example, small_gpt
 
 from coop_jax.cli import main, parse_budget
 
@@ -39,6 +39,16 @@ def test_solve_prints_a_summary_and_writes_the_plan(
 def test_joint_is_for_the_exact_mode(program_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["solve", str(program_path), "--budget", "0.7", "--joint"]) == 2
     assert "--joint is for --planner exact" in capsys.readouterr().err
+
+
+def test_the_strong_bound_is_above_the_cut_bound(tmp_path: Path):
+    path, out = tmp_path / "program.json", tmp_path / "plan.json"
+    path.write_text(chain(12).to_json())
+    ratios = []
+    for bound in ("cut", "strong"):
+        assert main(["solve", str(path), "--budget", "0.25", "--bound", bound, "--out", str(out)]) == 0
+        ratios.append(json.loads(out.read_text())["lower_bound_ratio"])
+    assert ratios[0] < ratios[1]
 
 
 def test_no_plan_is_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

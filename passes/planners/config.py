@@ -30,6 +30,8 @@ class PlannerConfig:
         placed: whether the budget is for the plan placed by best fit, holes included, instead of its live
             bytes; the plan then carries offsets.
         bound: whether to prove a lower bound on the overhead beside the plan.
+        strong_bound: whether to prove the linear bound, too: tighter at low budgets, and seconds of work. The
+            exact mode does so where it proves no optimum.
         bound_moments: at how many moments of the program to look for the bound; None for 8, and up to 32
             where the program is small and nobody waits.
         exact_work_limit: what the exact mode may use, in its solver's deterministic seconds.
@@ -43,6 +45,7 @@ class PlannerConfig:
     quick: bool = False
     placed: bool = False
     bound: bool = True
+    strong_bound: bool = False
     bound_moments: int | None = None
     exact_work_limit: float = 20.0
     time_limit_s: float | None = None

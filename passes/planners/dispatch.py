@@ -1,6 +1,7 @@
 """The entry of the planners: which code a planner's name stands for.
 
-The exact mode and the baselines are imported here; OR-Tools' CP-SAT only when the exact mode is called.
+The exact mode and the baselines are imported here; OR-Tools' CP-SAT only when the exact mode, or its
+linear bound, is called.
 """
 
 from __future__ import annotations
@@ -25,10 +26,21 @@ def plan(program: Program, budget_bytes: int, config: PlannerConfig | None = Non
     """
     config = config or PlannerConfig()
     if config.planner in BASELINES:
-        return baseline(program, budget_bytes, config.planner)
-    if config.planner == "exact":
-        return _exact(program, budget_bytes, config)
-    return search.plan(program, budget_bytes, config)
+        made = baseline(program, budget_bytes, config.planner)
+    elif config.planner == "exact":
+        made = _exact(program, budget_bytes, config)
+    else:
+        made = search.plan(program, budget_bytes, config)
+    if config.strong_bound or config.planner == "exact":
+        return _strengthened(program, made)
+    return made
+
+
+def _strengthened(program: Program, made: Plan) -> Plan:
+    """The plan with the linear bound beside it."""
+    begin = time.perf_counter()
+    stronger: Plan = importlib.import_module("passes.planners.exact.linear").strengthened(program, made)
+    return dataclasses.replace(stronger, seconds=made.seconds + time.perf_counter() - begin)
 
 
 def least_peak(program: Program, config: PlannerConfig | None = None) -> Plan:
