@@ -25,7 +25,7 @@ from passes.planners.exact.frame import Frame, unit_bytes
 from passes.planners.exact.retention import Retention, build
 from passes.simulate import simulate_graph
 
-LEVELS = (1, 4, 16)
+LEVELS = (1, 2, 4, 8)
 MOST_OPS = 1000
 UNITS = 10**6
 PRICE_BITS = 60
@@ -86,16 +86,21 @@ def strengthened(program: Program, plan: Plan) -> Plan:
 
 
 def tight_ops(graph: Graph, budget_bytes: int, count: int) -> list[int]:
-    """Up to `count` ops to cut at: the peak's, then of ever shorter stretches the one that holds most."""
+    """Up to `count` ops to cut at: the peak's, then the fullest in ever shorter stretches after it.
+
+    Re-runs come after the peak; only where the peak is near the end are there cuts before it.
+    """
     live = simulate_graph(graph, range(len(graph.cost_ns))).live_bytes
     over = [t for t in range(len(live)) if live[t] > budget_bytes]
     if not over:
         return []
     cuts = [max(over, key=lambda t: (live[t], graph.local_bytes[t], t))]
+    after = [t for t in over if t >= cuts[0]]
+    where = after if len(after) >= count else over
     parts = 2
-    while len(cuts) < min(count, len(over)):
+    while len(cuts) < min(count, len(where)):
         for k in range(parts):
-            stretch = over[len(over) * k // parts : len(over) * (k + 1) // parts]
+            stretch = where[len(where) * k // parts : len(where) * (k + 1) // parts]
             if stretch and not any(stretch[0] <= t <= stretch[-1] for t in cuts):
                 cuts.append(max(stretch, key=lambda t: (graph.local_bytes[t], live[t], t)))
         parts *= 2
