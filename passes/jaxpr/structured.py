@@ -32,6 +32,9 @@ BODIES_RATIO = 0.9
 UNKNOWN_RATIO, KNOWN_RATIO = 1.25, 1.05
 # What is expected to cost more than this of the best is not worth a trial.
 CHEAPER_RATIO = 0.95
+# Where trials are cheap, one of a kind that was not tried is worth one at up to this of the best estimate.
+EXPLORED_RATIO = 1.05
+EXPLORED_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +154,9 @@ class _Search:
                 best = min(found, key=lambda at: _rank(found[at]))
                 if BODIES in ways:  # planned bodies may be cheaper even where nothing asks for fewer bytes
                     look(best[0], BODIES)
+                    if found[best].candidate.peak_bytes <= EXPLORED_BYTES:
+                        for k in range(max(0, low - RUNGS_ABOVE), min(low + 1 + RUNGS_BELOW, len(rungs))):
+                            look(k, BODIES)
                 break
         return list(found.values())
 
@@ -213,9 +219,15 @@ def _next(looks: Sequence[_Look], request: JaxprRequest) -> _Look:
         known = any(m.planner == look.candidate.planner for m in request.measured)
         return look.expected_bytes <= (KNOWN_RATIO if known else UNKNOWN_RATIO) * request.temp_budget_bytes
 
-    cheaper = CHEAPER_RATIO * best.candidate.cost_ns
-    bold = [k for k in looks if not k.tried and k.candidate.cost_ns <= cheaper and may_fit(k)]
-    return min(bold, key=lambda k: k.expected_bytes, default=best)
+    tried_kinds = {m.planner for m in request.measured}
+    explored = EXPLORED_RATIO if best.candidate.peak_bytes <= EXPLORED_BYTES else CHEAPER_RATIO
+
+    def is_worth_it(look: _Look) -> bool:
+        unknown = look.candidate.bodies and look.candidate.planner not in tried_kinds
+        ratio = explored if unknown else CHEAPER_RATIO
+        return not look.tried and look.candidate.cost_ns <= ratio * best.candidate.cost_ns and may_fit(look)
+
+    return min(filter(is_worth_it, looks), key=lambda look: look.expected_bytes, default=best)
 
 
 def _rank(look: _Look) -> tuple[int, int, int]:
