@@ -202,18 +202,24 @@ def _plan_whole(
         return _plan_partitioned(plain, facts, config, budget_bytes)
     if facts.device is None or not _is_whole(plain, facts):
         return plan_program(plain, request)
-    donated = tuple(i for i, alias in enumerate(facts.aliased) if alias is not None)
+    donated = facts.donated
     may_pin = config.on_fragmentation == "pin" and facts.device.platform == "cpu"
     if may_pin and _pinned_plain_bytes(plain, facts.device, donated) <= budget_bytes:
         kept, outcome = plan_program(plain, dataclasses.replace(request, budget_bytes=UNLIMITED_BYTES))
         return kept, dataclasses.replace(outcome, budget_bytes=budget_bytes)
 
+    made, outcome = settle(_attempts(plain), request, _trial_record(config, request), facts.device, donated)
+    return made, outcome
+
+
+def _attempts(plain: Any) -> Callable[[JaxprRequest], Attempt]:
+    """The jaxpr stage's answers for a whole function."""
+
     def attempt(asked: JaxprRequest) -> Attempt:
         jaxpr, outcome = plan_program(plain, asked)
         return Attempt(made=jaxpr, outcome=outcome, trace=lambda: jaxpr)
 
-    made, outcome = settle(attempt, request, _trial_record(config, request), facts.device, donated)
-    return made, outcome
+    return attempt
 
 
 def _plan_partitioned(
@@ -227,12 +233,11 @@ def _plan_partitioned(
     parts = max(facts.argument_parts, default=1)
     arguments = [n // p for n, p in zip(facts.argument_nbytes, facts.argument_parts, strict=True)]
     outputs = [n // p for n, p in zip(facts.output_nbytes, facts.output_parts, strict=True)]
-    donated = [n for n, alias in zip(arguments, facts.aliased, strict=True) if alias is not None]
     request = JaxprRequest(
         budget_bytes=parts * budget_bytes,
         argument_bytes=parts * sum(arguments),
         output_bytes=parts * sum(outputs),
-        alias_bytes=parts * sum(donated),
+        alias_bytes=parts * sum(arguments[i] for i in facts.donated),
         device=_model(config, facts),
         planner=config.planner,
     )
@@ -242,14 +247,9 @@ def _plan_partitioned(
         made, outcome = plan_program(plain, request)
         return made, scaled(outcome, over=parts) if outcome.changed else None
 
-    def attempt(asked: JaxprRequest) -> Attempt:
-        jaxpr, outcome = plan_program(plain, asked)
-        return Attempt(made=jaxpr, outcome=outcome, trace=lambda: jaxpr)
-
     partition = Partition(arguments=facts.argument_shardings, outputs=facts.output_shardings, parts=parts)
     record = dataclasses.replace(_trial_record(config, request), budget_bytes=budget_bytes)
-    donations = tuple(i for i, alias in enumerate(facts.aliased) if alias is not None)
-    made, outcome = settle(attempt, request, record, facts.device, donations, partition)
+    made, outcome = settle(_attempts(plain), request, record, facts.device, facts.donated, partition)
     return made, scaled(outcome, over=parts) if outcome.changed else None
 
 
@@ -297,9 +297,7 @@ def _request(
         budget_bytes=budget_bytes,
         argument_bytes=sum(facts.argument_nbytes),
         output_bytes=sum(facts.output_nbytes),
-        alias_bytes=sum(
-            n for n, alias in zip(facts.argument_nbytes, facts.aliased, strict=True) if alias is not None
-        ),
+        alias_bytes=sum(facts.argument_nbytes[i] for i in facts.donated),
         device=device,
         planner=config.planner,
         baseline_total_bytes=baseline_total_bytes,
@@ -386,7 +384,7 @@ def _baseline(
     assert request is not None
     fixed_bytes = request.argument_bytes + request.output_bytes - request.alias_bytes
     plain = plains[-1] if exact is None else exact
-    donated = () if exact is None else tuple(i for i, alias in enumerate(facts.aliased) if alias is not None)
+    donated = () if exact is None else facts.donated
     try:
         found = None if facts.device is None else _compiled_plain(plain, facts.device, donated, device)
     except jax.errors.JaxRuntimeError:

@@ -16,15 +16,14 @@ from typing import Any
 from passes.jaxpr import compat
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.joint import closed_halves, join, split
-from passes.jaxpr.rewrite import consts_as_literals, defined
+from passes.jaxpr.primitives import CONTROL_FLOW
+from passes.jaxpr.rewrite import bodies_of, consts_as_literals, defined, with_bodies
 from passes.jaxpr.scan_choice import Choice
 from passes.jaxpr.scan_cut import joined_body
-from passes.jaxpr.scan_emit import rewrite_groups
-from passes.jaxpr.scans import Body, ScanPair, find_pairs
+from passes.jaxpr.scan_emit import rewrite_groups, with_inner
+from passes.jaxpr.scans import ScanPair, find_pairs
 from passes.jaxpr.values import Constraints, Values
 from passes.saved import SAVED
-
-BODIES = {"scan": ("jaxpr",), "while": ("body_jaxpr",), "cond": ("branches",)}
 
 
 def constrain_program(closed: Any, constraints: Constraints) -> Any:
@@ -103,14 +102,12 @@ def _with_constrained_bodies(halves: _Halves, constraints: Constraints, passed: 
 
 def _with_bodies(eqn: Any, backward: bool, across: Sequence[bool], constraints: Constraints) -> Any:
     """`across`: for every result whether a backward pass reads it."""
-    new: dict[str, Any] = {}
-    for param in BODIES.get(eqn.primitive.name, ()):
-        old = eqn.params[param]
-        bodies = old if isinstance(old, tuple) else (old,)
-        found = tuple(_constrained_body(body, backward, across, constraints) for body in bodies)
-        if any(b is not a for a, b in zip(bodies, found, strict=True)):
-            new[param] = found if isinstance(old, tuple) else found[0]
-    return eqn.replace(params={**eqn.params, **new}) if new else eqn
+    if eqn.primitive.name not in CONTROL_FLOW:
+        return eqn
+    bodies = bodies_of(eqn)
+    found = [_constrained_body(body, backward, across, constraints) for body in bodies]
+    same = all(b is a for a, b in zip(bodies, found, strict=True))
+    return eqn if same else with_bodies(eqn, found)
 
 
 def _constrained_body(body: Any, backward: bool, across: Sequence[bool], constraints: Constraints) -> Any:
@@ -166,12 +163,7 @@ def _choice(pair: ScanPair, constraints: Constraints) -> Choice | None:
     across = [p for p in find_pairs(joined) if p.first < boundary <= p.second]
     inner = tuple(c for p in across if (c := _choice(p, constraints)) is not None)
     if inner:
-        groups, rename = rewrite_groups(joined, inner)
-        pair = replace(
-            pair,
-            make=_body_of(pair.make, groups[:boundary], rename),
-            take=_body_of(pair.take, groups[boundary:], rename),
-        )
+        pair = with_inner(pair, joined, inner)
     make, take = pair.make.jaxpr, pair.take.jaxpr
     own = set(defined(make))
     read = [v for eqn in take.eqns for v in eqn.invars] + list(take.outvars)
@@ -194,13 +186,6 @@ def _choice(pair: ScanPair, constraints: Constraints) -> Choice | None:
     order = {v: i for i, v in enumerate(defined(make))}
     found = tuple(sorted(kept, key=order.__getitem__))
     return Choice(pair=pair, kept=found, stacked_bytes=0, remade=(), inner=inner)
-
-
-def _body_of(body: Body, groups: Sequence[Sequence[Any]], rename: dict[Any, Any]) -> Body:
-    """`body` with other equations."""
-    outvars = [compat.renamed(v, rename) for v in body.jaxpr.outvars]
-    eqns = [eqn for group in groups for eqn in group]
-    return replace(body, jaxpr=compat.rebuild(body.jaxpr, eqns=eqns, outvars=outvars))
 
 
 def _with_clones(halves: _Halves, values: Values) -> _Halves:

@@ -48,6 +48,11 @@ class ModuleFacts:
     argument_shardings: tuple[NamedSharding, ...]
     output_shardings: tuple[NamedSharding | None, ...]
 
+    @property
+    def donated(self) -> tuple[int, ...]:
+        """Indices of the arguments whose place a result may take."""
+        return tuple(i for i, alias in enumerate(self.aliased) if alias is not None)
+
 
 def module_facts(ctx: Any) -> ModuleFacts:
     """Read the module that the lowering rule with `ctx` writes into."""

@@ -8,12 +8,13 @@ barrier is needed: the two bodies are different computations to XLA, which share
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from passes.jaxpr import compat, scan_segments
 from passes.jaxpr.rewrite import run_scan, splice, with_bodies
 from passes.jaxpr.scan_choice import Choice, Inside
+from passes.jaxpr.scans import Body, ScanPair
 
 
 def rewrite(jaxpr: Any, choices: Sequence[Choice | Inside]) -> Any:
@@ -23,6 +24,23 @@ def rewrite(jaxpr: Any, choices: Sequence[Choice | Inside]) -> Any:
     outvars = [compat.renamed(v, rename) for v in jaxpr.outvars]
     new = compat.rebuild(jaxpr, eqns=eqns, outvars=outvars)
     return compat.dce_jaxpr(new, [True] * len(outvars))
+
+
+def with_inner(pair: ScanPair, joined: Any, choices: Sequence[Choice | Inside]) -> ScanPair:
+    """`pair` with what is inside its bodies written as chosen.
+
+    Args:
+        joined: one turn of both halves, see `passes.jaxpr.scan_cut.joined_body`.
+    """
+    groups, rename = rewrite_groups(joined, choices)
+    boundary = len(pair.make.jaxpr.eqns)
+
+    def half(body: Body, groups: list[list[Any]]) -> Body:
+        outvars = [compat.renamed(v, rename) for v in body.jaxpr.outvars]
+        eqns = [eqn for group in groups for eqn in group]
+        return replace(body, jaxpr=compat.rebuild(body.jaxpr, eqns=eqns, outvars=outvars))
+
+    return replace(pair, make=half(pair.make, groups[:boundary]), take=half(pair.take, groups[boundary:]))
 
 
 def rewrite_groups(jaxpr: Any, choices: Sequence[Choice | Inside]) -> tuple[list[list[Any]], dict[Any, Any]]:

@@ -18,9 +18,9 @@ from passes.jaxpr.lift import eqn_kind
 from passes.jaxpr.primitives import Kind
 from passes.jaxpr.scan_choice import Choice, Inside, Rung
 from passes.jaxpr.scan_cut import choose, joined_body, kernels_of, turn_of
-from passes.jaxpr.scan_emit import rewrite, rewrite_groups
+from passes.jaxpr.scan_emit import rewrite, with_inner
 from passes.jaxpr.scan_segments import Segments, segment_counts, segment_program
-from passes.jaxpr.scans import Body, Enclosure, ScanPair, find_enclosures, find_pairs
+from passes.jaxpr.scans import Enclosure, ScanPair, find_enclosures, find_pairs
 
 Site = Callable[[float], Choice | Inside]
 
@@ -155,17 +155,5 @@ def _choose_inside(enclosure: Enclosure, sites: Sequence[Sequence[Site]], ns_per
 def _choose_nested(pair: ScanPair, sites: Sequence[Site], device: DeviceModel, ns_per_byte: float) -> Choice:
     """The choice for one pair after what is inside its bodies has been rewritten for the same price."""
     inner = tuple(site(ns_per_byte) for site in sites)
-    groups, rename = rewrite_groups(joined_body(pair), inner)
-    boundary = len(pair.make.jaxpr.eqns)
-    pair = dataclasses.replace(
-        pair,
-        make=_with_eqns(pair.make, groups[:boundary], rename),
-        take=_with_eqns(pair.take, groups[boundary:], rename),
-    )
+    pair = with_inner(pair, joined_body(pair), inner)
     return dataclasses.replace(choose(turn_of(pair, device), ns_per_byte), inner=inner)
-
-
-def _with_eqns(body: Body, groups: list[list[Any]], rename: dict[Any, Any]) -> Body:
-    outvars = [compat.renamed(v, rename) for v in body.jaxpr.outvars]
-    eqns = [eqn for group in groups for eqn in group]
-    return dataclasses.replace(body, jaxpr=compat.rebuild(body.jaxpr, eqns=eqns, outvars=outvars))

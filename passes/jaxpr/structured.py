@@ -147,15 +147,17 @@ class _Search:
                 else:
                     high = middle
             if low < len(rungs):
-                for k in range(low + 1, min(low + 1 + RUNGS_BELOW, len(rungs))):
+                above = range(max(0, low - RUNGS_ABOVE), low)
+                below = range(low, min(low + 1 + RUNGS_BELOW, len(rungs)))
+                for k in below:
                     look(k, way)
-                for k in range(max(0, low - RUNGS_ABOVE), low):
+                for k in above:
                     look(k, min(way + 1, ways[-1]))
                 best = min(found, key=lambda at: _rank(found[at]))
                 if BODIES in ways:  # planned bodies may be cheaper even where nothing asks for fewer bytes
                     look(best[0], BODIES)
                     if found[best].candidate.peak_bytes <= EXPLORED_BYTES:
-                        for k in range(max(0, low - RUNGS_ABOVE), min(low + 1 + RUNGS_BELOW, len(rungs))):
+                        for k in (*above, *below):
                             look(k, BODIES)
                 break
         return list(found.values())
