@@ -330,8 +330,10 @@ def filled_up(graph: Graph, moment: Moment, hull: Hull, capacity_bytes: int) -> 
         best: tuple[float, int, list[int]] | None = None
         for b in moment.demanded:
             if graph.producer[b] not in again:
-                price, closure = prices.of(graph.producer[b], again, hull.fits.cost - cost)
-                score = price / min(graph.nbytes[b], kept_bytes - capacity_bytes)
+                freed_bytes = min(graph.nbytes[b], kept_bytes - capacity_bytes)
+                limit = hull.fits.cost - cost if best is None else best[0] * freed_bytes
+                price, closure = prices.of(graph.producer[b], again, limit)
+                score = price / freed_bytes
                 if price < hull.fits.cost - cost and (best is None or score < best[0]):
                     best = (score, price, closure)
         if best is None:
@@ -355,15 +357,17 @@ class _Prices:
         of_node = {tail: cost for tail, head, cost in weights if head == SINK}
         self._cost = {op: of_node[2 + k] for k, op in enumerate(moment.ops)}
 
-    def of(self, op: int, again: set[int], limit: int) -> tuple[int, list[int]]:
+    def of(self, op: int, again: set[int], limit: float) -> tuple[int, list[int]]:
         """The ops to run besides `again` and their cost; cut short where it reaches `limit`."""
         closure, price = [op], self._cost[op]
+        seen = {op}
         for top in closure:
             if price >= limit:
                 break
             for b in self._reads.get(top, ()):
                 producer = self._graph.producer[b]
-                if producer in self._cost and producer not in again and producer not in closure:
+                if producer in self._cost and producer not in again and producer not in seen:
+                    seen.add(producer)
                     closure.append(producer)
                     price += self._cost[producer]
         return price, closure

@@ -1,11 +1,14 @@
 """Large-neighbourhood search: take some re-runs out of a plan, repair it by cuts, keep what is no worse.
 
-Deterministic: a seeded generator and a work limit. Every state is a valid sequence of steps.
+Identical layers are recognised: what is taken out together may be an op's re-runs in all of them, since a change
+in one of many layers is worth little. Deterministic: a seeded generator and a work limit. Every state is a
+valid sequence of steps.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Sequence
 
 from passes.liveness import Graph
 from passes.planners.cut import SCHEDULE_UNITS, Descent, Style, Work, lower_to, rank
@@ -13,14 +16,26 @@ from passes.planners.schedule import HOLE, Schedule, prune
 
 USUAL_DROP = 8
 PATIENCE = 100
+KINDS = 5
+WHOLE_RATIO = 0.5
+ALIKE_DEPTH = 3
 
 
 def improve(
-    graph: Graph, best: Descent, budget_bytes: int, floor_ns: int, work: Work, seed: int = 0
+    graph: Graph,
+    best: Descent,
+    budget_bytes: int,
+    floor_ns: int,
+    work: Work,
+    kinds: Sequence[int],
+    seed: int = 0,
 ) -> Descent:
     """Search around a sequence until the budget is kept at `floor_ns`, the work is done, or nothing helps.
 
     A sequence over the budget is first led below its own peak, a few percent at a time.
+
+    Args:
+        kinds: what `alike` says of the program.
     """
     random_number = random.Random(seed)
     current = best
@@ -31,7 +46,7 @@ def improve(
         reruns = schedule.rerun_positions()
         if not reruns:
             break
-        for position in _pick(schedule, reruns, random_number):
+        for position in _pick(schedule, reruns, kinds, random_number):
             if schedule.steps[position] != HOLE:
                 schedule.try_delete(position, schedule.graph.argument_bytes + (1 << 62))
         prune(schedule)
@@ -50,15 +65,55 @@ def improve(
     return best
 
 
-def _pick(schedule: Schedule, reruns: list[int], random_number: random.Random) -> list[int]:
-    """Which re-runs to take out, mostly few: scattered ones, neighbours, or those of a range of ops."""
+def alike(graph: Graph) -> list[int]:
+    """A number for every op; ops with the same one look alike, as do their surroundings; O(edges).
+
+    They have the same cost and sizes, and so do the ops that are up to `ALIKE_DEPTH` reads away.
+    """
+    readers: list[list[int]] = [[] for _ in graph.nbytes]
+    for op, inputs in enumerate(graph.inputs):
+        for b in inputs:
+            readers[b].append(op)
+    nbytes = graph.nbytes
+    kinds = _numbered(
+        (cost_ns, tuple([nbytes[b] for b in inputs]), tuple([nbytes[b] for b in outputs]))
+        for cost_ns, inputs, outputs in zip(graph.cost_ns, graph.inputs, graph.outputs, strict=True)
+    )
+    for _ in range(ALIKE_DEPTH):
+        kinds = _numbered(
+            (
+                kinds[op],
+                tuple([kinds[graph.producer[b]] for b in graph.inputs[op]]),
+                tuple(sorted([kinds[r] for b in graph.outputs[op] for r in readers[b]])),
+            )
+            for op in range(len(kinds))
+        )
+    return kinds
+
+
+def _numbered(looks: Iterable[object]) -> list[int]:
+    numbers: dict[object, int] = {}
+    return [numbers.setdefault(look, len(numbers)) for look in looks]
+
+
+def _pick(
+    schedule: Schedule, reruns: list[int], kinds: Sequence[int], random_number: random.Random
+) -> list[int]:
+    """Which re-runs to take out: few scattered ones, neighbours, or those of a range of ops or of like ops."""
     count = min(len(reruns), 1 + int(random_number.expovariate(1 / USUAL_DROP)))
-    kind = random_number.randrange(3)
-    if kind == 0:
+    way = random_number.randrange(KINDS)
+    if way == 0:
         return sorted(random_number.sample(reruns, count))
-    if kind == 1:
+    if way == 1:
         first = random_number.randrange(len(reruns) - count + 1)
         return reruns[first : first + count]
-    by_op = sorted(reruns, key=lambda p: (schedule.steps[p], p))
-    first = random_number.randrange(len(by_op) - count + 1)
-    return sorted(by_op[first : first + count])
+    if way == 2:
+        by_op = sorted(reruns, key=lambda p: (schedule.steps[p], p))
+        first = random_number.randrange(len(by_op) - count + 1)
+        return sorted(by_op[first : first + count])
+    chosen = kinds[schedule.steps[reruns[random_number.randrange(len(reruns))]]]
+    same = [p for p in reruns if kinds[schedule.steps[p]] == chosen]
+    if random_number.random() < WHOLE_RATIO:
+        return same
+    first, last = sorted(random_number.randrange(len(same)) for _ in range(2))
+    return same[first : last + 1]

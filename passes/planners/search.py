@@ -24,7 +24,7 @@ from passes.planners.bounds import Bound, least_bytes
 from passes.planners.config import PlannerConfig
 from passes.planners.cut import Descent, Style, Work, deepen, descend, lower_to, of_schedule, rank, relax
 from passes.planners.greedy import evict_one_by_one
-from passes.planners.neighbourhood import improve
+from passes.planners.neighbourhood import alike, improve
 from passes.planners.placing import end_of, walks, windows, with_offsets
 from passes.planners.proof import is_impossible
 from passes.planners.rebuild import rebuild
@@ -65,6 +65,7 @@ WALKS_LIMITS = 0.5
 WINDOWS_LIMITS = 0.25
 DEEPEST_LIMITS = 1.0
 REBUILD_LIMITS = 2.0
+IMPROVE_LIMITS = 3.0
 ROUNDING_NS = 1e-3
 NEAR_OVERHEAD = 0.0004
 NEAR_BOUND = 0.02
@@ -90,6 +91,14 @@ class Search:
         self._clocks: list[Work] = []
         self._deepest: Descent | None = None
         self._bound: Bound | None = None
+        self._kinds: list[int] | None = None
+
+    @property
+    def kinds(self) -> list[int]:
+        """Which ops look alike."""
+        if self._kinds is None:
+            self._kinds = alike(self.graph)
+        return self._kinds
 
     def bound_ratio(self, budget_bytes: int) -> float:
         """The cut bound, 0.0 where it is not wanted or nothing fits the budget."""
@@ -139,17 +148,9 @@ class Search:
         if self.start.peak_bytes <= budget_bytes:
             return self.start
         best = min((self.start, *known), key=lambda d: rank(d, budget_bytes))
-        if self.config.planner != "cut":
-            best = windows(
-                self.graph,
-                self.config.planner,
-                budget_bytes,
-                best,
-                self.work(WINDOWS_LIMITS if self.config.planner == "auto" else 1.0),
-            )
-        if self.config.planner != "window":
-            best = self._cuts(budget_bytes, best)
-        return best
+        if self.config.planner == "window":
+            return windows(self.graph, self.config.planner, budget_bytes, best, self.work())
+        return self._cuts(budget_bytes, best)
 
     def placed(self, found: Descent, budget_bytes: int) -> tuple[Descent, int]:
         """A sequence with the offsets of its copies, planned tighter until they fit; also their heap."""
@@ -200,10 +201,13 @@ class Search:
             tried.append(lower_to(self.graph, best.steps, budget_bytes, work))
         tried += self._attempts(budget_bytes, work)
         best = min(tried, key=lambda d: rank(d, budget_bytes))
+        if self.config.planner == "auto" and not self._is_near(best, budget_bytes):
+            best = windows(self.graph, "auto", budget_bytes, best, self.work(WINDOWS_LIMITS))
+            tried.append(best)
         if best.peak_bytes > budget_bytes and not self.is_impossible(budget_bytes):
             tried += self._from_rungs(budget_bytes, FAR_RUNGS, self.work(1 / 2))
             best = min(tried, key=lambda d: rank(d, budget_bytes))
-        elif best.cost_ns > self._floor_ns(budget_bytes):
+        elif not self._is_near(best, budget_bytes):
             tried += self._from_rungs(budget_bytes, NEAR_RUNGS, self.work(1 / 3))
         if best.peak_bytes > budget_bytes:
             tried.append(relax(self.graph, self.deepest(), budget_bytes))
@@ -213,6 +217,8 @@ class Search:
         best = min(tried, key=lambda d: rank(d, budget_bytes))
         if best.peak_bytes > budget_bytes:
             return best
+        if not self.config.quick:
+            work = self.work(IMPROVE_LIMITS)
         return self._improved(budget_bytes, best, tried, work if work.left else self.work(1 / 3))
 
     def _improved(self, target_bytes: int, best: Descent, tried: list[Descent], work: Work) -> Descent:
@@ -220,7 +226,9 @@ class Search:
         floor_ns = self._floor_ns(target_bytes)
         others = sorted((d for d in tried if d.steps != best.steps), key=lambda d: rank(d, target_bytes))
         for seed, start in enumerate((best, *others[:RESTARTS])):
-            found = improve(self.graph, start, target_bytes, floor_ns, work, seed)
+            if self._is_near(best, target_bytes):
+                break
+            found = improve(self.graph, start, target_bytes, floor_ns, work, self.kinds, seed)
             best = min(best, found, key=lambda d: rank(d, target_bytes))
         return best
 
@@ -264,19 +272,22 @@ class Search:
     def _attempts(self, target_bytes: int, work: Work) -> list[Descent]:
         """Descents in several styles until the work limit; the first one may take more."""
         found: list[Descent] = []
-        floor_ns = self._floor_ns(target_bytes)
         for style in PORTFOLIO:
             part = Work(work.limit // 3 if found else FIRST_LIMITS * work.limit)
             found.append(descend(self.graph, self.start, target_bytes, part, style))
             work.done += part.done
             best = min(found, key=lambda d: rank(d, target_bytes))
-            if not work.left or (best.peak_bytes <= target_bytes and best.cost_ns <= floor_ns):
+            if not work.left or self._is_near(best, target_bytes):
                 return found
         if GREEDY_UNITS_PER_OP * len(self.graph.cost_ns) <= work.limit - work.done:
             part = Work((work.limit - work.done) // 2)
             found.append(evict_one_by_one(self.graph, self.start, target_bytes, part))
             work.done += part.done
         return found
+
+    def _is_near(self, found: Descent, budget_bytes: int) -> bool:
+        """True if a sequence keeps the budget and is cheap enough."""
+        return found.peak_bytes <= budget_bytes and found.cost_ns <= self._floor_ns(budget_bytes)
 
     def _floor_ns(self, budget_bytes: int) -> int:
         """Cheap enough: a little above what no sequence within the budget can cost less than.
