@@ -66,6 +66,7 @@ WINDOWS_LIMITS = 0.25
 DEEPEST_LIMITS = 1.0
 REBUILD_LIMITS = 2.0
 IMPROVE_LIMITS = 3.0
+DOWN_LIMITS = 2.0
 ROUNDING_NS = 1e-3
 NEAR_OVERHEAD = 0.0004
 NEAR_BOUND = 0.02
@@ -209,6 +210,10 @@ class Search:
             best = min(tried, key=lambda d: rank(d, budget_bytes))
         elif not self._is_near(best, budget_bytes):
             tried += self._from_rungs(budget_bytes, NEAR_RUNGS, self.work(1 / 3))
+        if best.peak_bytes > budget_bytes and not self.is_impossible(budget_bytes):
+            down = self.work(DOWN_LIMITS)
+            tried.append(improve(self.graph, best, budget_bytes, self.start.cost_ns, down, self.kinds))
+            best = min(tried, key=lambda d: rank(d, budget_bytes))
         if best.peak_bytes > budget_bytes:
             tried.append(relax(self.graph, self.deepest(), budget_bytes))
         best = min(tried, key=lambda d: rank(d, budget_bytes))
