@@ -5,10 +5,12 @@
     python -m benchmarks.planners --graphs FOLDER --only auto,exact --budgets 0.5,0.4
 
 A cell of the table is the overhead in percent; "-" is no plan found, "none" is a proof that there is none,
-"=" marks a proved optimum. Everything else is in the JSON file beside it: the lower bound, the bytes of
-the pool with their fragmentation, re-runs and processor seconds. A plan counts only if it is placed within
-its budget, holes included; the baselines are replayed at addresses, and so is `auto`. `exact` is solved
-jointly, so that its proof is of the placed plan. Every plan goes through the validator.
+"=" marks a proved optimum. The last column is the least budget that is kept, as a share of the live peak,
+found by bisection for all planners but `exact`. Everything else is in the JSON file beside it: the lower
+bound, the bytes of the pool with their fragmentation, re-runs and processor seconds. A plan counts only
+if it is placed within its budget, holes included; the baselines are replayed at addresses, and so is
+`auto`. `exact` is solved jointly, so that its proof is of the placed plan. Every plan goes through the
+validator.
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ class Row:
         pool_bytes: the end of its highest copy.
         fragmentation_ratio: how much that is over the plan's live peak.
         cpu_s: processor time of the planner, all threads.
+        least: whether the budget is the least one that the planner keeps, to a percent of the live peak.
     """
 
     graph: str
@@ -70,6 +73,7 @@ class Row:
     fragmentation_ratio: float
     reruns: int
     cpu_s: float
+    least: bool = False
 
 
 def measure(program: Program, budget_ratio: float, planner: str, time_limit_s: float) -> Row:
@@ -105,6 +109,20 @@ def measure(program: Program, budget_ratio: float, planner: str, time_limit_s: f
     )
 
 
+def measure_least(program: Program, planner: str, time_limit_s: float) -> Row | None:
+    """The least budget that a planner keeps, in whole percent of the live peak; None if it keeps none."""
+    best: Row | None = None
+    low, high = 0, 101
+    while high - low > 1:
+        middle = (low + high) // 2
+        row = measure(program, middle / 100, planner, time_limit_s)
+        if row.within:
+            best, high = row, middle
+        else:
+            low = middle
+    return best and dataclasses.replace(best, least=True)
+
+
 def cell(row: Row | None) -> str:
     """The overhead in percent, or why there is none."""
     if row is None:
@@ -118,18 +136,19 @@ def table(rows: Sequence[Row]) -> str:
     """One Markdown table for each graph: a line for each planner, and the best lower bound."""
     parts = []
     for name in dict.fromkeys(row.graph for row in rows):
-        mine = {(r.planner, r.budget_ratio): r for r in rows if r.graph == name}
+        mine = {(r.planner, r.budget_ratio): r for r in rows if r.graph == name and not r.least}
+        least = {r.planner: f"{r.budget_ratio:.2f}" for r in rows if r.graph == name and r.least}
         budgets = sorted({budget for _, budget in mine}, reverse=True)
         planners = list(dict.fromkeys(planner for planner, _ in mine))
-        lines = [[p, *(cell(mine.get((p, b))) for b in budgets)] for p in planners]
+        lines = [[p, *(cell(mine.get((p, b))) for b in budgets), least.get(p, "")] for p in planners]
         bounds = [max((r.lower_bound_ratio for (_, at), r in mine.items() if at == b)) for b in budgets]
-        lines.append(["lower bound", *(f"{100 * bound:.2f}" for bound in bounds)])
+        lines.append(["lower bound", *(f"{100 * bound:.2f}" for bound in bounds), ""])
         lines += [
-            [f"{p}, CPU seconds", *(f"{r.cpu_s:.2f}" if (r := mine.get((p, b))) else "" for b in budgets)]
+            [f"{p}, CPU seconds", *(f"{r.cpu_s:.2f}" if (r := mine.get((p, b))) else "" for b in budgets), ""]
             for p in planners
             if p in ("auto", "exact")
         ]
-        header = ["overhead %", *(f"{b:g}" for b in budgets)]
+        header = ["overhead %", *(f"{b:g}" for b in budgets), "least"]
         parts.append(f"### {name}\n\n{format_table(header, lines)}\n")
     return "\n".join(parts)
 
@@ -182,6 +201,11 @@ def run(
                     f"{program.name} {budget_ratio:g} {planner}: {cell(last)} ({last.cpu_s:.2f} s)\n"
                 )
                 sys.stdout.flush()
+        for planner in planners:
+            found = None if planner == "exact" else measure_least(program, planner, time_limit_s)
+            if found is not None:
+                rows.append(found)
+                sys.stdout.write(f"{program.name} {planner}: keeps {found.budget_ratio:.2f}\n")
         save(rows, path)
     return rows
 

@@ -12,12 +12,17 @@ from benchmarks.planners import cell, main
 
 def test_rows_and_tables_are_written(tmp_path: Path):
     (tmp_path / "graphs").mkdir()
-    (tmp_path / "graphs" / "gpt.json").write_text(small_gpt(2).to_json())
+    (tmp_path / "graphs" / "gpt.json").write_text(small_gpt(1).to_json())
     out = tmp_path / "out" / "planners.json"
     options = ["--graphs", str(tmp_path / "graphs"), "--only", "auto,exact,dtr", "--budgets", "0.8,0.05"]
     main([*options, "--time-limit", "20", "--out", str(out)])
-    rows = {(row["planner"], row["budget_ratio"]): row for row in json.loads(out.read_text())}
+    everything = json.loads(out.read_text())
+    rows = {(row["planner"], row["budget_ratio"]): row for row in everything if not row["least"]}
+    least = {row["planner"]: row for row in everything if row["least"]}
     assert len(rows) == 6
+    assert least.keys() == {"auto", "dtr"}
+    assert least["auto"]["within"]
+    assert least["auto"]["budget_ratio"] <= least["dtr"]["budget_ratio"]
     exact, dtr = rows["exact", 0.8], rows["dtr", 0.8]
     assert exact["within"]
     assert exact["status"] == "optimal"

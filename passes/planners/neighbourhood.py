@@ -1,8 +1,8 @@
 """Large-neighbourhood search: take some re-runs out of a plan, repair it by cuts, keep what is no worse.
 
-Identical layers are recognised: what is taken out together may be an op's re-runs in all of them, since a change
-in one of many layers is worth little. Deterministic: a seeded generator and a work limit. Every state is a
-valid sequence of steps.
+Identical layers are recognised: what is taken out together may be an op's re-runs in all of them, since a
+change in one of many layers is worth little. Deterministic: a seeded generator and a work limit. Every
+state is a valid sequence of steps.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _numbered(looks: Iterable[object]) -> list[int]:
 def _pick(
     schedule: Schedule, reruns: list[int], kinds: Sequence[int], random_number: random.Random
 ) -> list[int]:
-    """Which re-runs to take out: few scattered ones, neighbours, or those of a range of ops or of like ops."""
+    """Which re-runs to take out: a few scattered ones, neighbours, those of a range of ops or of like ops."""
     count = min(len(reruns), 1 + int(random_number.expovariate(1 / USUAL_DROP)))
     way = random_number.randrange(KINDS)
     if way == 0:
