@@ -61,6 +61,7 @@ FAR_RUNGS = (0, 1, 3, 7, 15)
 GREEDY_UNITS_PER_OP = 1000
 RESTARTS = 3
 TIGHTER_RATIOS = (0.993, 0.985, 0.97, 0.95, 0.92, 0.87, 0.8)
+SMALL_OPS = 200
 WALKS_LIMITS = 0.5
 WINDOWS_LIMITS = 0.25
 DEEPEST_LIMITS = 1.0
@@ -196,14 +197,18 @@ class Search:
         """Descents to the budget, to levels below it where they miss it or cost much, and a search around."""
         if budget_bytes < self.working_set_bytes:
             return min(best, self.deepest(), key=lambda d: rank(d, budget_bytes))
+        # On a large program walks take longer than all else, and cuts mostly end near the bound.
+        walks_first = len(self.graph.cost_ns) <= SMALL_OPS
+        if walks_first:
+            best = self._walked(budget_bytes, best)
         work = self.work()
         tried = [best]
         if self.start.peak_bytes > best.peak_bytes > budget_bytes:
             tried.append(lower_to(self.graph, best.steps, budget_bytes, work))
         tried += self._attempts(budget_bytes, work)
         best = min(tried, key=lambda d: rank(d, budget_bytes))
-        if self.config.planner == "auto" and not self._is_near(best, budget_bytes):
-            best = windows(self.graph, "auto", budget_bytes, best, self.work(WINDOWS_LIMITS))
+        if not walks_first and not self._is_near(best, budget_bytes):
+            best = self._walked(budget_bytes, best)
             tried.append(best)
         if best.peak_bytes > budget_bytes and not self.is_impossible(budget_bytes):
             tried += self._from_rungs(budget_bytes, FAR_RUNGS, self.work(1 / 2))
@@ -225,6 +230,12 @@ class Search:
         if not self.config.quick:
             work = self.work(IMPROVE_LIMITS)
         return self._improved(budget_bytes, best, tried, work if work.left else self.work(1 / 3))
+
+    def _walked(self, budget_bytes: int, best: Descent) -> Descent:
+        """The better of a sequence and a few walks over the pool."""
+        if self.config.planner != "auto":
+            return best
+        return windows(self.graph, "auto", budget_bytes, best, self.work(WINDOWS_LIMITS))
 
     def _improved(self, target_bytes: int, best: Descent, tried: list[Descent], work: Work) -> Descent:
         """A search around the best descents."""
