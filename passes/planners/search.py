@@ -74,6 +74,7 @@ NEAR_BOUND = 0.02
 # Where one step of the search takes long, the last 0.18 points above the bound are not looked for.
 LARGE_OPS = 400
 LARGE_NEAR_OVERHEAD = 0.0018
+HUGE_OPS = 2000
 PROOF_STATES = 2000
 STATE_UNITS = 25
 
@@ -227,7 +228,7 @@ class Search:
         best = min(tried, key=lambda d: rank(d, budget_bytes))
         if best.peak_bytes > budget_bytes:
             return best
-        if not self.config.quick:
+        if not self.config.quick and len(self.graph.cost_ns) < HUGE_OPS:
             work = self.work(IMPROVE_LIMITS)
         return self._improved(budget_bytes, best, tried, work if work.left else self.work(1 / 3))
 
