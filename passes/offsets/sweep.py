@@ -8,58 +8,47 @@ canonical   offsets never fall from one placement to the next, ties in the order
             on what is placed, will stand on one that is left: that raises the lowest offset it can have.
 dominance   no item is placed so high that another one that is left would fit below it.
 heads       in every section the items that are left fit above any height which they cannot go below.
-not first   an item above whose lowest offset a section's items do not fit has another one of them below it.
+not first   an item above whose lowest offset a section's items do not fit has one below it that is not such.
 hatless     an item with nothing left above it is placed once: no other choice can be better.
 parts       sections that no item that is left joins any more are solved one by one, the tightest first.
 memory      what is left, and how high it must lie, is searched once.
 
 A search that ends without a placement is a proof. Parts that are apart from the start are searched one
-after another; for each some orders of `rank` take turns, each with a growing limit of tries.
+after another. For each some orders of `rank` take turns, each with a growing limit of tries; three of them
+have learned from the turns before in which sections the search fails (as dom/wdeg, Boussemart et al. 2004).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-from passes.liveness import BoolArray, IntArray
+from passes.liveness import IntArray
+from passes.offsets.infer import Left, Rules
 from passes.offsets.packing import Item
+from passes.offsets.sections import NONE_LEFT, Sections
 
 MOST_ITEMS = 400
 FIRST_TRIES = 300
-ORDERS = 6
-TURN_TRIES = ORDERS * FIRST_TRIES
 MORE = 5
-SHARP_TURNS = 2
-BLUR = 0.15
+# Keys of `Sweep._keys`, and whether parts that come apart during the search are ordered anew.
+ORDERS = (
+    (("total", "time", "space"), False),
+    (("failures", "time", "space"), False),
+    (("total", "space", "time"), True),
+    (("burden", "time", "space"), False),
+    (("total", "time", "space"), True),
+    (("failures", "space", "time"), False),
+)
+TURN_TRIES = len(ORDERS) * FIRST_TRIES
+# What a turn's failures still count after each later turn.
+FADING = 0.9
+FIRST_LOOK = 8
 MOST_REMEMBERED = 20_000
-NONE_LEFT = 1 << 60
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Left:
-    """What is left to place.
-
-    Attributes:
-        items: ascending.
-        low: for each the lowest offset that it can have.
-        stand: for each the height of what is placed below it.
-        least, rank: offset and rank of what was placed last, (0, -1) for nothing.
-    """
-
-    items: IntArray
-    low: IntArray
-    stand: IntArray
-    least: int
-    rank: int
-
-    def key(self) -> bytes:
-        """What a search depends on besides `least` and `rank`."""
-        return b"".join((self.items.tobytes(), self.low.tobytes(), self.stand.tobytes()))
 
 
 class LimitError(Exception):
@@ -70,11 +59,7 @@ class Sweep:
     """One problem in sections.
 
     Attributes:
-        held: bytes of every item in every section, shape (sections, items).
-        first, last: the first and the last section of every item.
-        time: how long every item is alive.
-        lift: how far above item `i`'s offset item `j` must lie, shape (items, items); 0 if they never meet.
-        tries: placements tried so far.
+        tries: placements tried so far, without those that fail at first sight.
     """
 
     def __init__(
@@ -82,21 +67,14 @@ class Sweep:
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.stop = stop
-        self.held = _sections(items)
-        alive = self.held > 0
-        self.size: IntArray = self.held.max(axis=0, initial=0)
-        self.first: IntArray = alive.argmax(axis=0)
-        self.last: IntArray = len(alive) - 1 - alive[::-1].argmax(axis=0)
-        meet = alive.T.astype(np.int64) @ alive.astype(np.int64) > 0
-        self.lift = np.zeros((len(items), len(items)), dtype=np.int64)
-        for i in range(len(items)):
-            self.lift[i] = (self.held[:, i, None] * alive).max(axis=0, initial=0) * meet[i]
-            self.lift[i, i] = 0
-        spans = [sum(span.stop - span.start for span in item) for item in items]
-        self.time: IntArray = np.asarray(spans, dtype=np.int64)
         self.tries = 0
+        self._sections = Sections.of(items)
+        n_sections = self._sections.held.shape[1]
+        failures = np.zeros(n_sections, dtype=np.int64)
+        self._rules = Rules(sections=self._sections, capacity_bytes=capacity_bytes, failures=failures)
+        self._weights = np.zeros(n_sections)
         self._limit = 0
-        self._rank = np.arange(len(items))
+        self._order, self._anew = ORDERS[0]
         self._offsets = [0] * len(items)
         self._failed: dict[bytes, tuple[int, int]] = {}
         self._found: dict[bytes, list[int]] = {}
@@ -111,198 +89,159 @@ class Sweep:
         Raises:
             LimitError: neither is known after `max_tries` placements, or `stop` says so.
         """
-        if self.held.sum(axis=1).max(initial=0) > self.capacity_bytes:
+        sections = self._sections
+        total = sections.held.sum(axis=0)
+        if total.max(initial=0) > self.capacity_bytes:
             return None
-        active = np.flatnonzero(self.size > 0)
-        ground = np.zeros(len(active), dtype=np.int64)
-        start = _Left(items=active, low=ground, stand=ground, least=0, rank=-1)
+        ground = np.zeros_like(sections.size)
+        start = Left(
+            items=np.flatnonzero(sections.size > 0),
+            low=np.where(sections.size > 0, 0, NONE_LEFT),
+            stand=ground,
+            watch=np.full_like(ground, len(ground) - 1),
+            total=total,
+            rank=ground,
+            least=0,
+            last_rank=-1,
+        )
         if not all(self._solve_part(part, max_tries, first_turn) for part in self._parts(start)):
             return None
         return list(self._offsets)
 
-    def _solve_part(self, part: _Left, max_tries: int, first_turn: int) -> bool:
+    def _solve_part(self, part: Left, max_tries: int, first_turn: int) -> bool:
         """Whether a part that was apart from the start can be placed; `_offsets` then says how."""
         for turn in itertools.count(first_turn):
-            for order in self._orders(part.items, turn):
-                self._rank[order] = np.arange(len(order))
+            for self._order, self._anew in ORDERS:
                 self._limit = min(max_tries, self.tries + FIRST_TRIES * MORE**turn)
                 self._failed.clear()
                 self._found.clear()
                 try:
-                    return self._place(part)
+                    return self._placed(dataclasses.replace(part, rank=self._ranked(part)))
                 except LimitError:
                     if self.stop() or self.tries >= max_tries:
                         raise
+                self._learn()
         raise AssertionError("turns do not end")
 
-    def _orders(self, items: IntArray, turn: int) -> list[IntArray]:
-        """Items by what is hard to place; after some turns the keys are blurred, each turn anew."""
-        held = self.held[:, items]
-        alive = held > 0
-        width, area, meets = alive.sum(axis=0), held.sum(axis=0), (self.lift[items] > 0).sum(axis=1)
-        total = np.where(alive, held.sum(axis=1)[:, None], 0).max(axis=0, initial=0)
-        time, space = self.time[items], self.time[items] * self.size[items]
-        orders = (
-            (area, total, width),
-            (total, width, area),
-            (total, meets, width),
-            (width, total, area),
-            (meets, total, area),
-            (space, total, time),
+    def _learn(self) -> None:
+        """Weigh the sections by the failures of a turn, and of those before."""
+        failures = self._rules.failures
+        self._weights = FADING * self._weights + failures / max(1, int(failures.sum()))
+        failures[:] = 0
+
+    def _keys(self, left: Left) -> dict[str, IntArray | npt.NDArray[np.float64]]:
+        """What can make an item hard to place: the larger the harder."""
+        sections, items = self._sections, left.items
+        held = sections.held[items]
+        return {
+            "total": np.where(held > 0, left.total, 0).max(axis=1),
+            "failures": np.where(held > 0, self._weights, 0).max(axis=1),
+            "burden": held @ self._weights,
+            "time": sections.time[items],
+            "space": sections.time[items] * sections.size[items],
+        }
+
+    def _ranked(self, left: Left) -> IntArray:
+        """The rank of every item that is left in the turn's order."""
+        keys = self._keys(left)
+        rank = np.full_like(left.rank, len(left.rank))
+        rank[left.items[np.lexsort([-keys[key] for key in reversed(self._order)])]] = np.arange(
+            len(left.items)
         )
-        if turn >= SHARP_TURNS:
-            blur = np.random.default_rng(turn).uniform(1 - BLUR, 1 + BLUR, size=(ORDERS, len(items)))
-        else:
-            blur = np.ones((ORDERS, 1))
-        return [
-            items[np.lexsort([-(k * factor) for k in reversed(keys)])]
-            for keys, factor in zip(orders, blur, strict=True)
-        ]
+        return rank
 
-    def _place(self, left: _Left) -> bool:
-        """Place what is left, part by part where sections have come apart."""
-        parts = self._parts(left)
-        for part in parts:
-            key = part.key()
-            if key in self._found:
-                for i, offset in zip(part.items.tolist(), self._found[key], strict=True):
-                    self._offsets[i] = offset
-                continue
-            failed = self._failed.get(key)
-            if failed is not None and failed <= (part.least, part.rank):
-                return False
-            if not self._search(part):
-                if len(self._failed) < MOST_REMEMBERED:
-                    self._failed[key] = (part.least, part.rank)
-                return False
-            if len(parts) > 1:
-                self._found[key] = [self._offsets[i] for i in part.items.tolist()]
-        return True
+    def _placed(self, start: Left) -> bool:
+        """Whether all can be placed; the stack of searches is kept here, as it may be deep."""
+        stack = [self._search(start)]
+        answer: bool | None = None
+        while True:
+            try:
+                stack.append(self._search(stack[-1].send(answer)))
+                answer = None
+            except StopIteration as done:
+                answer = bool(done.value)
+                stack.pop()
+                if not stack:
+                    return answer
 
-    def _parts(self, left: _Left) -> list[_Left]:
-        """Groups of items that share no section, the one with the least slack first."""
-        first = self.first[left.items]
-        order = np.argsort(first, kind="stable")
-        reach = np.maximum.accumulate(self.last[left.items][order])
-        breaks = np.flatnonzero(first[order][1:] > reach[:-1]) + 1
-        if not len(breaks):
-            return [left] if len(order) else []
-        found = [self._part(left, np.sort(chosen)) for chosen in np.split(order, breaks)]
-        return sorted(found, key=lambda part: (self._slack(part), len(part.items)))
+    def _search(self, part: Left) -> Generator[Left, bool | None, bool]:
+        """Place one of the items, and then the others, part by part where sections have come apart.
 
-    def _part(self, left: _Left, chosen: IntArray) -> _Left:
-        """Some of what is left, as if nothing was placed before."""
-        items, low, stand = left.items[chosen], left.low[chosen], left.stand[chosen]
-        return _Left(items=items, low=low, stand=stand, least=0, rank=-1)
-
-    def _held(self, items: IntArray) -> IntArray:
-        """Bytes of some items in the sections that they reach over, shape (sections, items)."""
-        return self.held[int(self.first[items].min()) : int(self.last[items].max()) + 1, items]
-
-    def _slack(self, left: _Left) -> int:
-        """Bytes to spare in the fullest section."""
-        held = self._held(left.items)
-        floor = np.where(held > 0, left.low, NONE_LEFT).min(axis=1)
-        spare = self.capacity_bytes - held.sum(axis=1) - floor
-        return int(spare[floor < NONE_LEFT].min())
-
-    def _search(self, left: _Left) -> bool:
-        """Place one of the items, and then the others."""
-        items, low, ranks = left.items, left.low, self._rank[left.items]
-        total = self._held(items).sum(axis=1)
-        highest = int((self.capacity_bytes - total)[total > 0].min())
-        below = int((left.stand + self.size[items]).min())
-        later = (low > left.least) | ((low == left.least) & (ranks > left.rank))
-        chosen = np.flatnonzero(later & (low == left.stand) & (low < below) & (low <= highest))
-        for k in chosen[np.lexsort((ranks[chosen], low[chosen]))].tolist():
-            self._count()
-            item = int(items[k])
-            self._offsets[item] = int(low[k])
-            if len(items) == 1:
+        Yields what is to be searched next, and is sent whether that can be placed.
+        """
+        chosen = self._rules.candidates(part)
+        if len(part.items) == 1 and len(chosen):
+            self._settle(part, int(chosen[0]))
+            return True
+        for rest in self._rests(part, chosen):
+            parts = self._parts(rest)
+            for one in parts:
+                if not (yield from self._solved(one, among=len(parts) > 1)):
+                    break
+            else:
+                (item,) = np.setdiff1d(part.items, rest.items, assume_unique=True).tolist()
+                self._settle(part, item)
                 return True
-            rest = self._after(left, k)
-            if rest is not None and self._place(rest):
-                return True
-            if not self.lift[item, items].any():
-                break
         return False
 
-    def _after(self, left: _Left, k: int) -> _Left | None:
-        """What is left once item `k` of what is left lies at its lowest offset; None if it cannot fit."""
-        others = np.arange(len(left.items)) != k
-        items, low, stand = left.items[others], left.low[others], left.stand[others]
-        item, offset = left.items[k], int(left.low[k])
-        lift = self.lift[item, items]
-        top = np.where(lift > 0, offset + lift, 0)
-        stand = np.maximum(stand, top)
-        rest = _Left(
-            items=items,
-            low=np.maximum(low, top),
-            stand=stand,
-            least=offset,
-            rank=int(self._rank[item]),
-        )
-        return self._inferred(rest)
+    def _settle(self, left: Left, item: int) -> None:
+        self._offsets[int(self._sections.index[item])] = int(left.low[item])
 
-    def _inferred(self, left: _Left) -> _Left | None:
-        """The same with lowest offsets raised as far as the rules tell; None if something cannot fit."""
-        held = self._held(left.items)
-        ranks = self._rank[left.items]
-        low = left.low
-        while True:
-            reach = np.maximum(low, left.least)
-            if self._overflows(held, reach):
-                return None
-            passed = (low < left.least) | ((low == left.least) & (ranks < left.rank)) | (low > left.stand)
-            raised = np.maximum(
-                self._above_others(left.items, reach, passed, low), self._not_first(held, reach)
-            )
-            if (raised >= NONE_LEFT).any():
-                return None
-            if (raised <= low).all():
-                return dataclasses.replace(left, low=low)
-            low = np.maximum(low, raised)
+    def _rests(self, left: Left, chosen: IntArray) -> Iterator[Left]:
+        """What is left after each of the candidates: one by one at first, later several at a time."""
+        count = 1
+        for look in (chosen[:FIRST_LOOK], chosen[FIRST_LOOK:]):
+            if not len(look):
+                break
+            chosen = self._rules.roomy(left, look)
+            while len(chosen):
+                now, chosen = chosen[:count], chosen[count:]
+                self.tries += len(now)
+                if self.tries > self._limit or self.stop():
+                    raise LimitError
+                yield from self._rules.after(left, now)
+                count = min(2 * count, FIRST_LOOK)
 
-    def _overflows(self, held: IntArray, reach: IntArray) -> bool:
-        """Whether some items of a section do not fit above the lowest of their offsets."""
-        order = np.argsort(reach, kind="stable")
-        sorted_held = held[:, order]
-        ends = reach[order] + sorted_held[:, ::-1].cumsum(axis=1)[:, ::-1]
-        return bool(((ends > self.capacity_bytes) & (sorted_held > 0)).any())
+    def _solved(self, part: Left, *, among: bool) -> Generator[Left, bool | None, bool]:
+        """Whether a part can be placed, searched once; offsets are kept if it is one `among` others."""
+        key = part.key()
+        index = self._sections.index[part.items].tolist()
+        if key in self._found:
+            for i, offset in zip(index, self._found[key], strict=True):
+                self._offsets[i] = offset
+            return True
+        at = (part.least, part.last_rank)
+        failed = self._failed.get(key)
+        if failed is not None and failed <= at:
+            return False
+        if not (yield part):
+            if len(self._failed) < MOST_REMEMBERED:
+                self._failed[key] = at
+            return False
+        if among:
+            self._found[key] = [self._offsets[i] for i in index]
+        return True
 
-    def _above_others(self, items: IntArray, reach: IntArray, passed: BoolArray, low: IntArray) -> IntArray:
-        """Lowest offsets with those of `passed` raised: each stands on one of the other items."""
-        raised = low.copy()
-        rows = np.flatnonzero(passed)
-        if len(rows):
-            lift = self.lift[np.ix_(items, items[rows])]
-            raised[rows] = np.where(lift > 0, reach[:, None] + lift, NONE_LEFT).min(axis=0)
-        return raised
+    def _parts(self, left: Left) -> list[Left]:
+        """Groups of items that share no section, the one with the least slack first."""
+        items = left.items
+        reach = np.maximum.accumulate(self._sections.last[items])
+        breaks = np.flatnonzero(self._sections.first[items[1:]] > reach[:-1]) + 1
+        if not len(breaks):
+            return [left] if len(items) else []
+        found = [self._part(left, some) for some in np.split(items, breaks)]
+        return sorted(found, key=lambda part: (self._slack(part), len(part.items)))
 
-    def _not_first(self, held: IntArray, reach: IntArray) -> IntArray:
-        """How low every item can be where it cannot be the lowest of a section."""
-        late = (held > 0) & (reach + held.sum(axis=1)[:, None] > self.capacity_bytes)
-        rows = np.flatnonzero(late.any(axis=1))
-        if not len(rows):
-            return np.zeros_like(reach)
-        tops = np.where(held[rows] > 0, reach + held[rows], NONE_LEFT)
-        two = np.partition(tops, 1, axis=1)[:, :2]
-        others = np.where(tops == two[:, :1], two[:, 1:], two[:, :1])
-        return np.where(late[rows], others, 0).max(axis=0)
+    def _part(self, left: Left, items: IntArray) -> Left:
+        """Some of what is left, without the others."""
+        low = np.full_like(left.low, NONE_LEFT)
+        low[items] = left.low[items]
+        part = dataclasses.replace(left, items=items, low=low, last_rank=-1)
+        return dataclasses.replace(part, rank=self._ranked(part)) if self._anew else part
 
-    def _count(self) -> None:
-        self.tries += 1
-        if self.tries > self._limit or (self.tries % 64 == 0 and self.stop()):
-            raise LimitError
-
-
-def _sections(items: Sequence[Item]) -> IntArray:
-    """Bytes of every item at every time at which one begins, without times that another one includes."""
-    times = sorted({span.start for item in items for span in item if span.start < span.stop})
-    held = np.zeros((len(times), len(items)), dtype=np.int64)
-    at = np.asarray(times, dtype=np.int64)
-    for i, item in enumerate(items):
-        for span in item:
-            held[(span.start <= at) & (at < span.stop), i] = span.nbytes
-    kept = [k for k in range(len(times)) if k + 1 == len(times) or (held[k] > held[k + 1]).any()]
-    return held[kept]
+    def _slack(self, left: Left) -> int:
+        """Bytes to spare in the fullest section."""
+        first, last = self._sections.first[left.items[0]], self._sections.last[left.items].max()
+        floor = left.low[self._sections.crowd[first : last + 1]].min(axis=1)
+        spare = self.capacity_bytes - left.total[first : last + 1] - floor
+        return int(spare[floor < NONE_LEFT].min())

@@ -15,9 +15,12 @@ from collections.abc import Sequence
 from ortools.sat.python import cp_model
 
 from passes.offsets.packing import Item, Packing, apart, check_packing, live_bytes
-from passes.offsets.sweep import MORE, MOST_ITEMS, TURN_TRIES, LimitError, Sweep
+from passes.offsets.sweep import MORE, TURN_TRIES, LimitError, Sweep
 
-FIRST_WORK = 0.1
+# The sweep's tables grow with the square of the items.
+MOST_ITEMS = 2000
+# About as long as the sweep's first turn.
+FIRST_WORK = 0.02
 MOST_TURNS = 3
 
 
@@ -79,7 +82,7 @@ def _pack_group(
     """Whether items fit, their offsets, and what found it."""
     end = math.inf if time_limit_s is None else time.perf_counter() + time_limit_s
     sweep = Sweep(items, capacity_bytes, lambda: time.perf_counter() > end)
-    solver = _Solver(items, capacity_bytes)
+    solver: _Solver | None = None
     for turn in itertools.count() if time_limit_s is not None else range(MOST_TURNS):
         if len(items) <= MOST_ITEMS:
             try:
@@ -87,6 +90,7 @@ def _pack_group(
                 return found is not None, found or [], "sweep"
             except LimitError:
                 pass
+        solver = solver or _Solver(items, capacity_bytes)
         solver.run(turn, end - time.perf_counter())
         if solver.fits is not None:
             return solver.fits, solver.offsets, "cp-sat"
