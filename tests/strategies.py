@@ -97,24 +97,6 @@ def items_to_pack(draw: st.DrawFn) -> list[Item]:
     return items
 
 
-def cut_up(n_items: int, times: int, capacity_bytes: int, seed: int) -> list[Item]:
-    """A rectangle of times x bytes cut into items: they fit without a hole."""
-    random_number = random.Random(seed)
-    pieces = [(0, times, 0, capacity_bytes)]
-    while len(pieces) < n_items:
-        areas = [(stop - start) * (top - low) for start, stop, low, top in pieces]
-        start, stop, low, top = pieces.pop(random_number.choices(range(len(pieces)), areas)[0])
-        if random_number.random() < 0.5 and stop - start > 1:
-            middle = random_number.randrange(start + 1, stop)
-            pieces += [(start, middle, low, top), (middle, stop, low, top)]
-        elif top - low > 1:
-            middle = random_number.randrange(low + 1, top)
-            pieces += [(start, stop, low, middle), (start, stop, middle, top)]
-        else:
-            pieces.append((start, stop, low, top))
-    return [(Span(start=start, stop=stop, nbytes=top - low),) for start, stop, low, top in pieces]
-
-
 def example() -> Program:
     """The program drawn in `passes.ir`."""
     wires = [((), (0,)), ((0,), (1,)), ((1,), (2,)), ((2,), (3,)), ((1, 3), (4,)), ((0, 4), (5,))]

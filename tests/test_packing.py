@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from ortools.sat.python import cp_model
-from strategies import cut_up, items_to_pack
+from strategies import items_to_pack
 
+from benchmarks.pack import cut_up
 from coop_jax.cli import main
 from passes.offsets.packing import Item, Span, apart, check_packing, height_bytes, live_bytes
 from passes.offsets.sweep import LimitError, Sweep

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import least_cost_ns, least_peak_bytes
-from strategies import Builder, chain, cut_up, example, programs, random_program, small_gpt
+from strategies import Builder, chain, example, programs, random_program, small_gpt
 
+from benchmarks.pack import cut_up
 from passes.ir import Buffer, BufferId, Op, OpId, Plan, Program, Status
 from passes.liveness import Graph
 from passes.offsets.best_fit import place_graph
