@@ -4,8 +4,8 @@
     python -m benchmarks.pack --problems FOLDER --capacity 1048576     # and all problems in a folder
 
 The columns are the packer of `coop pack`, on one core, and CP-SAT's `NoOverlap2D` with one and two workers,
-each within the time limit. Every packing is checked. A cell has milliseconds of wall clock, and in brackets of
-processor time, all threads together; "-" is neither a packing nor a proof. "cut" are rectangles of time x
+each within the time limit. Every packing is checked. A cell has milliseconds of wall clock, and in brackets
+of processor time, all threads together; "-" is neither a packing nor a proof. "cut" are rectangles of time x
 bytes that were cut up, so they fit without a hole; of "holed" some items are left out, others begin later.
 """
 
