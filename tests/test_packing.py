@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import permutations
 from pathlib import Path
 
@@ -89,6 +90,19 @@ def test_items_that_are_apart_are_packed_apart():
     tight = [(Span(start=0, stop=1, nbytes=6),), (Span(start=1, stop=2, nbytes=9),)]
     assert pack(tight, 9).fits is True
     assert pack(tight, 8).fits is False
+
+
+def test_a_tall_stack_is_searched_without_recursion():
+    height = sys.getrecursionlimit() // 2
+    items = [(Span(start=min(i, 5), stop=10 + i, nbytes=1),) for i in range(height)]
+    found = Sweep(items, height).solve(7500, first_turn=2)
+    assert found is not None
+    assert sorted(found) == list(range(height))
+
+
+def test_the_answer_is_the_same_each_time():
+    items = cut_up(150, 1000, 512, 2)
+    assert pack(items, 512).offsets == pack(items, 512).offsets
 
 
 def test_the_limit_is_not_a_proof():
