@@ -98,6 +98,7 @@ class Graph:
         is_output: whether a buffer must survive the last op.
         argument_bytes: bytes of all arguments, alive throughout.
         arrays: the same as arrays.
+        reserved_bytes: bytes that planners leave free in every slot and at the end, shape (ops + 1,).
     """
 
     program: Program
@@ -112,6 +113,7 @@ class Graph:
     is_output: list[bool]
     argument_bytes: int
     arrays: Arrays
+    reserved_bytes: IntArray | None = None
 
     @classmethod
     def of(cls, program: Program) -> Graph:

@@ -5,8 +5,8 @@ descending; the smaller heap wins, ties to the first. A copy that takes a dying 
 offset: such a chain moves as one. Arguments lie at the bottom, workspaces are placed like values.
 It does not model XLA's alias classes and allocation order (`passes.hlo` does).
 
-Where a limit is given and missed, what sticks out is placed earlier, again and again; where that does not
-do either, the exact search has a few tries.
+Where a limit is given and missed, items are packed from the ground up (`passes.offsets.skyline`); where that
+does not do either, the exact search has a few tries.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ import numpy as np
 from passes.ir import OpId, Program
 from passes.liveness import Copies, Graph, IntArray, copies_of
 from passes.offsets.packing import Span
+from passes.offsets.skyline import Jam, Skyline
 from passes.offsets.sweep import MOST_ITEMS, LimitError, Sweep
 
-MAX_ROUNDS = 100
 MOST_TRIES = 100_000
-MOST_GROUPS = 4_000_000
+MOST_STACKED = 4000
+PASSES, QUICK_PASSES = 30, 10
+PASS_UNITS = 1_200_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +35,14 @@ class Placement:
     Attributes:
         offsets: for every step the byte offset of each output of that run, in the op's order.
         heap_bytes: end of the highest copy; never less than the peak of live bytes.
+        jams: if the limit was missed, the steps at which packing from the ground up got stuck, pass by pass.
+        work: of packing from the ground up, in units of about a microsecond.
     """
 
     offsets: tuple[tuple[int, ...], ...]
     heap_bytes: int
+    jams: tuple[Jam, ...] = ()
+    work: int = 0
 
 
 def place(program: Program, steps: Sequence[OpId]) -> Placement:
@@ -44,12 +50,15 @@ def place(program: Program, steps: Sequence[OpId]) -> Placement:
     return place_graph(Graph.of(program), steps)
 
 
-def place_graph(graph: Graph, steps: Sequence[int], limit_bytes: int | None = None) -> Placement:
+def place_graph(
+    graph: Graph, steps: Sequence[int], limit_bytes: int | None = None, *, quick: bool = False
+) -> Placement:
     """`place` for callers that keep the `Graph` of a program.
 
     Args:
-        limit_bytes: try more orders until the heap ends within it, at most `MAX_ROUNDS`, fewer where there
-            are many copies; then search.
+        limit_bytes: where best fit ends above it, pack from the ground up a few times, then search; where
+            there are many copies, less or nothing of both.
+        quick: fewer passes, and no search.
     """
     copies = copies_of(graph, steps)
     group, segments = copy_groups(graph, steps, copies)
@@ -58,39 +67,30 @@ def place_graph(graph: Graph, steps: Sequence[int], limit_bytes: int | None = No
         sorted(count, key=lambda g: (*_key(segments[g]), g)),
         sorted(count, key=lambda g: (*_key(segments[g])[::-1], g)),
     ]
-    tried = [(_pack(segments, order), order) for order in orders]
-    best, order = min(tried, key=lambda t: _height(segments, t[0]))
+    best = min((_pack(segments, order) for order in orders), key=lambda found: _height(segments, found))
     base = graph.argument_bytes
-    if limit_bytes is not None and segments:
-        best = _tightened(segments, best, order, limit_bytes - base)
-        if _height(segments, best) > limit_bytes - base:
-            best = _searched(segments, limit_bytes - base) or best
+    jams: list[Jam] = []
+    work = 0
+    if limit_bytes is not None and _height(segments, best) > limit_bytes - base:
+        found = None
+        if len(segments) <= MOST_STACKED:
+            stack = Skyline(segments)
+            pass_units = max(1, len(stack.items) * stack.look_units)
+            passes = min(QUICK_PASSES if quick else PASSES, PASS_UNITS // pass_units)
+            found = stack.solve(limit_bytes - base, passes)
+            jams, work = stack.jams, stack.work
+        if found is None and not quick:
+            found = _searched(segments, limit_bytes - base)
+        best = found or best
     offsets: list[tuple[int, ...]] = []
     copy = 0
     for op in steps:
         n_outputs = len(graph.outputs[op])
         offsets.append(tuple(base + best[group[c]] for c in range(copy, copy + n_outputs)))
         copy += n_outputs
-    return Placement(offsets=tuple(offsets), heap_bytes=base + _height(segments, best))
-
-
-def _tightened(segments: list[list[Span]], best: list[int], order: list[int], limit_bytes: int) -> list[int]:
-    """Offsets that end within a limit, or the lowest found by placing what sticks out earlier."""
-    offsets, least_bytes = best, _height(segments, best)
-    for n in range(min(MAX_ROUNDS, MOST_GROUPS // max(1, len(segments)) ** 2)):
-        if least_bytes <= limit_bytes:
-            break
-        height_bytes = _height(segments, offsets)
-        top = {g for g, group in enumerate(segments) for s in group if offsets[g] + s.nbytes == height_bytes}
-        first = next(k for k, g in enumerate(order) if g in top)
-        rest = [g for g in order if g not in top]
-        # A little earlier mostly, to the very front now and then.
-        place = 0 if n % 8 == 7 else first // 2
-        order = [*rest[:place], *sorted(top), *rest[place:]]
-        offsets = _pack(segments, order)
-        if _height(segments, offsets) < least_bytes:
-            best, least_bytes = offsets, _height(segments, offsets)
-    return best
+    return Placement(
+        offsets=tuple(offsets), heap_bytes=base + _height(segments, best), jams=tuple(jams), work=work
+    )
 
 
 def _searched(segments: list[list[Span]], limit_bytes: int) -> list[int] | None:
