@@ -24,7 +24,7 @@ from passes.offsets.sweep import MOST_ITEMS, LimitError, Sweep
 
 MOST_TRIES = 100_000
 MOST_STACKED = 4000
-PASSES, QUICK_PASSES = 30, 10
+PASSES = 24
 PASS_UNITS = 1_200_000
 
 
@@ -35,14 +35,25 @@ class Placement:
     Attributes:
         offsets: for every step the byte offset of each output of that run, in the op's order.
         heap_bytes: end of the highest copy; never less than the peak of live bytes.
-        jams: if the limit was missed, the steps at which packing from the ground up got stuck, pass by pass.
-        work: of packing from the ground up, in units of about a microsecond.
     """
 
     offsets: tuple[tuple[int, ...], ...]
     heap_bytes: int
-    jams: tuple[Jam, ...] = ()
-    work: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stacked:
+    """What packing from the ground up came to.
+
+    Attributes:
+        offsets: as in `Placement`; None if the limit was missed.
+        jams: at which steps each pass got stuck.
+        work: done for it, in units of about a microsecond.
+    """
+
+    offsets: tuple[tuple[int, ...], ...] | None
+    jams: tuple[Jam, ...]
+    work: int
 
 
 def place(program: Program, steps: Sequence[OpId]) -> Placement:
@@ -50,47 +61,60 @@ def place(program: Program, steps: Sequence[OpId]) -> Placement:
     return place_graph(Graph.of(program), steps)
 
 
-def place_graph(
-    graph: Graph, steps: Sequence[int], limit_bytes: int | None = None, *, quick: bool = False
-) -> Placement:
+def place_graph(graph: Graph, steps: Sequence[int], limit_bytes: int | None = None) -> Placement:
     """`place` for callers that keep the `Graph` of a program.
 
     Args:
         limit_bytes: where best fit ends above it, pack from the ground up a few times, then search; where
             there are many copies, less or nothing of both.
-        quick: fewer passes, and no search.
     """
-    copies = copies_of(graph, steps)
-    group, segments = copy_groups(graph, steps, copies)
+    group, segments = copy_groups(graph, steps, copies_of(graph, steps))
     count = range(len(segments))
     orders = [
         sorted(count, key=lambda g: (*_key(segments[g]), g)),
         sorted(count, key=lambda g: (*_key(segments[g])[::-1], g)),
     ]
     best = min((_pack(segments, order) for order in orders), key=lambda found: _height(segments, found))
-    base = graph.argument_bytes
-    jams: list[Jam] = []
-    work = 0
-    if limit_bytes is not None and _height(segments, best) > limit_bytes - base:
-        found = None
-        if len(segments) <= MOST_STACKED:
-            stack = Skyline(segments)
-            pass_units = max(1, len(stack.items) * stack.look_units)
-            passes = min(QUICK_PASSES if quick else PASSES, PASS_UNITS // pass_units)
-            found = stack.solve(limit_bytes - base, passes)
-            jams, work = stack.jams, stack.work
-        if found is None and not quick:
-            found = _searched(segments, limit_bytes - base)
-        best = found or best
+    if limit_bytes is not None:
+        room_bytes = limit_bytes - graph.argument_bytes
+        if _height(segments, best) > room_bytes:
+            found, _, _ = _stacked(segments, room_bytes, PASSES)
+            best = found or _searched(segments, room_bytes) or best
+    heap_bytes = graph.argument_bytes + _height(segments, best)
+    return Placement(offsets=_by_step(graph, steps, group, best), heap_bytes=heap_bytes)
+
+
+def stack_graph(graph: Graph, steps: Sequence[int], limit_bytes: int, passes: int) -> Stacked:
+    """Pack all copies of a sequence of steps from the ground up; fewer passes where there are many."""
+    group, segments = copy_groups(graph, steps, copies_of(graph, steps))
+    found, jams, work = _stacked(segments, limit_bytes - graph.argument_bytes, passes)
+    offsets = None if found is None else _by_step(graph, steps, group, found)
+    return Stacked(offsets=offsets, jams=jams, work=work)
+
+
+def _by_step(
+    graph: Graph, steps: Sequence[int], group: list[int], found: list[int]
+) -> tuple[tuple[int, ...], ...]:
+    """The offset of each output of every step, from those of the groups."""
     offsets: list[tuple[int, ...]] = []
     copy = 0
     for op in steps:
         n_outputs = len(graph.outputs[op])
-        offsets.append(tuple(base + best[group[c]] for c in range(copy, copy + n_outputs)))
+        offsets.append(tuple(graph.argument_bytes + found[group[c]] for c in range(copy, copy + n_outputs)))
         copy += n_outputs
-    return Placement(
-        offsets=tuple(offsets), heap_bytes=base + _height(segments, best), jams=tuple(jams), work=work
-    )
+    return tuple(offsets)
+
+
+def _stacked(
+    segments: list[list[Span]], room_bytes: int, passes: int
+) -> tuple[list[int] | None, tuple[Jam, ...], int]:
+    """Offsets of all groups within some bytes, None if not found; where that got stuck, and the work."""
+    if len(segments) > MOST_STACKED:
+        return None, (), 0
+    stack = Skyline(segments)
+    affordable = PASS_UNITS // max(1, len(stack.items) * stack.look_units)
+    found = stack.solve(room_bytes, min(passes, affordable))
+    return found, tuple(stack.jams), stack.work
 
 
 def _searched(segments: list[list[Span]], limit_bytes: int) -> list[int] | None:

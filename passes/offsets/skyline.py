@@ -4,7 +4,8 @@ A packing is a schedule whose machines are the sections of time, an item being a
 all the sections in which it is alive. So the rules of job shops work: of the items that can begin before any
 other one can end (Giffler and Thompson 1960), the one comes next with the most bytes still to place above it
 in one of its sections. An item is not placed where it would leave a section too little room: that is looked
-at one step ahead. Where nothing can be placed any more, the items of the section that has too little room count more in the next pass.
+at one step ahead. Where nothing can be placed any more, what is left of the section that has too little room
+counts more in the next pass.
 
 Invariant: what is placed has a skyline, one height for each section, and every item lies on it.
 """
@@ -111,7 +112,8 @@ class Skyline:
     def _meets(self, jam: Jam) -> BoolArray:
         """Which items are alive in a section."""
         low, high = np.searchsorted(self.start, (jam.start, jam.stop)).tolist()
-        return (self._bounds[::2] < high) & (low < self._bounds[1::2])
+        meets: BoolArray = (self._bounds[::2] < high) & (low < self._bounds[1::2])
+        return meets
 
     def _pass(self, capacity_bytes: int, weight: FloatArray) -> tuple[IntArray, BoolArray]:
         """Place items until there are none or none fits; offsets, and what is left."""
@@ -146,7 +148,9 @@ class Skyline:
                 break
         return offsets, left
 
-    def _lacking(self, low: IntArray, left: BoolArray, load: IntArray, capacity_bytes: int) -> tuple[int, int]:
+    def _lacking(
+        self, low: IntArray, left: BoolArray, load: IntArray, capacity_bytes: int
+    ) -> tuple[int, int]:
         """By how much the items that are left do not fit above the lowest of them, and where most."""
         self.work += self.look_units
         lowest = np.minimum.reduceat(np.where(left, low, NOTHING)[self._members], self._first_member)

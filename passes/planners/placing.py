@@ -3,16 +3,52 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from passes.liveness import Graph
-from passes.offsets.best_fit import place_graph
-from passes.planners.cut import Descent, Work, of_schedule, rank
+import numpy as np
+
+from passes.liveness import Graph, IntArray
+from passes.offsets.best_fit import Stacked, place_graph, stack_graph
+from passes.offsets.skyline import Jam
+from passes.planners.cut import (
+    SCHEDULE_UNITS,
+    Descent,
+    Style,
+    Work,
+    descend,
+    lower_to,
+    of_schedule,
+    rank,
+    relax,
+)
+from passes.planners.neighbourhood import improve
 from passes.planners.schedule import Schedule, reverse_delete
 from passes.planners.window import Walked, walk
 
 WINDOW_EXPONENTS = (0.0, 1.0, 0.5)
 WINDOW_EXCESS = (1.0, 1.06, 1.2, 1.5)
 WINDOW_UNITS_PER_OP = 250
+PASSES = 10
+UNITS_PER_STEP = 10
+MOST_ROUNDS = 60
+PATIENCE = 24
+ROOM_RATIO = 0.005
+AROUND_UNITS = 60_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Giving:
+    """How room is given to packing.
+
+    Attributes:
+        rounds_per_place: after how many rounds in vain one more place gets room in each.
+        everywhere_ratio: share of the budget that is left free everywhere from the first round on.
+    """
+
+    rounds_per_place: int
+    everywhere_ratio: float = 0.0
 
 
 def end_of(graph: Graph, found: Descent) -> int:
@@ -74,3 +110,107 @@ def _with_offsets(graph: Graph, walked: Walked, budget_bytes: int) -> Descent:
     if placement.heap_bytes <= limit_bytes:
         return dataclasses.replace(shorter, offsets=placement.offsets)
     return raw
+
+
+def with_room(
+    graph: Graph, start: Descent, found: Descent, budget_bytes: int, work: Work, giving: Giving
+) -> Descent | None:
+    """A sequence with offsets, planned with room in the slots in which packing got stuck, ever more of it.
+
+    Args:
+        start: the schedule without re-runs.
+        found: a sequence within the budget, the first to be packed.
+        giving: how fast.
+
+    Returns:
+        None if work or bytes do not suffice.
+    """
+    reserved_bytes = np.full(
+        len(graph.cost_ns) + 1, int(giving.everywhere_ratio * budget_bytes), dtype=np.int64
+    )
+    for rounds in range(MOST_ROUNDS):
+        if not work.left:
+            break
+        stacked = _stacked(graph, found, budget_bytes, work)
+        if stacked.offsets is not None:
+            placed = dataclasses.replace(found, offsets=stacked.offsets)
+            return _with_less_room(graph, placed, budget_bytes, reserved_bytes, work)
+        if not stacked.jams:
+            break
+        schedule = Schedule(graph, found.steps)
+        places = 1 + rounds // giving.rounds_per_place
+        reserved_bytes = _more_room(schedule, stacked.jams, places, budget_bytes, reserved_bytes)
+        roomy = dataclasses.replace(graph, reserved_bytes=reserved_bytes)
+        whole = of_schedule(Schedule(roomy, start.steps))
+        lower = min(
+            lower_to(roomy, found.steps, budget_bytes, work),
+            descend(roomy, whole, budget_bytes, work, Style(tilt_ratio=0.1)),
+            key=lambda d: rank(d, budget_bytes),
+        )
+        if lower.peak_bytes > budget_bytes:
+            reserved_bytes = reserved_bytes // 2
+        else:
+            found = _around(roomy, lower, budget_bytes, work)
+    return None
+
+
+def _with_less_room(
+    graph: Graph, best: Descent, budget_bytes: int, reserved_bytes: IntArray, work: Work
+) -> Descent:
+    """The cheapest placed sequence found while some of the slots, time and again others, lose their room."""
+    random_number = random.Random(0)
+    slots = np.flatnonzero(reserved_bytes).tolist()
+    stale = 0
+    while work.left and slots and stale < PATIENCE:
+        count = max(1, random_number.randrange(len(slots) + 1) // 2)
+        first = random_number.randrange(len(slots) - count + 1)
+        less_bytes = reserved_bytes.copy()
+        less_bytes[slots[first : first + count]] = 0
+        roomy = dataclasses.replace(graph, reserved_bytes=less_bytes)
+        found = _around(roomy, relax(roomy, best, budget_bytes), budget_bytes, work, stale)
+        stale += 1
+        if found.cost_ns < best.cost_ns:
+            stacked = _stacked(graph, found, budget_bytes, work)
+            if stacked.offsets is not None:
+                best = dataclasses.replace(found, offsets=stacked.offsets)
+                slots = [*slots[:first], *slots[first + count :]]
+                reserved_bytes, stale = less_bytes, 0
+    return dataclasses.replace(best, peak_bytes=Schedule(graph, best.steps).peak_bytes)
+
+
+def _around(roomy: Graph, found: Descent, budget_bytes: int, work: Work, seed: int = 0) -> Descent:
+    """The best of a short search around a sequence."""
+    part = Work(max(0, min(AROUND_UNITS, work.limit - work.done)))
+    found = improve(roomy, found, budget_bytes, 0, part, seed)
+    work.done += part.done
+    return found
+
+
+def _stacked(graph: Graph, found: Descent, budget_bytes: int, work: Work) -> Stacked:
+    """What packing a sequence from the ground up comes to."""
+    stacked = stack_graph(graph, found.steps, budget_bytes, PASSES)
+    work.done += stacked.work + SCHEDULE_UNITS + UNITS_PER_STEP * len(found.steps)
+    return stacked
+
+
+def _more_room(
+    schedule: Schedule, jams: Sequence[Jam], most: int, budget_bytes: int, reserved_bytes: IntArray
+) -> IntArray:
+    """Reserved bytes with which the sequence is over the budget where packing got stuck most often.
+
+    Args:
+        most: at how many places.
+    """
+    lacking: dict[tuple[int, int], list[int]] = {}
+    for jam in jams:
+        lacking.setdefault((jam.start, jam.stop), []).append(jam.lacking_bytes)
+    found = reserved_bytes.copy()
+    for start, stop in sorted(lacking, key=lambda section: (-len(lacking[section]), section))[:most]:
+        lacks = sorted(lacking[start, stop])
+        lacking_bytes = lacks[len(lacks) // 2]
+        more_bytes = max(1, min(lacking_bytes, int(ROOM_RATIO * budget_bytes)))
+        slots = np.asarray(schedule.slots[start:stop])
+        live = schedule.live[start:stop]
+        full = live >= live.max() - lacking_bytes // 2
+        np.maximum.at(found, slots[full], budget_bytes - live[full] + more_bytes)
+    return found

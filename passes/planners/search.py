@@ -25,7 +25,7 @@ from passes.planners.config import PlannerConfig
 from passes.planners.cut import Descent, Style, Work, deepen, descend, lower_to, of_schedule, rank, relax
 from passes.planners.greedy import evict_one_by_one
 from passes.planners.neighbourhood import alike, improve
-from passes.planners.placing import end_of, walks, windows, with_offsets
+from passes.planners.placing import Giving, end_of, walks, windows, with_offsets, with_room
 from passes.planners.proof import is_impossible
 from passes.planners.rebuild import rebuild
 from passes.planners.schedule import Schedule
@@ -63,6 +63,10 @@ RESTARTS = 3
 TIGHTER_RATIOS = (0.993, 0.985, 0.97, 0.95, 0.92, 0.87, 0.8)
 SMALL_OPS = 200
 WALKS_LIMITS = 0.5
+ROOM_LIMITS = 7.0
+NEAR_PLACED = 0.004
+NO_COST_NS = 1 << 62
+GIVINGS = (Giving(rounds_per_place=1), Giving(rounds_per_place=2, everywhere_ratio=0.04))
 WINDOWS_LIMITS = 0.25
 DEEPEST_LIMITS = 1.0
 REBUILD_LIMITS = 2.0
@@ -90,7 +94,6 @@ class Search:
         self.working_set_bytes = least_bytes(self.graph, schedule)
         self.effort = 1.0
         self.impossible_bytes = self.working_set_bytes - 1
-        self.total_limits = TOTAL_LIMITS
         self._clocks: list[Work] = []
         self._deepest: Descent | None = None
         self._bound: Bound | None = None
@@ -124,7 +127,7 @@ class Search:
     def work(self, limits: float = 1.0) -> Work:
         """A fresh clock, of what all clocks together may still use."""
         limit = self.config.units(len(self.graph.cost_ns)) * self.effort
-        left = self.total_limits * limit - self.done
+        left = TOTAL_LIMITS * limit - self.done
         self._clocks.append(Work(int(max(0.0, min(limits * limit, left)))))
         return self._clocks[-1]
 
@@ -156,29 +159,43 @@ class Search:
         return self._cuts(budget_bytes, best)
 
     def placed(self, found: Descent, budget_bytes: int) -> tuple[Descent, int]:
-        """A sequence with the offsets of its copies, planned tighter until they fit; also their heap."""
-        found = with_offsets(self.graph, found, budget_bytes)
-        best = found, end_of(self.graph, found)
-        self.effort, self.total_limits = self.effort / 3, self.total_limits * 3
+        """A sequence with the offsets of its copies, planned with room until they fit; also their heap."""
+        tried = [with_offsets(self.graph, found, budget_bytes)]
+        if end_of(self.graph, tried[0]) > budget_bytes >= self.working_set_bytes:
+            self.effort /= 3
+            if found.peak_bytes <= budget_bytes:
+                tried += self._with_room(found, budget_bytes)
+            if self.config.planner == "auto":
+                tried += walks(self.graph, budget_bytes, self._own_work(WALKS_LIMITS))
+        ends = [(end_of(self.graph, d), d) for d in tried]
+        fitting = [e for e in ends if e[0] <= budget_bytes]
+        end, best = min(fitting, key=lambda e: e[1].cost_ns) if fitting else min(ends, key=lambda e: e[0])
+        return best, end
+
+    def _with_room(self, found: Descent, budget_bytes: int) -> list[Descent]:
+        """Placed sequences: with room where packing got stuck, and everywhere, while that is cheaper."""
+        least_ns = NO_COST_NS
+        tried: list[Descent] = []
+        for giving in GIVINGS if self.config.planner != "window" else ():
+            work = self._own_work(ROOM_LIMITS)
+            roomy = with_room(self.graph, self.start, found, budget_bytes, work, giving)
+            if roomy is not None:
+                tried.append(roomy)
+                least_ns = min(least_ns, roomy.cost_ns)
+            if least_ns <= found.cost_ns + NEAR_PLACED * self.start.cost_ns:
+                return tried
+        self.again()
         for ratio in TIGHTER_RATIOS:
             target_bytes = int(budget_bytes * ratio)
-            if best[1] <= budget_bytes or target_bytes < self.working_set_bytes:
+            if target_bytes < self.working_set_bytes:
                 break
-            if found.peak_bytes <= target_bytes:
-                continue
             tighter = self.best(target_bytes, (dataclasses.replace(found, offsets=()),))
-            if tighter.peak_bytes > target_bytes:
+            if tighter.peak_bytes > target_bytes or tighter.cost_ns >= least_ns:
                 break
-            found = with_offsets(self.graph, tighter, budget_bytes)
-            best = min(best, (found, end_of(self.graph, found)), key=lambda d: d[1])
-        if self.config.planner == "auto" and budget_bytes >= self.working_set_bytes:
-            for found in walks(self.graph, budget_bytes, self.work(WALKS_LIMITS)):
-                best = min(
-                    best,
-                    (found, end_of(self.graph, found)),
-                    key=lambda d: (d[1] > budget_bytes, d[0].cost_ns),
-                )
-        return best
+            tried.append(with_offsets(self.graph, tighter, budget_bytes))
+            if end_of(self.graph, tried[-1]) <= budget_bytes:
+                break
+        return tried
 
     def deepest(self) -> Descent:
         """The sequence of lowest peak that is found; it does not depend on any budget."""
