@@ -27,7 +27,7 @@ class PlannerConfig:
             op from 2000 ops on, if `quick`). It ends sooner near the bound; where the first search misses the
             budget, a few times as much is done in all.
         quick: whether someone waits for the plan, such as a compile.
-        placed: whether the budget is for the plan placed by best fit, holes included, instead of its live
+        placed: whether the budget is for the plan placed at addresses, holes included, instead of its live
             bytes; the plan then carries offsets.
         bound: whether to prove a lower bound on the overhead beside the plan.
         strong_bound: whether to prove the linear bound, too: tighter at low budgets, and seconds of work. The

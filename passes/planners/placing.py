@@ -1,4 +1,8 @@
-"""Sequences with offsets, and what the window planner makes of a budget."""
+"""Sequences with offsets: by best fit, by the window planner, or planned with room where packing gets stuck.
+
+Room is a number of bytes in each slot that a plan leaves free (`Graph.reserved_bytes`). It grows where
+packing from the ground up gets stuck most often, a little at a time, until a plan's copies can be packed.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ from passes.planners.cut import (
     rank,
     relax,
 )
-from passes.planners.neighbourhood import improve
+from passes.planners.neighbourhood import alike, improve
 from passes.planners.schedule import Schedule, reverse_delete
 from passes.planners.window import Walked, walk
 
@@ -128,13 +132,14 @@ def with_room(
     reserved_bytes = np.full(
         len(graph.cost_ns) + 1, int(giving.everywhere_ratio * budget_bytes), dtype=np.int64
     )
+    kinds = alike(graph)
     for rounds in range(MOST_ROUNDS):
         if not work.left:
             break
         stacked = _stacked(graph, found, budget_bytes, work)
         if stacked.offsets is not None:
             placed = dataclasses.replace(found, offsets=stacked.offsets)
-            return _with_less_room(graph, placed, budget_bytes, reserved_bytes, work)
+            return _with_less_room(graph, kinds, placed, budget_bytes, reserved_bytes, work)
         if not stacked.jams:
             break
         schedule = Schedule(graph, found.steps)
@@ -150,12 +155,17 @@ def with_room(
         if lower.peak_bytes > budget_bytes:
             reserved_bytes = reserved_bytes // 2
         else:
-            found = _around(roomy, lower, budget_bytes, work)
+            found = _around(roomy, kinds, lower, budget_bytes, work)
     return None
 
 
 def _with_less_room(
-    graph: Graph, best: Descent, budget_bytes: int, reserved_bytes: IntArray, work: Work
+    graph: Graph,
+    kinds: Sequence[int],
+    best: Descent,
+    budget_bytes: int,
+    reserved_bytes: IntArray,
+    work: Work,
 ) -> Descent:
     """The cheapest placed sequence found while some of the slots, time and again others, lose their room."""
     random_number = random.Random(0)
@@ -167,7 +177,7 @@ def _with_less_room(
         less_bytes = reserved_bytes.copy()
         less_bytes[slots[first : first + count]] = 0
         roomy = dataclasses.replace(graph, reserved_bytes=less_bytes)
-        found = _around(roomy, relax(roomy, best, budget_bytes), budget_bytes, work, stale)
+        found = _around(roomy, kinds, relax(roomy, best, budget_bytes), budget_bytes, work, stale)
         stale += 1
         if found.cost_ns < best.cost_ns:
             stacked = _stacked(graph, found, budget_bytes, work)
@@ -178,10 +188,12 @@ def _with_less_room(
     return dataclasses.replace(best, peak_bytes=Schedule(graph, best.steps).peak_bytes)
 
 
-def _around(roomy: Graph, found: Descent, budget_bytes: int, work: Work, seed: int = 0) -> Descent:
+def _around(
+    roomy: Graph, kinds: Sequence[int], found: Descent, budget_bytes: int, work: Work, seed: int = 0
+) -> Descent:
     """The best of a short search around a sequence."""
     part = Work(max(0, min(AROUND_UNITS, work.limit - work.done)))
-    found = improve(roomy, found, budget_bytes, 0, part, seed)
+    found = improve(roomy, found, budget_bytes, 0, part, kinds, seed)
     work.done += part.done
     return found
 
