@@ -162,18 +162,24 @@ def most_saved(made: Retention, op: int) -> dict[int, int]:
     return saved
 
 
-def surely_saved(made: Retention, op: int) -> dict[int, int]:
-    """For every input the units that are saved for certain if it dies at `op`, others dying or not."""
-    nbytes = made.frame.graph.nbytes
-    saved: dict[int, int] = {}
+def sure_pairs(graph: Graph, op: int) -> list[tuple[int, int]]:
+    """Pairs (output, input) of which the output takes the place for certain if the input dies at `op`."""
+    found: list[tuple[int, int]] = []
     outs: list[int] = []
     inps: list[int] = []
-    for out, inp in made.frame.graph.shares[op]:
+    for out, inp in graph.shares[op]:
         if out not in outs and inp not in inps:
-            saved[inp] = made.size(min(nbytes[out], nbytes[inp]))
+            found.append((out, inp))
         outs.append(out)
         inps.append(inp)
-    return saved
+    return found
+
+
+def surely_saved(made: Retention, op: int) -> dict[int, int]:
+    """For every input the units that are saved for certain if it dies at `op`, others dying or not."""
+    graph = made.frame.graph
+    pairs = sure_pairs(graph, op)
+    return {inp: made.size(min(graph.nbytes[out], graph.nbytes[inp])) for out, inp in pairs}
 
 
 def _local_units(graph: Graph, made: Retention, op: int) -> int:

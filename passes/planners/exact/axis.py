@@ -1,0 +1,108 @@
+"""The time axis of the model with lifetimes: one long sequence of steps, of which a plan takes some.
+
+A plan lies on an axis if it is the axis' steps without some re-runs. After Moccasin (ICML 2023) the whole
+axis offers in every slot each op once, in schedule order; an axis around a plan offers that in some slots
+only, beside the plan's own re-runs. Invariant: an axis is itself a valid sequence.
+
+In the example of `passes.ir` the slots 3 and 4 of the whole axis are `0 1 2 3` and `0 1 2 3 4`, without
+the ops that are of no more use there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from passes.liveness import Graph
+from passes.planners.exact.frame import last_slots
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Axis:
+    """A sequence of steps, and which of them are first runs.
+
+    Attributes:
+        graph: the program.
+        steps: op ids; every op's first occurrence is its first run, which each plan has.
+        is_first: for every position whether it is a first run.
+    """
+
+    graph: Graph
+    steps: tuple[int, ...]
+    is_first: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, graph: Graph, steps: Sequence[int]) -> Axis:
+        """The axis of a sequence: its plans are what deleting re-runs from it can give."""
+        reached = 0
+        first = []
+        for op in steps:
+            first.append(op == reached)
+            reached += op == reached
+        return cls(graph=graph, steps=tuple(steps), is_first=tuple(first))
+
+    @classmethod
+    def around(
+        cls, graph: Graph, steps: Sequence[int], window: Collection[int], cost_limit_ns: int | None = None
+    ) -> Axis:
+        """The axis of a sequence with all re-runs of use in the slots of `window`.
+
+        Args:
+            steps: a valid sequence; it lies on the axis.
+            window: slots in which every op is offered, in schedule order; again wherever `steps` goes back.
+            cost_limit_ns: ops that cost more are not offered; they cannot be part of a plan with that cost.
+        """
+        last = last_slots(graph)
+
+        def is_offered(op: int, slot: int) -> bool:
+            cheap = cost_limit_ns is None or graph.cost_ns[op] <= cost_limit_ns
+            useful = any(last[b] >= slot for b in graph.outputs[op])
+            return cheap and useful and graph.program.ops[op].can_rerun(slot)
+
+        merged: list[int] = []
+        for slot, reruns in enumerate(_by_slot(graph, steps)):
+            for run in _ascending(reruns) if slot in window else ():
+                merged += [op for op in range(slot) if op in run or is_offered(op, slot)]
+            merged += [*([] if slot in window else reruns), *range(slot, len(graph.cost_ns))[:1]]
+        return cls.of(graph, merged)
+
+    def positions(self, steps: Sequence[int]) -> list[int]:
+        """Where on the axis a sequence takes its steps.
+
+        Raises:
+            ValueError: the sequence does not lie on the axis.
+        """
+        found: list[int] = []
+        at = 0
+        for op in steps:
+            while at < len(self.steps) and self.steps[at] != op:
+                if self.is_first[at]:
+                    break
+                at += 1
+            if at == len(self.steps) or self.steps[at] != op:
+                raise ValueError(f"step {len(found)} (op {op}) is not on the axis")
+            found.append(at)
+            at += 1
+        return found
+
+
+def _by_slot(graph: Graph, steps: Sequence[int]) -> list[list[int]]:
+    """The re-runs in every slot, in their order."""
+    found: list[list[int]] = [[] for _ in range(len(graph.cost_ns) + 1)]
+    slot = 0
+    for op in steps:
+        if op == slot:
+            slot += 1
+        else:
+            found[slot].append(op)
+    return found
+
+
+def _ascending(reruns: Sequence[int]) -> list[list[int]]:
+    """Cut in front of every op that does not come after the one before it; at least one part."""
+    parts: list[list[int]] = [[]]
+    for op in reruns:
+        if parts[-1] and op <= parts[-1][-1]:
+            parts.append([])
+        parts[-1].append(op)
+    return parts
