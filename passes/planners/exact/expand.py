@@ -8,7 +8,7 @@ sequence; only its bytes are open.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -88,7 +88,7 @@ def hint_of(frame: Frame, steps: list[int]) -> tuple[set[tuple[int, int]], set[t
     return rerun, kept
 
 
-def slots_of(steps: list[int]) -> list[int]:
+def slots_of(steps: Sequence[int]) -> list[int]:
     """For every position the first op that has not run before it."""
     slots: list[int] = []
     slot = 0

@@ -12,7 +12,7 @@ Positions are those of the axis; bytes are in units of their greatest common div
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from ortools.sat.python import cp_model
@@ -20,7 +20,7 @@ from ortools.sat.python import cp_model
 from passes.planners.exact.axis import Axis
 from passes.planners.exact.retention import sure_pairs
 
-Literal = cp_model.LiteralT
+Literal = cp_model.BoolVarT | int
 Value = cp_model.IntVar | int
 Linear = cp_model.LinearExpr | int
 
@@ -104,9 +104,7 @@ def build(
     if placed:
         add_stops(made)
         add_places(made, offsets or {})
-    cost_ns = axis.graph.cost_ns
-    again = [p for p, is_first in enumerate(axis.is_first) if not is_first]
-    made.model.minimize(sum(cost_ns[axis.steps[p]] * made.run[p] for p in again))
+    made.model.minimize(again_ns(made))
     return made
 
 
@@ -203,15 +201,38 @@ class _Boxes:
         self.across: list[cp_model.IntervalVar] = []
         self.along: list[cp_model.IntervalVar] = []
 
-    def add(
-        self, position: int, start: Linear, stop: Linear, offset: Value, size: int
-    ) -> None:
+    def add(self, position: int, start: Linear, stop: Linear, offset: Value, size: int) -> None:
         """One more, from `start` until before `stop`, `size` units from `offset` on."""
         model, run = self.made.model, self.made.run[position]
         plain = isinstance(start, int)
         length = stop - start if plain else model.new_int_var(0, len(self.made.axis.steps), "length")
         self.across.append(model.new_optional_interval_var(start, length, stop, run, f"time {position}"))
         self.along.append(model.new_optional_fixed_size_interval_var(offset, size, run, f"bytes {position}"))
+
+
+def again_ns(made: Lifetimes) -> Linear:
+    """Cost of the re-runs."""
+    axis = made.axis
+    again = [p for p, is_first in enumerate(axis.is_first) if not is_first]
+    return sum(axis.graph.cost_ns[axis.steps[p]] * made.run[p] for p in again)
+
+
+def add_hint(made: Lifetimes, positions: Collection[int], offsets: Mapping[tuple[int, int], int]) -> None:
+    """A known plan as the place to start from.
+
+    Args:
+        positions: which steps of the axis it takes.
+        offsets: (position, buffer): where the copies lie, in bytes; empty if they are not placed.
+    """
+    taken = set(positions)
+    axis = made.axis
+    for position, run in enumerate(made.run):
+        if not isinstance(run, int):
+            made.model.add_hint(run, position in taken)
+    for (buffer, k), place in made.offset.items():
+        offset = offsets.get((made.touches[buffer][k].position, buffer))
+        if offset is not None and not isinstance(place, int):
+            made.model.add_hint(place, (offset - axis.graph.argument_bytes) // made.unit)
 
 
 def _join_places(made: Lifetimes) -> None:
@@ -301,9 +322,7 @@ def _not(literal: Literal) -> Literal:
     return 1 - literal if isinstance(literal, int) else ~literal
 
 
-def _latest(
-    made: Lifetimes, least: Linear, later: Linear, need: Literal
-) -> Linear:
+def _latest(made: Lifetimes, least: Linear, later: Linear, need: Literal) -> Linear:
     """Not before `least`, and not before `later` if that is needed."""
     if isinstance(need, int):
         return later if need else least

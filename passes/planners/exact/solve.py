@@ -3,13 +3,13 @@
 Every model is a relaxation of the next, so their optima rise; the first answer that keeps the budget is
 optimal among all plans. Where only the order of the re-runs of one slot breaks it, that slot is ordered
 (each op at most once, in schedule order): what is proved from then on holds for such plans only, and the
-lower bound stays where it was. Never returns worse than the hint, the search's plan.
+lower bound stays where it was. Where that proves nothing in its part of the limit, the best plan is improved
+a few slots at a time. Never returns worse than the hint, the search's plan.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
@@ -17,34 +17,19 @@ from ortools.sat.python import cp_model
 from passes.ir import OpId, Plan, Program, Status
 from passes.liveness import Graph
 from passes.planners.bounds import working_set_bytes
+from passes.planners.cut import of_schedule
 from passes.planners.exact.expand import breaks, hint_of, steps_of
 from passes.planners.exact.frame import Frame, unit_bytes
+from passes.planners.exact.limits import Clock, ExactConfig
+from passes.planners.exact.neighbourhood import improve
 from passes.planners.exact.retention import Retention, build
 from passes.planners.schedule import Schedule, reverse_delete
 from passes.simulate import simulate_graph
 
 UNITS = 10**6
 FINER = 64
-REPORT_AFTER_S = 2.0
-ROUNDING_RATIO = 1e-9
-LP_SUBSOLVERS = ("max_lp", "reduced_costs")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExactConfig:
-    """How long the exact mode may take.
-
-    Attributes:
-        work_limit: in the solver's deterministic seconds, all models together; the same on every machine.
-        time_limit_s: wall clock instead, and the solver then uses `workers` threads.
-        workers: threads of the solver under a wall-clock limit.
-        report: called with a line of progress about every two seconds, once two have passed.
-    """
-
-    work_limit: float = 20.0
-    time_limit_s: float | None = None
-    workers: int = 2
-    report: Callable[[str], None] | None = None
+ROUNDING_NS = 1e-3
+SEARCH_RATIO = 0.5
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,6 +41,11 @@ class _Known:
     bound_ns: int
     ordered_bound_ns: int
     proved_infeasible: bool = False
+
+    @property
+    def proved_ns(self) -> int:
+        """No plan that is looked for costs less."""
+        return max(self.bound_ns, self.ordered_bound_ns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,43 +69,61 @@ def solve_exact(program: Program, budget_bytes: int, hint: Plan, config: ExactCo
         OPTIMAL: no plan costs less. FEASIBLE: within the budget, never costlier than a hint that keeps
         it. INFEASIBLE: proved. UNKNOWN: neither found nor proved; the steps are the hint's.
     """
-    begin = time.perf_counter()
-    graph = Graph.of(program)
-    bound_ns = int(hint.lower_bound_ratio * sum(graph.cost_ns) * (1 - ROUNDING_RATIO))
-    known = _Known(steps=list(hint.steps), cost_ns=None, bound_ns=bound_ns, ordered_bound_ns=0)
+    return solve_within(Graph.of(program), budget_bytes, hint, Clock(config))
+
+
+def solve_within(graph: Graph, budget_bytes: int, hint: Plan, clock: Clock, keep: float = 0.0) -> Plan:
+    """`solve_exact` for a part of a limit.
+
+    Args:
+        keep: how much of the clock's limit is not for this.
+    """
+    begin_s = clock.seconds
+    known = _Known(steps=list(hint.steps), cost_ns=None, bound_ns=bound_ns(graph, hint), ordered_bound_ns=0)
     if hint.peak_bytes <= budget_bytes:
         known.cost_ns = _again_ns(graph, known.steps)
     impossible = hint.status is Status.INFEASIBLE and hint.budget_bytes >= budget_bytes
-    known.proved_infeasible = impossible or working_set_bytes(program) > budget_bytes
+    known.proved_infeasible = impossible or working_set_bytes(graph.program) > budget_bytes
     if not known.proved_infeasible and known.cost_ns != 0:
-        refinement = _Refinement(graph, budget_bytes, known, config, begin)
         try:
-            refinement.run()
+            _search(graph, budget_bytes, known, clock, keep)
         except KeyboardInterrupt:
-            refinement.say("stopped; the best plan so far is kept")
-    return _plan(graph, budget_bytes, known, time.perf_counter() - begin)
+            clock.stop()
+    return _plan(graph, budget_bytes, known, clock.seconds - begin_s)
+
+
+def bound_ns(graph: Graph, made: Plan) -> int:
+    """What a plan says that the re-runs of every plan cost at least."""
+    return max(0, math.ceil(made.lower_bound_ratio * sum(graph.cost_ns) - ROUNDING_NS))
+
+
+def _search(graph: Graph, budget_bytes: int, known: _Known, clock: Clock, keep: float) -> None:
+    """Models from coarse to fine, then the best plan's neighbourhoods."""
+    share = SEARCH_RATIO * max(0.0, clock.left - keep) if known.cost_ns is not None else 0.0
+    _Refinement(graph, budget_bytes, known, clock, keep + share).run()
+    if known.cost_ns is not None and known.cost_ns > known.proved_ns:
+        base_ns = sum(graph.cost_ns)
+        start = of_schedule(Schedule(graph, known.steps))
+        found = improve(graph, budget_bytes, start, clock, base_ns + known.proved_ns, keep)
+        known.steps, known.cost_ns = list(found.steps), found.cost_ns - base_ns
 
 
 class _Refinement:
     """One problem's models, from coarse to fine."""
 
-    def __init__(
-        self, graph: Graph, budget_bytes: int, known: _Known, config: ExactConfig, begin: float
-    ) -> None:
+    def __init__(self, graph: Graph, budget_bytes: int, known: _Known, clock: Clock, keep: float) -> None:
         self.graph = graph
         self.budget_bytes = budget_bytes
         self.known = known
-        self.config = config
-        self.begin = begin
-        self.work_left = config.work_limit
+        self.clock = clock
+        self.keep = keep
         self.units = UNITS
         self.frame = Frame.of(graph, ())
-        self.said_s = 0.0
 
     def run(self) -> None:
         """Refine until something is proved or the limit is reached."""
         steps: list[int] = list(range(len(self.graph.cost_ns)))
-        while self._refine(steps):
+        while self.clock.left > self.keep and self._refine(steps):
             answer = self._solve()
             self._learn(answer)
             if not answer.status.found:
@@ -124,11 +132,6 @@ class _Refinement:
             self._offer(steps)
             if self._is_done() or answer.status is not Status.OPTIMAL:
                 return
-
-    def say(self, text: str) -> None:
-        """A line of progress."""
-        if self.config.report is not None:
-            self.config.report(f"exact: {time.perf_counter() - self.begin:.1f} s, {text}")
 
     def _refine(self, steps: list[int]) -> bool:
         """A finer frame, or finer units; False if nothing is left to refine."""
@@ -155,18 +158,8 @@ class _Refinement:
     def _ask(self, made: Retention) -> _Answer:
         solver = cp_model.CpSolver()
         solver.parameters.linearization_level = 2
-        if self.config.time_limit_s is None:
-            solver.parameters.num_workers = 1
-            solver.parameters.max_deterministic_time = max(1e-3, self.work_left)
-        else:
-            left_s = self.config.time_limit_s - (time.perf_counter() - self.begin)
-            solver.parameters.max_time_in_seconds = max(1e-3, left_s)
-            solver.parameters.num_workers = self.config.workers
-            if self.config.workers > 1:
-                solver.parameters.subsolvers.extend(LP_SUBSOLVERS)
         solver.best_bound_callback = lambda bound: self._progress(bound)
-        code = solver.solve(made.model)
-        self.work_left -= solver.response_proto.deterministic_time
+        code = self.clock.solve(solver, made.model, keep=self.keep)
         bound_ns = int(-(-solver.best_objective_bound // 1)) if made.rerun else 0
         if code == cp_model.INFEASIBLE:
             return _Answer(status=Status.INFEASIBLE, bound_ns=0)
@@ -180,14 +173,11 @@ class _Refinement:
         )
 
     def _progress(self, bound_ns: float) -> None:
-        now_s = time.perf_counter() - self.begin
-        if now_s - self.said_s >= REPORT_AFTER_S:
-            self.said_s = now_s
-            base_ns = sum(self.graph.cost_ns)
-            found_ns = self.known.cost_ns
-            found = "no plan yet" if found_ns is None else f"plan {found_ns / base_ns:+.3%}"
-            bound_ns = max(bound_ns, self.known.bound_ns)
-            self.say(f"{found}, bound {bound_ns / base_ns:+.3%}, {self.frame.n_blocks} blocks")
+        base_ns = sum(self.graph.cost_ns)
+        found_ns = self.known.cost_ns
+        found = "no plan yet" if found_ns is None else f"plan {found_ns / base_ns:+.3%}"
+        bound_ns = max(bound_ns, self.known.bound_ns)
+        self.clock.say(f"{found}, bound {bound_ns / base_ns:+.3%}, {self.frame.n_blocks} blocks")
 
     def _learn(self, answer: _Answer) -> None:
         """Bounds for all plans while no slot is ordered; for ordered plans afterwards."""
@@ -208,8 +198,7 @@ class _Refinement:
                 self.known.steps, self.known.cost_ns = schedule.compact(), cost_ns
 
     def _is_done(self) -> bool:
-        proved_ns = max(self.known.bound_ns, self.known.ordered_bound_ns)
-        return self.known.cost_ns is not None and self.known.cost_ns <= proved_ns
+        return self.known.cost_ns is not None and self.known.cost_ns <= self.known.proved_ns
 
 
 def _add_hint(made: Retention, steps: list[int]) -> None:
