@@ -2,23 +2,37 @@
 
 The cheapest plan of all, placed or not, is solved for first. If its copies can be packed in the budget
 (best fit, then the exact packers), it is the cheapest placed plan, too, and that is proved. If not, the
-budget of the live bytes is lowered by what the packing lacks; the cheapest plan that is then packed is
-kept, and the bound stays that of the first. The search's placed plan is always among them.
+budget of the live bytes is lowered by what the packing lacks, until a plan can be packed. Re-runs and
+offsets are then variables of one model, of all slots where that is small enough and of a few at a time:
+first the cheapest plan is led into the budget, then the best placed one is improved. The bound stays that
+of the first plan; the search's placed plan is always among them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import time
+from itertools import islice
 
-from passes.ir import Plan, Program, Status
+from passes.ir import OpId, Plan, Program, Status
 from passes.liveness import Graph, copies_of
 from passes.offsets.best_fit import copy_groups, place_graph
+from passes.planners.config import PlannerConfig
+from passes.planners.cut import Descent
+from passes.planners.exact.axis import Axis
+from passes.planners.exact.limits import Clock, ExactConfig
+from passes.planners.exact.neighbourhood import improve, lower, solve_slots
 from passes.planners.exact.packing import pack
-from passes.planners.exact.solve import ExactConfig, solve_exact
+from passes.planners.exact.solve import bound_ns, solve_within
+from passes.planners.placing import end_of
+from passes.planners.search import plan
+from passes.simulate import simulate_graph
 
-MOST_BUDGETS = 5
+MOST_BUDGETS = 6
+FIRST_PARTS = 4
+FIRST_KEEP, LOWERED_KEEP, PLACED_KEEP = 0.6, 0.45, 0.3
 PACKING_SHARE = 0.25
+WHOLE_SHARE = 0.5
+MOST_RERUNS = 1000
 
 
 def solve_jointly(program: Program, budget_bytes: int, hint: Plan, config: ExactConfig) -> Plan:
@@ -31,80 +45,141 @@ def solve_jointly(program: Program, budget_bytes: int, hint: Plan, config: Exact
         A plan with offsets, OPTIMAL or FEASIBLE; or one without, INFEASIBLE, or UNKNOWN where no plan
         could be placed.
     """
-    begin = time.perf_counter()
-    graph = Graph.of(program)
-    best = hint if _end(graph, hint) <= budget_bytes and hint.status.found else None
-    first: Plan | None = None
-    target_bytes = budget_bytes
-    for tries in range(MOST_BUDGETS):
-        left = _left(config, begin)
-        made = solve_exact(program, target_bytes, hint, left)
-        first = first or made
-        if not made.status.found:
-            break
-        placed, lacking_bytes = _placed(graph, made, budget_bytes, _left(config, begin))
-        if placed is not None:
-            found = _labelled(placed, first, budget_bytes, proved=not tries)
-            if best is None or found.overhead_ratio <= best.overhead_ratio:
-                best = found
-            break
-        target_bytes = min(target_bytes, made.peak_bytes) - max(1, lacking_bytes << max(0, tries - 1))
-    assert first is not None, "at least one budget is tried"
-    if best is None:
-        missed = Status.UNKNOWN if first.status.found else first.status
-        return dataclasses.replace(first, status=missed)
-    return _labelled(best, first, budget_bytes, proved=best.status is Status.OPTIMAL)
+    joint = _Joint(Graph.of(program), budget_bytes, hint, Clock(config))
+    try:
+        joint.run()
+    except KeyboardInterrupt:
+        joint.clock.stop()
+    return joint.plan()
 
 
-def _placed(graph: Graph, made: Plan, budget_bytes: int, config: ExactConfig) -> tuple[Plan | None, int]:
-    """The plan with offsets, or None and how many bytes best fit lacks."""
-    placement = place_graph(graph, made.steps)
-    if placement.heap_bytes <= budget_bytes:
-        return dataclasses.replace(made, offsets=placement.offsets), 0
-    group, items = copy_groups(graph, made.steps, copies_of(graph, made.steps))
-    limit_s = None if config.time_limit_s is None else PACKING_SHARE * config.time_limit_s
-    packed = pack([tuple(item) for item in items], budget_bytes - graph.argument_bytes, limit_s)
-    if not packed.fits:
-        return None, placement.heap_bytes - budget_bytes
-    offsets: list[tuple[int, ...]] = []
-    copy = 0
-    for op in made.steps:
-        count = len(graph.outputs[op])
-        offsets.append(
-            tuple(graph.argument_bytes + packed.offsets[group[c]] for c in range(copy, copy + count))
+class _Joint:
+    """One problem, and the best that is known of it.
+
+    Attributes:
+        first: the best plan for the budget's live bytes, with what is proved of it.
+        best: the best placed plan; None while there is none.
+    """
+
+    def __init__(self, graph: Graph, budget_bytes: int, hint: Plan, clock: Clock) -> None:
+        self.graph = graph
+        self.budget_bytes = budget_bytes
+        self.hint = hint
+        self.clock = clock
+        self.first = hint
+        self.best: Descent | None = None
+        if hint.offsets:
+            self._offer(_with(graph, hint, hint.offsets))
+
+    def run(self) -> None:
+        """From the cheap ways to the dear ones."""
+        whole = self.clock.left
+        self.first = solve_within(
+            self.graph, self.budget_bytes, self.hint, self.clock, keep=FIRST_KEEP * whole
         )
-        copy += count
-    return dataclasses.replace(made, offsets=tuple(offsets)), 0
+        if not self.first.status.found:
+            return
+        start = self._lower_budgets(keep=LOWERED_KEEP * whole)
+        if self.best is None or start.cost_ns < self.best.cost_ns:
+            keep, most_ns = PLACED_KEEP * whole, None if self.best is None else self.best.cost_ns - 1
+            self._offer(lower(self.graph, self.budget_bytes, start, self.clock, most_ns=most_ns, keep=keep))
+        if self._is_done() or self._solve_whole(self.best or start):
+            return
+        if self.best is not None:
+            self._offer(improve(self.graph, self.budget_bytes, self.best, self.clock, self._floor_ns()))
+
+    def plan(self) -> Plan:
+        """What is known, as a plan."""
+        if self.best is None:
+            missed = Status.UNKNOWN if self.first.status.found else self.first.status
+            return dataclasses.replace(self.first, status=missed, seconds=self.clock.seconds, offsets=())
+        base_ns = sum(self.graph.cost_ns)
+        floor_ns = min(self._floor_ns(), self.best.cost_ns)
+        return Plan(
+            steps=tuple(OpId(op) for op in self.best.steps),
+            peak_bytes=simulate_graph(self.graph, self.best.steps).peak_bytes,
+            budget_bytes=self.budget_bytes,
+            overhead_ratio=(self.best.cost_ns - base_ns) / base_ns if base_ns else 0.0,
+            lower_bound_ratio=(floor_ns - base_ns) / base_ns if base_ns else 0.0,
+            status=Status.OPTIMAL if self._is_done() else Status.FEASIBLE,
+            planner="exact",
+            seconds=self.clock.seconds,
+            offsets=self.best.offsets,
+        )
+
+    def _lower_budgets(self, keep: float) -> Descent:
+        """Cheapest plans for ever fewer live bytes, until one is packed; returns the first of them."""
+        made, target_bytes = self.first, self.budget_bytes
+        first = _with(self.graph, made, place_graph(self.graph, made.steps).offsets)
+        for tries in range(MOST_BUDGETS):
+            placed = self._packed(made)
+            self._offer(placed)
+            if end_of(self.graph, placed) <= self.budget_bytes:
+                break
+            lacking_bytes = end_of(self.graph, placed) - self.budget_bytes
+            target_bytes = min(target_bytes, made.peak_bytes) - -(-(lacking_bytes << tries) // FIRST_PARTS)
+            if self.clock.left <= keep:
+                break
+            hint = plan(self.graph.program, target_bytes, PlannerConfig(quick=True))
+            share = (self.clock.left - keep) / 2
+            made = solve_within(self.graph, target_bytes, hint, self.clock, keep + share)
+            if not made.status.found:
+                break
+        return first
+
+    def _packed(self, made: Plan) -> Descent:
+        """The plan with offsets, within the budget if the packers can do that."""
+        placement = place_graph(self.graph, made.steps)
+        placed = _with(self.graph, made, placement.offsets)
+        if placement.heap_bytes <= self.budget_bytes:
+            return placed
+        group, items = copy_groups(self.graph, made.steps, copies_of(self.graph, made.steps))
+        base_bytes = self.graph.argument_bytes
+        limit_s = None if self.clock.config.time_limit_s is None else PACKING_SHARE * self.clock.left
+        packed = pack([tuple(item) for item in items], self.budget_bytes - base_bytes, limit_s)
+        if not packed.fits:
+            return placed
+        copies = (base_bytes + packed.offsets[g] for g in group)
+        rows = tuple(tuple(islice(copies, len(self.graph.outputs[op]))) for op in made.steps)
+        return dataclasses.replace(placed, offsets=rows)
+
+    def _solve_whole(self, start: Descent) -> bool:
+        """One model of all slots, where it is small enough; True if it is solved."""
+        slots = range(len(self.graph.cost_ns) + 1)
+        most_ns = None if self.best is None else self.best.cost_ns
+        axis = Axis.around(self.graph, start.steps, slots)
+        if len(axis.steps) - len(self.graph.cost_ns) > MOST_RERUNS:
+            return False
+        found, is_solved = solve_slots(
+            self.graph,
+            self.budget_bytes,
+            start,
+            slots,
+            self.clock,
+            most_ns=most_ns,
+            keep=(1 - WHOLE_SHARE) * self.clock.left,
+        )
+        if found is not None:
+            self._offer(found)
+        if is_solved:
+            self.clock.say("no placed plan that re-runs ops in schedule order in every slot costs less")
+        return is_solved
+
+    def _offer(self, found: Descent) -> None:
+        """Take a placed plan that keeps the budget and costs less than the best."""
+        keeps = end_of(self.graph, found) <= self.budget_bytes
+        if keeps and (self.best is None or found.cost_ns < self.best.cost_ns):
+            self.best = found
+
+    def _floor_ns(self) -> int:
+        """No plan costs less."""
+        return sum(self.graph.cost_ns) + bound_ns(self.graph, self.first)
+
+    def _is_done(self) -> bool:
+        return self.best is not None and self.best.cost_ns <= self._floor_ns()
 
 
-def _labelled(plan: Plan, first: Plan, budget_bytes: int, *, proved: bool) -> Plan:
-    """The plan under the joint problem's budget, bound and status."""
-    bound_ratio = min(first.lower_bound_ratio, plan.overhead_ratio)
-    optimal = proved or plan.overhead_ratio <= first.lower_bound_ratio
-    return dataclasses.replace(
-        plan,
-        budget_bytes=budget_bytes,
-        lower_bound_ratio=bound_ratio,
-        status=Status.OPTIMAL if optimal and first.status is Status.OPTIMAL else Status.FEASIBLE,
-        planner="exact",
-    )
-
-
-def _end(graph: Graph, plan: Plan) -> float:
-    """The end of the highest copy of a placed plan; infinite for one without offsets."""
-    if not plan.offsets:
-        return float("inf")
-    ends = [
-        offset + graph.nbytes[b]
-        for op, offsets in zip(plan.steps, plan.offsets, strict=True)
-        for b, offset in zip(graph.outputs[op], offsets, strict=True)
-    ]
-    return max(ends, default=graph.argument_bytes)
-
-
-def _left(config: ExactConfig, begin: float) -> ExactConfig:
-    """The same limits less the seconds that are gone."""
-    if config.time_limit_s is None:
-        return config
-    left_s = max(0.1, config.time_limit_s - (time.perf_counter() - begin))
-    return dataclasses.replace(config, time_limit_s=left_s)
+def _with(graph: Graph, made: Plan, offsets: tuple[tuple[int, ...], ...]) -> Descent:
+    """A plan's steps at some offsets."""
+    cost_ns = sum(graph.cost_ns[op] for op in made.steps)
+    return Descent(steps=made.steps, peak_bytes=made.peak_bytes, cost_ns=cost_ns, offsets=offsets)
