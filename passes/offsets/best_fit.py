@@ -18,7 +18,7 @@ import numpy as np
 
 from passes.ir import OpId, Program
 from passes.liveness import Copies, Graph, IntArray, copies_of
-from passes.offsets.packing import Span
+from passes.offsets.packing import Span, disjoint
 from passes.offsets.skyline import Jam, Skyline
 from passes.offsets.sweep import MOST_ITEMS, LimitError, Sweep
 
@@ -146,7 +146,7 @@ def copy_groups(graph: Graph, steps: Sequence[int], copies: Copies) -> tuple[lis
         if graph.workspace_bytes[op]:
             nbytes = graph.workspace_bytes[op]
             segments.append([Span(start=position, stop=position + 1, nbytes=nbytes)])
-    return group, segments
+    return group, [list(disjoint(spans)) for spans in segments]
 
 
 def _key(group: list[Span]) -> tuple[int, int]:

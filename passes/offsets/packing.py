@@ -1,6 +1,7 @@
 """Static allocation: items with fixed lifetimes, to be placed in a given number of bytes.
 
-An item is one or more spans that share an offset (a chain of copies that take each other's places).
+An item is one or more spans that share an offset (a chain of copies that take each other's places); no two
+of them are at one time (`disjoint`).
 Lifetimes are half-open. `check_packing` is the plain quadratic check, which knows only the data.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,18 @@ class Packing:
     offsets: tuple[int, ...]
     method: str
     seconds: float
+
+
+def disjoint(spans: Sequence[Span]) -> Item:
+    """An item's spans cut so that no two are at one time; where several are, the most bytes count."""
+    times = sorted({time for span in spans for time in (span.start, span.stop)})
+    pieces: list[Span] = []
+    for start, stop in pairwise(times):
+        nbytes = max((span.nbytes for span in spans if span.start <= start < span.stop), default=0)
+        if pieces and pieces[-1].stop == start and pieces[-1].nbytes == nbytes:
+            start = pieces.pop().start
+        pieces.append(Span(start=start, stop=stop, nbytes=nbytes))
+    return tuple(pieces)
 
 
 def apart(items: Sequence[Item]) -> list[list[int]]:

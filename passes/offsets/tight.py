@@ -7,7 +7,7 @@ machine.
 
 from __future__ import annotations
 
-from passes.offsets.packing import Item, Span
+from passes.offsets.packing import Item, Span, disjoint
 from passes.offsets.sweep import MOST_ITEMS, LimitError, Sweep
 from passes.offsets.xla_heap import HeapLayout, Interval, best_fit, xla_order
 
@@ -101,7 +101,7 @@ def _items(intervals: list[Interval], groups: list[int], alignment: int) -> list
     for i in intervals:
         units = -(-i.nbytes // alignment)
         spans[i.group].append(Span(start=i.start, stop=i.end + 1, nbytes=units))
-    return [tuple(spans[g]) for g in groups]
+    return [disjoint(spans[g]) for g in groups]
 
 
 def _improved(
