@@ -20,10 +20,9 @@ from passes.planners.config import PlannerConfig
 from passes.planners.cut import Descent
 from passes.planners.exact.axis import Axis
 from passes.planners.exact.limits import Clock, ExactConfig
-from passes.planners.exact.neighbourhood import improve, lower, solve_slots
+from passes.planners.exact.neighbourhood import heap_bytes, improve, lower, solve_slots
 from passes.planners.exact.packing import pack
 from passes.planners.exact.solve import bound_ns, solve_within
-from passes.planners.placing import end_of
 from passes.planners.search import plan
 from passes.simulate import simulate_graph
 
@@ -114,9 +113,9 @@ class _Joint:
         for tries in range(MOST_BUDGETS):
             placed = self._packed(made)
             self._offer(placed)
-            if end_of(self.graph, placed) <= self.budget_bytes:
+            if heap_bytes(self.graph, placed) <= self.budget_bytes:
                 break
-            lacking_bytes = end_of(self.graph, placed) - self.budget_bytes
+            lacking_bytes = heap_bytes(self.graph, placed) - self.budget_bytes
             target_bytes = min(target_bytes, made.peak_bytes) - -(-(lacking_bytes << tries) // FIRST_PARTS)
             if self.clock.left <= keep:
                 break
@@ -167,7 +166,7 @@ class _Joint:
 
     def _offer(self, found: Descent) -> None:
         """Take a placed plan that keeps the budget and costs less than the best."""
-        keeps = end_of(self.graph, found) <= self.budget_bytes
+        keeps = heap_bytes(self.graph, found) <= self.budget_bytes
         if keeps and (self.best is None or found.cost_ns < self.best.cost_ns):
             self.best = found
 

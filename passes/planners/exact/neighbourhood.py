@@ -42,7 +42,7 @@ def improve(
         keep: how much of the clock's limit is not for this.
     """
     generator = random.Random(0)
-    base_ns = sum(graph.cost_ns)
+    base_ns = max(1, sum(graph.cost_ns))
     n_slots, stale, work = FIRST_SLOTS, 0, FIRST_WORK
     try:
         while clock.left > keep and best.cost_ns > floor_ns:
@@ -91,7 +91,7 @@ def lower(
     generator = random.Random(0)
     n_slots, work = FIRST_SLOTS, FIRST_WORK
     try:
-        while clock.left > keep and (end_bytes := end_of(graph, known)) > budget_bytes:
+        while clock.left > keep and (end_bytes := heap_bytes(graph, known)) > budget_bytes:
             clock.say(f"placed in {end_bytes} bytes, {end_bytes / budget_bytes - 1:.2%} too many")
             target_bytes = max(budget_bytes, end_bytes - 1 - (end_bytes - budget_bytes) // LOWER_PARTS)
             window = _window_above(graph, known, target_bytes, n_slots, generator)
@@ -118,16 +118,37 @@ def lower(
 def _window_above(
     graph: Graph, known: Descent, target_bytes: int, n_slots: int, generator: random.Random
 ) -> frozenset[int]:
-    """Slots around a moment at which some copy ends above a target."""
+    """Slots around a moment at which some copy ends above a target; any where only scratch memory does."""
     slots = slots_of(known.steps)
     copies = copies_of(graph, known.steps)
     at = [offset for row in known.offsets for offset in row]
     high = [
         c for c, b in enumerate(copies.buffer) if graph.nbytes[b] and at[c] + graph.nbytes[b] > target_bytes
     ]
-    copy = generator.choice(high)
-    middle = slots[generator.randrange(copies.start[copy], copies.stop[copy])]
+    moments = [position for c in high for position in range(copies.start[c], copies.stop[c])]
+    middle = slots[generator.choice(moments)] if moments else generator.randrange(len(graph.cost_ns))
     return _around(middle, n_slots, len(graph.cost_ns), generator)
+
+
+def heap_bytes(graph: Graph, placed: Descent) -> int:
+    """The end of the highest copy, and of scratch memory at the lowest offsets that the copies leave it."""
+    copies = copies_of(graph, placed.steps)
+    at = [offset for row in placed.offsets for offset in row]
+    highest = end_of(graph, placed)
+    for position, op in enumerate(placed.steps):
+        if work := graph.workspace_bytes[op]:
+            alive = sorted(
+                (at[c], at[c] + graph.nbytes[b])
+                for c, b in enumerate(copies.buffer)
+                if copies.start[c] <= position < copies.stop[c] and graph.nbytes[b]
+            )
+            low = graph.argument_bytes
+            for begin, end in alive:
+                if begin - low >= work:
+                    break
+                low = max(low, end)
+            highest = max(highest, low + work)
+    return highest
 
 
 def _window(steps: Sequence[int], n_ops: int, n_slots: int, generator: random.Random) -> frozenset[int]:

@@ -173,7 +173,7 @@ class _Refinement:
         )
 
     def _progress(self, bound_ns: float) -> None:
-        base_ns = sum(self.graph.cost_ns)
+        base_ns = max(1, sum(self.graph.cost_ns))
         found_ns = self.known.cost_ns
         found = "no plan yet" if found_ns is None else f"plan {found_ns / base_ns:+.3%}"
         bound_ns = max(bound_ns, self.known.bound_ns)
