@@ -28,6 +28,7 @@ from passes.simulate import simulate_graph
 
 MOST_BUDGETS = 6
 FIRST_PARTS = 4
+# What the first three stages leave of the limit to those behind them.
 FIRST_KEEP, LOWERED_KEEP, PLACED_KEEP = 0.6, 0.45, 0.3
 PACKING_SHARE = 0.25
 WHOLE_SHARE = 0.5

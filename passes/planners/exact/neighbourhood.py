@@ -46,10 +46,7 @@ def improve(
     n_slots, stale, work = FIRST_SLOTS, 0, FIRST_WORK
     try:
         while clock.left > keep and best.cost_ns > floor_ns:
-            clock.say(
-                f"plan {best.cost_ns / base_ns - 1:+.3%}, bound {floor_ns / base_ns - 1:+.3%}, "
-                f"{n_slots} slots anew"
-            )
+            clock.say(f"plan {best.cost_ns / base_ns - 1:+.3%}, {n_slots} slots anew")
             window = _window(best.steps, len(graph.cost_ns), n_slots, generator)
             if stale > PATIENCE // 2:
                 window |= _window(best.steps, len(graph.cost_ns), n_slots, generator)

@@ -176,6 +176,8 @@ class _Refinement:
         base_ns = max(1, sum(self.graph.cost_ns))
         found_ns = self.known.cost_ns
         found = "no plan yet" if found_ns is None else f"plan {found_ns / base_ns:+.3%}"
+        if self.frame.ordered:
+            bound_ns = 0
         bound_ns = max(bound_ns, self.known.bound_ns)
         self.clock.say(f"{found}, bound {bound_ns / base_ns:+.3%}, {self.frame.n_blocks} blocks")
 
