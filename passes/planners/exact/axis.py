@@ -43,7 +43,13 @@ class Axis:
 
     @classmethod
     def around(
-        cls, graph: Graph, steps: Sequence[int], window: Collection[int], cost_limit_ns: int | None = None
+        cls,
+        graph: Graph,
+        steps: Sequence[int],
+        window: Collection[int],
+        *,
+        cost_limit_ns: int | None = None,
+        offered: Collection[int] | None = None,
     ) -> Axis:
         """The axis of a sequence with all re-runs of use in the slots of `window`.
 
@@ -51,13 +57,15 @@ class Axis:
             steps: a valid sequence; it lies on the axis.
             window: slots in which every op is offered, in schedule order; again wherever `steps` goes back.
             cost_limit_ns: ops that cost more are not offered; they cannot be part of a plan with that cost.
+            offered: ops to offer; None for all.
         """
         last = last_slots(graph)
 
         def is_offered(op: int, slot: int) -> bool:
             cheap = cost_limit_ns is None or graph.cost_ns[op] <= cost_limit_ns
             useful = any(last[b] >= slot for b in graph.outputs[op])
-            return cheap and useful and graph.program.ops[op].can_rerun(slot)
+            wanted = offered is None or op in offered
+            return wanted and cheap and useful and graph.program.ops[op].can_rerun(slot)
 
         merged: list[int] = []
         for slot, reruns in enumerate(_by_slot(graph, steps)):

@@ -9,6 +9,7 @@ of work; every state is a plan within the budget that costs no more than the one
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Collection, Sequence
 
 from ortools.sat.python import cp_model
@@ -29,6 +30,8 @@ FEWEST_SLOTS = 2
 PATIENCE = 30
 LOWER_PARTS = 16
 BUILD_WORK = 1e-4
+MOST_OFFERED = 400
+FEWEST_OFFERED = 30
 
 
 def improve(
@@ -51,6 +54,7 @@ def improve(
             if stale > PATIENCE // 2:
                 window |= _window(best.steps, len(graph.cost_ns), n_slots, generator)
             seed = generator.randrange(1 << 30)
+            offered = _near(graph, best.steps, window)
             found, is_best = solve_slots(
                 graph,
                 budget_bytes,
@@ -58,6 +62,7 @@ def improve(
                 window,
                 clock,
                 most_ns=best.cost_ns,
+                offered=offered,
                 most_work=work,
                 keep=keep,
                 seed=seed,
@@ -66,7 +71,7 @@ def improve(
             is_better = found is not None and found.cost_ns < best.cost_ns
             stale = 0 if is_better else stale + 1
             best = found or best
-            if is_best and len(window) > len(graph.cost_ns):
+            if is_best and min(len(window), len(offered) + 1) > len(graph.cost_ns):
                 break
             if stale >= PATIENCE:
                 stale, n_slots, work = 0, n_slots + 2, MORE_WORK * work
@@ -100,6 +105,7 @@ def lower(
                 window,
                 clock,
                 most_ns=most_ns,
+                offered=_near(graph, known.steps, window),
                 most_work=work,
                 keep=keep,
                 seed=seed,
@@ -160,6 +166,29 @@ def _around(slot: int, n_slots: int, n_ops: int, generator: random.Random) -> fr
     return frozenset(range(first, min(n_ops + 1, first + n_slots)))
 
 
+def _near(graph: Graph, steps: Sequence[int], window: Collection[int]) -> frozenset[int]:
+    """Ops to offer in a window: what its steps read, what passes through it, and what those are made from."""
+    n_ops = len(graph.cost_ns)
+    most = max(FEWEST_OFFERED, MOST_OFFERED // len(window))
+    if most >= n_ops:
+        return frozenset(range(n_ops))
+    inside = [n for n, slot in enumerate(slots_of(steps)) if slot in window]
+    copies = copies_of(graph, steps)
+    passing = [
+        b
+        for b, start, stop in zip(copies.buffer, copies.start, copies.stop, strict=True)
+        if inside and start < inside[-1] < stop
+    ]
+    found: dict[int, None] = {}
+    queue = deque([*(b for n in inside for b in graph.inputs[steps[n]]), *passing])
+    while queue and len(found) < most:
+        op = graph.producer[queue.popleft()]
+        if op not in found:
+            found[op] = None
+            queue.extend(graph.inputs[op])
+    return frozenset(found)
+
+
 def solve_slots(
     graph: Graph,
     budget_bytes: int,
@@ -168,6 +197,7 @@ def solve_slots(
     clock: Clock,
     *,
     most_ns: int | None,
+    offered: Collection[int] | None = None,
     most_work: float | None = None,
     keep: float = 0.0,
     seed: int = 0,
@@ -176,8 +206,9 @@ def solve_slots(
 
     Args:
         known: a plan to start from, placed if the others shall be; need not keep the budget.
-        window: slots in which every re-run is offered.
+        window: slots in which re-runs are offered.
         most_ns: the most that all steps may cost; None for any cost.
+        offered: ops to offer there; None for all.
         most_work: a limit in the solver's deterministic seconds, besides that of the clock.
         keep: how much of the clock's limit is not for this.
 
@@ -185,7 +216,7 @@ def solve_slots(
         The plan, None if there is none or none was found; and whether nothing was left open.
     """
     again_limit_ns = None if most_ns is None else most_ns - sum(graph.cost_ns)
-    axis = Axis.around(graph, known.steps, window, again_limit_ns)
+    axis = Axis.around(graph, known.steps, window, cost_limit_ns=again_limit_ns, offered=offered)
     positions = axis.positions(known.steps)
     offsets = _offsets_on(axis, positions, known)
     outside = _outside(axis, positions, known, window)
