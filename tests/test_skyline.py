@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import cut_up, items_to_pack, random_program
+from strategies import items_to_pack, random_program
 
+from benchmarks.pack import cut_up
 from passes.ir import Buffer, BufferId, Op, OpId, Program
 from passes.liveness import Graph
 from passes.offsets.best_fit import place_graph, stack_graph
@@ -89,9 +90,9 @@ def layered(n_ops: int, width: int, seed: int) -> Program:
     return Program.build(name="layered", ops=tuple(ops), buffers=buffers, outputs=())
 
 
-@pytest.mark.parametrize("seed", [0, 1, 5])
+@pytest.mark.parametrize("seed", [0, 6, 9])
 def test_room_where_packing_gets_stuck_places_a_plan_within_the_budget(seed: int):
-    program = layered(90, 8, seed)
+    program = layered(150, 8, seed)
     search = Search(program, PlannerConfig(quick=True))
     budget_bytes = int(0.8 * search.start.peak_bytes)
     live = search.best(budget_bytes)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -40,19 +39,6 @@ MOST_ROUNDS = 60
 PATIENCE = 24
 ROOM_RATIO = 0.005
 AROUND_UNITS = 60_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Giving:
-    """How room is given to packing.
-
-    Attributes:
-        rounds_per_place: after how many rounds in vain one more place gets room in each.
-        everywhere_ratio: share of the budget that is left free everywhere from the first round on.
-    """
-
-    rounds_per_place: int
-    everywhere_ratio: float = 0.0
 
 
 def end_of(graph: Graph, found: Descent) -> int:
@@ -116,22 +102,17 @@ def _with_offsets(graph: Graph, walked: Walked, budget_bytes: int) -> Descent:
     return raw
 
 
-def with_room(
-    graph: Graph, start: Descent, found: Descent, budget_bytes: int, work: Work, giving: Giving
-) -> Descent | None:
+def with_room(graph: Graph, start: Descent, found: Descent, budget_bytes: int, work: Work) -> Descent | None:
     """A sequence with offsets, planned with room in the slots in which packing got stuck, ever more of it.
 
     Args:
         start: the schedule without re-runs.
         found: a sequence within the budget, the first to be packed.
-        giving: how fast.
 
     Returns:
         None if work or bytes do not suffice.
     """
-    reserved_bytes = np.full(
-        len(graph.cost_ns) + 1, int(giving.everywhere_ratio * budget_bytes), dtype=np.int64
-    )
+    reserved_bytes: IntArray = np.zeros(len(graph.cost_ns) + 1, dtype=np.int64)
     kinds = alike(graph)
     for rounds in range(MOST_ROUNDS):
         if not work.left:
@@ -143,8 +124,7 @@ def with_room(
         if not stacked.jams:
             break
         schedule = Schedule(graph, found.steps)
-        places = 1 + rounds // giving.rounds_per_place
-        reserved_bytes = _more_room(schedule, stacked.jams, places, budget_bytes, reserved_bytes)
+        reserved_bytes = _more_room(schedule, stacked.jams, 1 + rounds, budget_bytes, reserved_bytes)
         roomy = dataclasses.replace(graph, reserved_bytes=reserved_bytes)
         whole = of_schedule(Schedule(roomy, start.steps))
         lower = min(

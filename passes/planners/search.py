@@ -25,7 +25,7 @@ from passes.planners.config import PlannerConfig
 from passes.planners.cut import Descent, Style, Work, deepen, descend, lower_to, of_schedule, rank, relax
 from passes.planners.greedy import evict_one_by_one
 from passes.planners.neighbourhood import alike, improve
-from passes.planners.placing import Giving, end_of, walks, windows, with_offsets, with_room
+from passes.planners.placing import end_of, walks, windows, with_offsets, with_room
 from passes.planners.proof import is_impossible
 from passes.planners.rebuild import rebuild
 from passes.planners.schedule import Schedule
@@ -60,13 +60,13 @@ NEAR_RUNGS = (0, 1)
 FAR_RUNGS = (0, 1, 3, 7, 15)
 GREEDY_UNITS_PER_OP = 1000
 RESTARTS = 3
-TIGHTER_RATIOS = (0.985, 0.96, 0.92, 0.85)
+TIGHTER_RATIOS = (0.99, 0.975, 0.95, 0.92, 0.88)
+TIGHTER_LIMITS = 0.6
 SMALL_OPS = 200
 WALKS_LIMITS = 0.5
 ROOM_LIMITS = 7.0
 NEAR_PLACED = 0.004
 NO_COST_NS = 1 << 62
-GIVINGS = (Giving(rounds_per_place=1), Giving(rounds_per_place=2, everywhere_ratio=0.04))
 WINDOWS_LIMITS = 0.25
 DEEPEST_LIMITS = 1.0
 REBUILD_LIMITS = 2.0
@@ -174,23 +174,24 @@ class Search:
 
     def _with_room(self, found: Descent, budget_bytes: int) -> list[Descent]:
         """Placed sequences: with room where packing got stuck, and everywhere, while that is cheaper."""
+        if self.config.planner == "window":
+            return []
         least_ns = NO_COST_NS
         tried: list[Descent] = []
-        for giving in GIVINGS if self.config.planner != "window" else ():
-            work = self._own_work(ROOM_LIMITS)
-            roomy = with_room(self.graph, self.start, found, budget_bytes, work, giving)
-            if roomy is not None:
-                tried.append(roomy)
-                least_ns = min(least_ns, roomy.cost_ns)
-            if least_ns <= found.cost_ns + NEAR_PLACED * self.start.cost_ns:
-                return tried
-        self.again()
+        roomy = with_room(self.graph, self.start, found, budget_bytes, self._own_work(ROOM_LIMITS))
+        if roomy is not None:
+            tried.append(roomy)
+            least_ns = roomy.cost_ns
+        if least_ns <= found.cost_ns + NEAR_PLACED * self.start.cost_ns:
+            return tried
         for ratio in TIGHTER_RATIOS:
             target_bytes = int(budget_bytes * ratio)
-            if target_bytes < self.working_set_bytes:
-                break
-            tighter = self.best(target_bytes, (dataclasses.replace(found, offsets=()),))
-            if tighter.peak_bytes > target_bytes or tighter.cost_ns >= least_ns:
+            work = self._own_work(TIGHTER_LIMITS)
+            tighter = lower_to(self.graph, found.steps, target_bytes, work)
+            tighter = improve(self.graph, tighter, target_bytes, 0, work, self.kinds)
+            if tighter.peak_bytes > target_bytes:
+                continue
+            if tighter.cost_ns >= least_ns:
                 break
             tried.append(with_offsets(self.graph, tighter, budget_bytes))
             if end_of(self.graph, tried[-1]) <= budget_bytes:
