@@ -250,12 +250,6 @@ def _push_jaxpr(jaxpr: Any, pair: Pair) -> Any:
     return compat.trace(lambda *values: _push(values, jaxpr, pair), avals)
 
 
-def _push_inline(values: Sequence[Any], jaxpr: Any, pair: Pair) -> list[Any]:
-    n_args = len(pair.differentiated)
-    tangents = values[len(values) - sum(pair.differentiated) :]
-    return compat.evaluate(_push_jaxpr(jaxpr, pair), [*values[:n_args], *tangents])
-
-
 def _linear_jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, config: RematConfig, pair: Pair
 ) -> tuple[list[Any], list[Any]]:

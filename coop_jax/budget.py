@@ -99,11 +99,6 @@ class Budget:
         return value if isinstance(value, Budget) else cls(device=value)
 
     @property
-    def needs_baseline(self) -> bool:
-        """True if `resolve` must know the program's peak without rematerialization."""
-        return self.device is not None and _parse(self.device).unit == "fraction"
-
-    @property
     def needs_device(self) -> bool:
         """True if `resolve` must know the device's memory."""
         return self.device is None or any(

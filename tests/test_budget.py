@@ -90,7 +90,6 @@ def test_only_sizes_are_sizes(value: object) -> None:
 def test_shares_of_the_device(value: object, device: int | None, expected: int) -> None:
     budget = Budget.of(value)
     assert budget.needs_device == (device is not None)
-    assert not budget.needs_baseline
     assert budget.resolve(device_bytes=device) == expected
 
 
@@ -102,7 +101,6 @@ def test_a_fraction_asks_for_the_plain_program_once() -> None:
         return 1001
 
     budget = Budget.of(0.5)
-    assert budget.needs_baseline
     assert not budget.needs_device
     assert budget.resolve(baseline_bytes=baseline) == 500
     assert len(asked) == 1

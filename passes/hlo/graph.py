@@ -16,7 +16,6 @@ _BITS = {
     10: 16, 11: 32, 16: 16, 12: 64, 19: 8, 28: 8, 20: 8, 23: 8, 29: 8, 24: 8, 25: 8, 32: 4, 33: 8, 35: 6,
     36: 6, 15: 64, 18: 128,
 }  # fmt: skip
-_FLOATS = (10, 11, 12, 16, 15, 18)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +48,6 @@ class Shape:
     def count(self) -> int:
         """Number of elements of an array."""
         return prod(self.dims)
-
-    @property
-    def is_float(self) -> bool:
-        """True if elements are floating point (or complex)."""
-        return self.element in _FLOATS
 
     def leaves(self) -> list[tuple[tuple[int, ...], Shape]]:
         """Every sub-shape with its index, this shape first."""

@@ -82,10 +82,6 @@ class Lifetimes:
         """Units of scratch memory that a position's op takes."""
         return self.axis.graph.workspace_bytes[self.axis.steps[position]] // self.unit
 
-    def needed_before(self, buffer: int, k: int) -> Literal:
-        """Whether a copy of the buffer is there just before its touch `k`."""
-        return self.needed[buffer, k - 1] if k else 0
-
 
 def build(
     axis: Axis, budget_bytes: int, *, placed: bool, offsets: Mapping[tuple[int, int], int] | None = None
