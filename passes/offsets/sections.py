@@ -88,7 +88,8 @@ def _held(items: Sequence[Item]) -> IntArray:
     at = np.asarray(times, dtype=np.int64)
     for i, item in enumerate(items):
         for span in item:
-            held[(span.start <= at) & (at < span.stop), i] = span.nbytes
+            alive = (span.start <= at) & (at < span.stop)
+            held[alive, i] = np.maximum(held[alive, i], span.nbytes)
     kept = [k for k in range(len(times)) if k + 1 == len(times) or (held[k] > held[k + 1]).any()]
     return held[kept] if kept else np.zeros((1, len(items)), dtype=np.int64)
 
