@@ -22,7 +22,7 @@ from passes.offsets.packing import Span, disjoint
 from passes.offsets.skyline import Jam, Skyline
 from passes.offsets.sweep import MOST_ITEMS, LimitError, Sweep
 
-MOST_TRIES = 800_000
+MOST_TRIES = 1_000_000
 MOST_STACKED = 4000
 PASSES = 24
 PASS_UNITS = 1_200_000

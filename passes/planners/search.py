@@ -20,6 +20,7 @@ from itertools import pairwise
 
 from passes.ir import OpId, Plan, Program, Status
 from passes.liveness import Graph
+from passes.offsets.sweep import MOST_ITEMS
 from passes.planners.bounds import Bound, least_bytes
 from passes.planners.config import PlannerConfig
 from passes.planners.cut import Descent, Style, Work, deepen, descend, lower_to, of_schedule, rank, relax
@@ -60,17 +61,16 @@ NEAR_RUNGS = (0, 1)
 FAR_RUNGS = (0, 1, 3, 7, 15)
 GREEDY_UNITS_PER_OP = 1000
 RESTARTS = 3
-TIGHTER_RATIOS = (0.99, 0.975, 0.95, 0.92, 0.88)
-TIGHTER_LIMITS = 0.6
+TIGHTER_RATIOS = (0.995, 0.985, 0.97, 0.95, 0.92, 0.88)
+FIRST_TIGHTER_LIMITS, TIGHTER_LIMITS = 2.0, 0.6
 SMALL_OPS = 200
 WALKS_LIMITS = 0.5
 ROOM_LIMITS = 7.0
 NEAR_PLACED = 0.004
-NO_COST_NS = 1 << 62
 WINDOWS_LIMITS = 0.25
 DEEPEST_LIMITS = 1.0
 REBUILD_LIMITS = 2.0
-IMPROVE_LIMITS = 3.0
+IMPROVE_LIMITS, LARGE_IMPROVE_LIMITS = 3.0, 2.0
 DOWN_LIMITS = 2.0
 ROUNDING_NS = 1e-3
 NEAR_OVERHEAD = 0.0004
@@ -173,30 +173,40 @@ class Search:
         return best, end
 
     def _with_room(self, found: Descent, budget_bytes: int) -> list[Descent]:
-        """Placed sequences: with room where packing got stuck, and everywhere, while that is cheaper."""
+        """Placed sequences: with a little room everywhere, with room where packing got stuck, with more."""
         if self.config.planner == "window":
             return []
-        least_ns = NO_COST_NS
+        near_ns = found.cost_ns + int(NEAR_PLACED * self.start.cost_ns)
         tried: list[Descent] = []
-        roomy = with_room(self.graph, self.start, found, budget_bytes, self._own_work(ROOM_LIMITS))
-        if roomy is not None:
-            tried.append(roomy)
-            least_ns = roomy.cost_ns
-        if least_ns <= found.cost_ns + NEAR_PLACED * self.start.cost_ns:
-            return tried
-        for ratio in TIGHTER_RATIOS:
-            target_bytes = int(budget_bytes * ratio)
-            work = self._own_work(TIGHTER_LIMITS)
-            tighter = lower_to(self.graph, found.steps, target_bytes, work)
-            tighter = improve(self.graph, tighter, target_bytes, 0, work, self.kinds)
-            if tighter.peak_bytes > target_bytes:
-                continue
-            if tighter.cost_ns >= least_ns:
+        if len(found.steps) <= MOST_ITEMS:
+            work = self._own_work(FIRST_TIGHTER_LIMITS)
+            tried.append(self._tighter(found, budget_bytes, TIGHTER_RATIOS[0], work))
+            if self._least_ns(tried, budget_bytes) <= near_ns:
+                return tried
+        work = self._own_work(ROOM_LIMITS)
+        roomy = with_room(self.graph, self.start, found, budget_bytes, work)
+        tried += [] if roomy is None else [roomy]
+        for ratio in TIGHTER_RATIOS[1:]:
+            least_ns = self._least_ns(tried, budget_bytes)
+            if least_ns <= near_ns:
                 break
-            tried.append(with_offsets(self.graph, tighter, budget_bytes))
-            if end_of(self.graph, tried[-1]) <= budget_bytes:
+            tighter = self._tighter(found, budget_bytes, ratio, self._own_work(TIGHTER_LIMITS))
+            tried.append(tighter)
+            if tighter.cost_ns >= least_ns or end_of(self.graph, tighter) <= budget_bytes:
                 break
         return tried
+
+    def _least_ns(self, placed: Sequence[Descent], budget_bytes: int) -> float:
+        """The cost of the cheapest of some placed sequences that fits, infinite if none does."""
+        fitting = (d.cost_ns for d in placed if end_of(self.graph, d) <= budget_bytes)
+        return min(fitting, default=math.inf)
+
+    def _tighter(self, found: Descent, budget_bytes: int, ratio: float, work: Work) -> Descent:
+        """A sequence for a share of the budget, or near it, with offsets."""
+        target_bytes = int(budget_bytes * ratio)
+        lower = lower_to(self.graph, found.steps, target_bytes, work)
+        lower = improve(self.graph, lower, target_bytes, self.start.cost_ns, work, self.kinds)
+        return with_offsets(self.graph, lower, budget_bytes)
 
     def deepest(self) -> Descent:
         """The sequence of lowest peak that is found; it does not depend on any budget."""
@@ -246,8 +256,9 @@ class Search:
         best = min(tried, key=lambda d: rank(d, budget_bytes))
         if best.peak_bytes > budget_bytes:
             return best
-        if not self.config.quick and len(self.graph.cost_ns) < HUGE_OPS:
-            work = self.work(IMPROVE_LIMITS)
+        n_ops = len(self.graph.cost_ns)
+        if not self.config.quick and n_ops < HUGE_OPS:
+            work = self.work(IMPROVE_LIMITS if n_ops < LARGE_OPS else LARGE_IMPROVE_LIMITS)
         return self._improved(budget_bytes, best, tried, work if work.left else self.work(1 / 3))
 
     def _walked(self, budget_bytes: int, best: Descent) -> Descent:
