@@ -200,3 +200,19 @@ def small_gpt(layers: int, unit: int = 64) -> Program:
         outputs += b.op((dqkv, h), (unit // 8,), 350)
         (dx,) = b.op((dqkv, x, mean, scale, dx2), (unit,), 440)
     return b.build(f"gpt{layers}", tuple(outputs))
+
+
+def in_place(read_again: bool) -> Program:
+    """The second op may write over the first one's output, which a third may read, too."""
+
+    def op(i: int, inputs: tuple[int, ...]) -> Op:
+        wires = tuple(BufferId(b) for b in inputs)
+        share = ((BufferId(i), wires[0]),) if i == 1 else ()
+        return Op(id=OpId(i), inputs=wires, outputs=(BufferId(i),), cost_ns=1, may_share=share)
+
+    return Program.build(
+        name="in place",
+        ops=(op(0, ()), op(1, (0,)), op(2, (1, 0) if read_again else (1,))),
+        buffers=tuple(Buffer(id=BufferId(i), nbytes=4) for i in range(3)),
+        outputs=(BufferId(2),),
+    )

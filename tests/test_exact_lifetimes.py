@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ortools.sat.python import cp_model
-from strategies import example, programs, sequences
+from strategies import example, in_place, programs, sequences
 
-from passes.ir import Buffer, BufferId, Op, OpId, Program
+from passes.ir import OpId, Program
 from passes.liveness import Graph, copies_of
 from passes.offsets.best_fit import copy_groups
 from passes.planners.exact import lifetimes
@@ -70,13 +70,18 @@ def solved(made: Lifetimes) -> tuple[int, tuple[OpId, ...]] | None:
     return round(solver.objective_value), tuple(OpId(op) for op in steps)
 
 
+def drawn(data: st.DataObject, max_reruns: int) -> tuple[Program, Axis, int]:
+    """A program, an axis of it, and a budget from half of its peak on."""
+    program = data.draw(programs(max_ops=5))
+    axis = Axis.of(Graph.of(program), data.draw(sequences(program, max_reruns=max_reruns)))
+    peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
+    return program, axis, data.draw(st.integers(peak_bytes // 2, peak_bytes))
+
+
 @settings(max_examples=150)
 @given(st.data())
 def test_the_model_of_live_bytes_finds_what_brute_force_finds(data: st.DataObject):
-    program = data.draw(programs(max_ops=5))
-    axis = Axis.of(Graph.of(program), data.draw(sequences(program, max_reruns=4)))
-    peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
-    budget_bytes = data.draw(st.integers(peak_bytes // 2, peak_bytes))
+    program, axis, budget_bytes = drawn(data, max_reruns=4)
     best = solved(lifetimes.build(axis, budget_bytes, placed=False))
     least = least_ns(axis, lambda steps: simulate(program, steps).peak_bytes <= budget_bytes)
     assert (best and best[0]) == least
@@ -86,10 +91,7 @@ def test_the_model_of_live_bytes_finds_what_brute_force_finds(data: st.DataObjec
 @settings(max_examples=150)
 @given(st.data())
 def test_the_model_with_addresses_finds_what_brute_force_finds(data: st.DataObject):
-    program = data.draw(programs(max_ops=5))
-    axis = Axis.of(Graph.of(program), data.draw(sequences(program, max_reruns=3)))
-    peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
-    budget_bytes = data.draw(st.integers(peak_bytes // 2, peak_bytes))
+    program, axis, budget_bytes = drawn(data, max_reruns=3)
     best = solved(lifetimes.build(axis, budget_bytes, placed=True))
     least = least_ns(axis, lambda steps: can_be_placed(program, steps, budget_bytes))
     assert (best and best[0]) == least
@@ -155,22 +157,6 @@ def test_rectangles_do_not_overlap():
     assert not holds(made, a == 2, b == 0)
     # Here b is in the way of c (4 bytes each) with a (4 bytes) below: there is no room for dc at the top.
     assert not holds(made, ~made.run[4])
-
-
-def in_place(read_again: bool) -> Program:
-    """The second op may write over the first one's output, which a third may read, too."""
-
-    def op(i: int, inputs: tuple[int, ...]) -> Op:
-        wires = tuple(BufferId(b) for b in inputs)
-        share = ((BufferId(i), wires[0]),) if i == 1 else ()
-        return Op(id=OpId(i), inputs=wires, outputs=(BufferId(i),), cost_ns=1, may_share=share)
-
-    return Program.build(
-        name="in place",
-        ops=(op(0, ()), op(1, (0,)), op(2, (1, 0) if read_again else (1,))),
-        buffers=tuple(Buffer(id=BufferId(i), nbytes=4) for i in range(3)),
-        outputs=(BufferId(2),),
-    )
 
 
 @pytest.mark.parametrize("read_again", [False, True])

@@ -81,21 +81,21 @@ def place_graph(graph: Graph, steps: Sequence[int], limit_bytes: int | None = No
             found, _, _ = _stacked(segments, room_bytes, PASSES)
             best = found or _searched(segments, room_bytes) or best
     heap_bytes = graph.argument_bytes + _height(segments, best)
-    return Placement(offsets=_by_step(graph, steps, group, best), heap_bytes=heap_bytes)
+    return Placement(offsets=by_step(graph, steps, group, best), heap_bytes=heap_bytes)
 
 
 def stack_graph(graph: Graph, steps: Sequence[int], limit_bytes: int, passes: int) -> Stacked:
     """Pack all copies of a sequence of steps from the ground up; fewer passes where there are many."""
     group, segments = copy_groups(graph, steps, copies_of(graph, steps))
     found, jams, work = _stacked(segments, limit_bytes - graph.argument_bytes, passes)
-    offsets = None if found is None else _by_step(graph, steps, group, found)
+    offsets = None if found is None else by_step(graph, steps, group, found)
     return Stacked(offsets=offsets, jams=jams, work=work)
 
 
-def _by_step(
-    graph: Graph, steps: Sequence[int], group: list[int], found: list[int]
+def by_step(
+    graph: Graph, steps: Sequence[int], group: Sequence[int], found: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
-    """The offset of each output of every step, from those of the groups."""
+    """The offset of each output of every step, from those of the groups above the arguments."""
     offsets: list[tuple[int, ...]] = []
     copy = 0
     for op in steps:

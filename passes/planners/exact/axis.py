@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from passes.liveness import Graph
+from passes.planners.exact.expand import slots_of
 from passes.planners.exact.frame import last_slots
 
 
@@ -34,12 +35,8 @@ class Axis:
     @classmethod
     def of(cls, graph: Graph, steps: Sequence[int]) -> Axis:
         """The axis of a sequence: its plans are what deleting re-runs from it can give."""
-        reached = 0
-        first = []
-        for op in steps:
-            first.append(op == reached)
-            reached += op == reached
-        return cls(graph=graph, steps=tuple(steps), is_first=tuple(first))
+        first = tuple(op == slot for op, slot in zip(steps, slots_of(steps), strict=True))
+        return cls(graph=graph, steps=tuple(steps), is_first=first)
 
     @classmethod
     def around(
@@ -97,11 +94,8 @@ class Axis:
 def _by_slot(graph: Graph, steps: Sequence[int]) -> list[list[int]]:
     """The re-runs in every slot, in their order."""
     found: list[list[int]] = [[] for _ in range(len(graph.cost_ns) + 1)]
-    slot = 0
-    for op in steps:
-        if op == slot:
-            slot += 1
-        else:
+    for op, slot in zip(steps, slots_of(steps), strict=True):
+        if op != slot:
             found[slot].append(op)
     return found
 

@@ -11,11 +11,10 @@ of the first plan; the search's placed plan is always among them.
 from __future__ import annotations
 
 import dataclasses
-from itertools import islice
 
 from passes.ir import OpId, Plan, Program, Status
 from passes.liveness import Graph, copies_of
-from passes.offsets.best_fit import copy_groups, place_graph
+from passes.offsets.best_fit import by_step, copy_groups, place_graph
 from passes.planners.config import PlannerConfig
 from passes.planners.cut import Descent
 from passes.planners.exact.axis import Axis
@@ -134,14 +133,12 @@ class _Joint:
         if placement.heap_bytes <= self.budget_bytes:
             return placed
         group, items = copy_groups(self.graph, made.steps, copies_of(self.graph, made.steps))
-        base_bytes = self.graph.argument_bytes
+        room_bytes = self.budget_bytes - self.graph.argument_bytes
         limit_s = None if self.clock.config.time_limit_s is None else PACKING_SHARE * self.clock.left
-        packed = pack([tuple(item) for item in items], self.budget_bytes - base_bytes, limit_s)
+        packed = pack([tuple(item) for item in items], room_bytes, limit_s)
         if not packed.fits:
             return placed
-        copies = (base_bytes + packed.offsets[g] for g in group)
-        rows = tuple(tuple(islice(copies, len(self.graph.outputs[op]))) for op in made.steps)
-        return dataclasses.replace(placed, offsets=rows)
+        return dataclasses.replace(placed, offsets=by_step(self.graph, made.steps, group, packed.offsets))
 
     def _solve_whole(self, start: Descent) -> bool:
         """One model of all slots, where it is small enough; True if it is solved."""
