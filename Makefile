@@ -13,14 +13,14 @@ env: $(STAMP)
 # The CUDA plugin compiles for GPUs that are not here. Without its dependencies it is 130 MB.
 $(STAMP): Makefile constraints.txt pyproject.toml
 	@set -e; found=; \
-	for candidate in $(PYTHON) $(BIN)/python python3 python3.14 python3.13 python3.12; do \
-	  if $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then found=$$candidate; break; fi; \
+	for candidate in "$(PYTHON)" $(BIN)/python python3 python3.14 python3.13 python3.12; do \
+	  if [ -n "$$candidate" ] && "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then found=$$candidate; break; fi; \
 	done; \
 	if [ -z "$$found" ]; then \
 	  echo "coop_jax needs Python 3.12 or newer; python3 is $$(python3 --version 2>&1)." >&2; \
 	  echo "Install one, or name it: make env PYTHON=/path/to/python3.12" >&2; exit 1; \
 	fi; \
-	[ -x $(BIN)/python ] || $$found -m venv $(VENV)
+	[ -x $(BIN)/python ] || "$$found" -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,examples]'
 	@if [ "$$(uname -s)" = Linux ]; then \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt jax-cuda13-plugin jax-cuda13-pjrt; \

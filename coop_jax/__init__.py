@@ -7,6 +7,8 @@ import coop_jax as coop
 def train_step(state, batch): ...
 """
 
+from pathlib import Path
+
 from coop_jax.budget import Budget, parse_bytes
 from coop_jax.errors import (
     BudgetError,
@@ -20,6 +22,7 @@ from coop_jax.pinning import pin
 from coop_jax.planning import MinimumBudget, minimum_budget, plan
 from coop_jax.remat import remat
 from coop_jax.report import Report, report
+from passes.jaxpr import compat
 
 __all__ = [
     "Budget",
@@ -38,3 +41,5 @@ __all__ = [
     "remat",
     "report",
 ]
+
+compat.hide_lines(Path(__file__).parent)

@@ -279,5 +279,5 @@ def _grouped(recomputed: Sequence[Recomputed]) -> list[tuple[str, str, str, str,
 
 def _short(source: str) -> str:
     """A source line with the last two parts of its path."""
-    path, space, name = source.partition(" ")
+    path, space, name = source.partition(" (")
     return "/".join(path.split("/")[-2:]) + space + name

@@ -9,10 +9,12 @@ Nothing else in this project names `jax._src`.
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -79,8 +81,13 @@ def check(jaxpr: Any) -> None:
 
 
 def source_line(eqn: Any) -> str:
-    """The user's line that an equation comes from, such as "model.py:41 (attention)"."""
+    """The user's line that an equation comes from, such as "model.py:41 (attention)"; "" if unknown."""
     return str(source_info_util.summarize(eqn.source_info))
+
+
+def at_source_of(eqn: Any) -> Any:
+    """A context in which whatever is traced comes from the line that `eqn` comes from."""
+    return source_info_util.user_context(eqn.source_info.traceback)
 
 
 def is_variable(atom: Any) -> bool:
@@ -495,9 +502,14 @@ def _fresh_executable() -> Any:
 
 
 def hide_frames(path: str) -> None:
-    """Leave the functions of the file `path` out of the lines that JAX shows as the user's."""
-    source_info_util.register_exclusion(path)
+    """Leave the functions of the file `path` out of the tracebacks that JAX shows."""
     traceback_util.register_exclusion(path)
+
+
+def hide_lines(folder: Path) -> None:
+    """Never name a file in `folder` as the line that an operation comes from."""
+    # The separator keeps other folders whose names begin with this one's.
+    source_info_util.register_exclusion(f"{folder}{os.sep}")
 
 
 def cached_by_jaxpr[F: Callable[..., Any]](function: F) -> F:
@@ -546,3 +558,6 @@ def thunk_module(data: bytes) -> ThunkModule:
             buffer_bytes=tuple(int(t[t.index("<") + 1 : t.index(">")]) for t in types),
             constants=tuple(np.frombuffer(c, np.uint8) for c in thunky._collect_constant_bytes(main)),
         )
+
+
+hide_lines(Path(__file__).parent.parent)

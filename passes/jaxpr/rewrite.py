@@ -69,9 +69,12 @@ def defined(jaxpr: Any) -> list[Any]:
 
 
 def splice(
-    function: Callable[[list[Any]], Sequence[Any]], operands: Sequence[Any]
+    function: Callable[[list[Any]], Sequence[Any]], operands: Sequence[Any], like: Any
 ) -> tuple[list[Any], list[Any]]:
-    """Equations that compute `function` of some atoms of a jaxpr, and the atoms of its results."""
+    """Equations that compute `function` of some atoms of a jaxpr, and the atoms of its results.
+
+    What `function` adds of its own comes from the same line of the user's as the equation `like`.
+    """
     variables = list(dict.fromkeys(v for v in operands if compat.is_variable(v)))
 
     def run(*values: Any) -> Sequence[Any]:
@@ -79,7 +82,8 @@ def splice(
         given = [env[v] if compat.is_variable(v) else jnp.asarray(v.val, v.aval.dtype) for v in operands]
         return function(given)
 
-    traced = consts_as_literals(compat.trace(run, [v.aval for v in variables]))
+    with compat.at_source_of(like):
+        traced = consts_as_literals(compat.trace(run, [v.aval for v in variables]))
     new = renewed(traced, dict(zip(traced.invars, variables, strict=True)))
     return list(new.eqns), list(new.outvars)
 

@@ -101,7 +101,9 @@ def _write_first(choice: Choice, eqn: Any, rename: dict[Any, Any]) -> _First:
     outvars = [*make.jaxpr.outvars[: make.n_carry], *(make.slices_out[k] for k in staying), *added]
     body = compat.rebuild(make.jaxpr, eqns=make.jaxpr.eqns, outvars=outvars)
     body = compat.dce_jaxpr(body, [True] * len(outvars))
-    eqns, found = splice(lambda values: run_scan(eqn, body, values, make.n_consts, make.n_carry), eqn.invars)
+    eqns, found = splice(
+        lambda values: run_scan(eqn, body, values, make.n_consts, make.n_carry), eqn.invars, eqn
+    )
     old = [*eqn.outvars[: make.n_carry], *(make.stacks_out[k] for k in staying)]
     _rename_all(rename, old, found[: len(old)])
     first = _First(eqns=eqns)
@@ -160,7 +162,7 @@ def _write_second(choice: Choice, eqn: Any, first: _First, rename: dict[Any, Any
     )
     body = compat.dce_jaxpr(body, [True] * len(take.jaxpr.outvars))
     n_consts = len(consts) + take.n_consts
-    eqns, found = splice(lambda values: run_scan(eqn, body, values, n_consts, take.n_carry), operands)
+    eqns, found = splice(lambda values: run_scan(eqn, body, values, n_consts, take.n_carry), operands, eqn)
     _rename_all(rename, eqn.outvars, found)
     return eqns
 

@@ -104,7 +104,7 @@ def write_first(
         carry, (stacks, starts) = jax.lax.scan(segment, init, xs, length=segments.count, reverse=reverse)
         return [*carry, *map(_unfolded, stacks), *starts]
 
-    return splice(run, operands)
+    return splice(run, operands, make.eqn)
 
 
 def write_second(
@@ -151,7 +151,7 @@ def write_second(
         )
         return [*carry, *map(_unfolded, stacks)]
 
-    return splice(run, atoms)
+    return splice(run, atoms, take.eqn)
 
 
 def _other_slices(pair: ScanPair, second: Body) -> list[int]:

@@ -101,7 +101,7 @@ def _with_moved(scan: Any, moved: list[Any], rename: dict[Any, Any]) -> tuple[li
     atoms = [*outside, *(scan.invars[k] for k in kept), *scan.invars[n_consts:]]
     atoms = [compat.renamed(v, rename) for v in atoms]
     count = len(inside) + len(kept)
-    return splice(lambda values: run_scan(scan, new, values, count, n_carry), atoms)
+    return splice(lambda values: run_scan(scan, new, values, count, n_carry), atoms, scan)
 
 
 def _renamed_eqns(eqns: list[Any], known: dict[Any, Any]) -> list[Any]:

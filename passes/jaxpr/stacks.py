@@ -111,6 +111,6 @@ def _with_views(scan: Any, stacks: Any, chains: list[list[Any]]) -> tuple[list[A
             found.append(x)
         return found
 
-    eqns, outvars = splice(turn, body.invars)
+    eqns, outvars = splice(turn, body.invars, scan)
     new = compat.rebuild(body, eqns=eqns, outvars=outvars)
-    return splice(lambda values: run_scan(scan, new, values, n_consts, n_carry), scan.invars)
+    return splice(lambda values: run_scan(scan, new, values, n_consts, n_carry), scan.invars, scan)
