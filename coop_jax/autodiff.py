@@ -25,6 +25,7 @@ import jax
 
 from coop_jax import lowering
 from coop_jax.lowering import Planned, RematConfig
+from coop_jax.sizes import check_sizes
 from passes.jaxpr import compat
 from passes.jaxpr.inline import inline_calls
 
@@ -63,6 +64,7 @@ class Pair:
 def bind(jaxpr: Any, config: RematConfig, values: Sequence[Any], planned: Planned | None = None) -> list[Any]:
     """Apply `jaxpr` to `values` as a part of the program that asks for `config`."""
     jaxpr, consts = compat.hoist_consts(jaxpr)
+    check_sizes([*consts, *values], config.name)
     return list(coop_remat_p.bind(*consts, *values, jaxpr=jaxpr, config=config, planned=planned))
 
 

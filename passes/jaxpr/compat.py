@@ -110,6 +110,11 @@ def aval_nbytes(aval: Any) -> int:
     return math.prod(shape) * int(itemsize)
 
 
+def has_known_size(aval: Any) -> bool:
+    """False if some dimension of `aval` is symbolic."""
+    return core.is_constant_shape(getattr(aval, "shape", ()))
+
+
 def barrier_eqn(operands: Sequence[Any], results: Sequence[Any]) -> Any:
     """One `optimization_barrier` equation over all `operands`."""
     return core.new_jaxpr_eqn(list(operands), list(results), optimization_barrier_p, {}, core.no_effects)
