@@ -5,14 +5,16 @@ device. A function that was decorated as a whole is planned here; forward and ba
 planned together when they were differentiated (`coop_jax.autodiff`) and only take their mark here.
 
 A budget that is a fraction is a fraction of the program's total without rematerialization. That is
-found by compiling the plain function once, for the same device and with the same donation. Where the
-function is only a part of the program, the plain program's total is taken as the program's own
+found by tracing and compiling the whole program once more without `coop.remat` (`coop_jax.again`). Where
+it cannot be had (the program was traced apart from its lowering, or is a part that runs outside `jit`), the
+plain function is compiled; if that is only a part of the program, the total is taken as the program's own
 arguments and results and the plain function's temporaries, and is reported as predicted.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +23,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from coop_jax import aot, xla
+from coop_jax import again, aot, xla
+from coop_jax.again import NotPlainError
+from coop_jax.alternatives import OtherWays
 from coop_jax.budget import Budget
 from coop_jax.errors import ConstraintError, InfeasibleBudgetError, UnsupportedError
 from coop_jax.pinning import pin
@@ -37,8 +41,6 @@ from passes.jaxpr.values import Constraints, ConstraintUnsupported
 from passes.outcome import StageOutcome, scaled
 
 compat.hide_frames(__file__)
-
-UNLIMITED_BYTES = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,21 +97,25 @@ class _Baseline:
 def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Planned | None) -> Any:
     """The lowering rule: write the planned function in place and mark the program."""
     facts = module.module_facts(ctx)
-    if facts.platforms not in (("cpu",), ("cuda",)):
-        raise UnsupportedError(
-            f"a budget cannot be enforced on {' and '.join(facts.platforms)}: XLA calls back on cpu and on "
-            "cuda only, and on one of them at a time. Leave `coop.remat` out there."
-        )
+    asked = again.wish()
+    if asked is not None and asked.plain:
+        if planned is not None and planned.outcome.changed:
+            raise NotPlainError
+        return compat.lower_inline(ctx, jaxpr, operands)
+    _refuse_what_cannot_be_kept(ctx, facts)
+    program = None if asked is not None else compat.being_lowered()
     device = _model(config, facts)
     baseline: list[_Baseline] = []
 
     def baseline_bytes() -> int:
-        plains = (_inlined(jaxpr),) if planned is None else _plain_programs(planned)
-        baseline.append(_baseline(plains, facts, device, config))
+        baseline.append(_baseline(program, jaxpr, planned, facts, device, config))
         return baseline[0].total_bytes
 
     memory_bytes = None if facts.device is None else aot.device_memory_bytes(facts.device)
-    budget_bytes = config.budget.resolve(device_bytes=memory_bytes, baseline_bytes=baseline_bytes)
+    if asked is None:
+        budget_bytes = config.budget.resolve(device_bytes=memory_bytes, baseline_bytes=baseline_bytes)
+    else:
+        budget_bytes = asked.budget_bytes
     plain = _inlined(jaxpr) if planned is None else None
     constrained = None if plain is None else _constrained(plain, config)
     is_known = bool(baseline) and baseline[0].compiled and constrained is plain
@@ -133,8 +139,39 @@ def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Pl
         on_fragmentation=config.on_fragmentation,
         constraints=str(config.constraints),
     )
-    xla.mark(ctx, record, _digest(jaxpr))
+    alternatives = None
+    if program is not None:
+        unplanned = (plain,) if planned is None else (planned.forward, planned.backward)
+        alternatives = OtherWays(program=program, key=_program_key(unplanned, facts, record))
+    xla.mark(ctx, record, _digest(jaxpr), alternatives)
     return compat.lower_inline(ctx, jaxpr, operands)
+
+
+def _refuse_what_cannot_be_kept(ctx: Any, facts: module.ModuleFacts) -> None:
+    """Refuse platforms without a callback, and exports: what is exported is compiled by others, elsewhere.
+
+    Raises:
+        UnsupportedError: with what to do instead.
+    """
+    if module.is_for_export(ctx):
+        raise UnsupportedError(
+            "a decorated function cannot be exported: the exported program would be compiled without its "
+            "budget, perhaps where coop_jax is not. Export the function as it was (`f.__wrapped__`), and "
+            'decorate its call where it is compiled: coop.remat(exported.call, budget="8GiB").'
+        )
+    if facts.platforms not in (("cpu",), ("cuda",)):
+        raise UnsupportedError(
+            f"a budget cannot be enforced on {' and '.join(facts.platforms)}: XLA calls back on cpu and on "
+            "cuda only, and on one of them at a time. Leave `coop.remat` out there."
+        )
+
+
+def _program_key(unplanned: Sequence[Any], facts: module.ModuleFacts, record: xla.Record) -> str:
+    """Tells programs apart that may share what is known of them: all but their budgets."""
+    parts = [*map(_digest, unplanned), str(facts.argument_nbytes), str(facts.output_nbytes)]
+    parts += [str(facts.aliased), str(facts.num_devices), str(facts.argument_parts), str(facts.platforms)]
+    parts += [record.device_name, record.planner, record.on_fragmentation, record.constraints]
+    return hashlib.sha256("|".join(parts).encode()).hexdigest()
 
 
 def plan_pair(forward: Any, backward: Any, n_outs: int, config: RematConfig) -> tuple[JointResult, Planned]:
@@ -148,7 +185,7 @@ def plan_pair(forward: Any, backward: Any, n_outs: int, config: RematConfig) -> 
     """
     cotangents = backward.in_avals[len(forward.out_avals) - n_outs :]
     request = JaxprRequest(
-        budget_bytes=UNLIMITED_BYTES,
+        budget_bytes=xla.UNLIMITED_BYTES,
         argument_bytes=_nbytes([*forward.in_avals, *cotangents]),
         output_bytes=_nbytes([*forward.out_avals[:n_outs], *backward.out_avals]),
         alias_bytes=0,
@@ -160,9 +197,12 @@ def plan_pair(forward: Any, backward: Any, n_outs: int, config: RematConfig) -> 
         outcome = plan_joint(forward, backward, n_outs, request).outcome
         return max(1, outcome.fixed_bytes + outcome.before_temp_bytes)
 
-    memory_bytes = _expected_memory_bytes(config) if config.budget.needs_device else None
-    budget_bytes = config.budget.resolve(device_bytes=memory_bytes, baseline_bytes=predicted_bytes)
-    request = dataclasses.replace(request, budget_bytes=budget_bytes)
+    if again.wish() is None:
+        memory_bytes = _expected_memory_bytes(config) if config.budget.needs_device else None
+        budget_bytes = config.budget.resolve(device_bytes=memory_bytes, baseline_bytes=predicted_bytes)
+        request = dataclasses.replace(request, budget_bytes=budget_bytes)
+    else:
+        request = _as_wished(request, lambda: plan_joint(forward, backward, n_outs, request).outcome)
 
     try:
         halves = constrain_pair(forward, backward, n_outs, config.constraints)
@@ -200,12 +240,13 @@ def _plan_whole(
     """Plan a whole function."""
     if request is None:
         return _plan_partitioned(plain, facts, config, budget_bytes)
+    request = _as_wished(request, lambda: plan_program(plain, _unlimited(request))[1])
     if facts.device is None or not _is_whole(plain, facts):
         return plan_program(plain, request)
     donated = facts.donated
     may_pin = config.on_fragmentation == "pin" and facts.device.platform == "cpu"
     if may_pin and _pinned_plain_bytes(plain, facts.device, donated) <= budget_bytes:
-        kept, outcome = plan_program(plain, dataclasses.replace(request, budget_bytes=UNLIMITED_BYTES))
+        kept, outcome = plan_program(plain, _unlimited(request))
         return kept, dataclasses.replace(outcome, budget_bytes=budget_bytes)
 
     made, outcome = settle(_attempts(plain), request, _trial_record(config, request), facts.device, donated)
@@ -241,6 +282,7 @@ def _plan_partitioned(
         device=_model(config, facts),
         planner=config.planner,
     )
+    request = _as_wished(request, lambda: plan_program(plain, _unlimited(request))[1], parts)
     if request.temp_budget_bytes <= 0:
         return plain, None
     if not facts.argument_shardings or not _is_whole(plain, facts):
@@ -248,9 +290,30 @@ def _plan_partitioned(
         return made, scaled(outcome, over=parts) if outcome.changed else None
 
     partition = Partition(arguments=facts.argument_shardings, outputs=facts.output_shardings, parts=parts)
-    record = dataclasses.replace(_trial_record(config, request), budget_bytes=budget_bytes)
+    record = dataclasses.replace(_trial_record(config, request), budget_bytes=request.budget_bytes // parts)
     made, outcome = settle(_attempts(plain), request, record, facts.device, facts.donated, partition)
     return made, scaled(outcome, over=parts) if outcome.changed else None
+
+
+def _as_wished(request: JaxprRequest, unplanned: Callable[[], StageOutcome], parts: int = 1) -> JaxprRequest:
+    """The request with what is wished for, if anything is, in the place of the user's budget.
+
+    Args:
+        unplanned: what the jaxpr stage says of the function without a plan.
+        parts: how many devices' bytes the request is of.
+    """
+    asked = again.wish()
+    if asked is None:
+        return request
+    if asked.temp_ratio is not None:
+        aim_bytes = request.fixed_bytes + max(1, int(asked.temp_ratio * unplanned().before_temp_bytes))
+    else:
+        aim_bytes = parts * (asked.aim_bytes or asked.budget_bytes)
+    return dataclasses.replace(request, budget_bytes=aim_bytes)
+
+
+def _unlimited(request: JaxprRequest) -> JaxprRequest:
+    return dataclasses.replace(request, budget_bytes=xla.UNLIMITED_BYTES)
 
 
 def _trial_record(config: RematConfig, request: JaxprRequest) -> xla.Record:
@@ -367,9 +430,26 @@ def _joined_programs(forward: Any, backward: Any, n_outs: int) -> tuple[Any, ...
 
 
 def _baseline(
+    program: compat.BeingLowered | None,
+    jaxpr: Any,
+    planned: Planned | None,
+    facts: module.ModuleFacts,
+    device: DeviceModel,
+    config: RematConfig,
+) -> _Baseline:
+    """The total of the program without rematerialization; see this file's head."""
+    plain = None if program is None else again.plain_program(program, device.name)
+    if plain is not None:
+        return _Baseline(total_bytes=plain.memory.total_bytes, compiled=True, cost_ns=plain.cost_ns)
+    return _baseline_of_part(
+        (_inlined(jaxpr),) if planned is None else _plain_programs(planned), facts, device, config
+    )
+
+
+def _baseline_of_part(
     plains: Sequence[Any], facts: module.ModuleFacts, device: DeviceModel, config: RematConfig
 ) -> _Baseline:
-    """The total of the program without rematerialization; see this file's head.
+    """The same for a program that cannot be had as a whole.
 
     Args:
         plains: what the enclosing program may be; the last one stands in if it is none of them.
@@ -380,7 +460,7 @@ def _baseline(
             'be compiled from here to take a fraction of it. Give bytes per device, such as "8GiB".'
         )
     exact = next((plain for plain in plains if _is_whole(plain, facts)), None)
-    request = _request(facts, device, config, UNLIMITED_BYTES)
+    request = _request(facts, device, config, xla.UNLIMITED_BYTES)
     assert request is not None
     fixed_bytes = request.argument_bytes + request.output_bytes - request.alias_bytes
     plain = plains[-1] if exact is None else exact

@@ -191,7 +191,7 @@ def _compile_and_pin(lowered: Any, options: dict[str, Any]) -> Any:
                 break
         return pin(lowered.compile(compiler_options=options))
     pinned, _ = _attempt(lowered, record, options, keep=False)
-    xla.check_total(xla.record_of(pinned) or record, aot.memory(pinned).total_bytes)
+    xla.check_total(xla.record_of(pinned) or record, pinned.memory_analysis())
     return pinned
 
 

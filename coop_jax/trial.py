@@ -7,7 +7,6 @@ plan's, are settled this way; see `coop_jax.lowering`.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 import warnings
@@ -17,7 +16,7 @@ from typing import Any
 
 import jax
 
-from coop_jax import aot, xla
+from coop_jax import again, aot, xla
 from passes.jaxpr import compat
 from passes.jaxpr.measured import Measured
 from passes.jaxpr.stage import JaxprRequest
@@ -32,14 +31,6 @@ SHORT_EQUATIONS = 400
 PARTS_OF_CORRECTION = (0.5, 0.25, 0.75)
 
 coop_trial_p = compat.new_primitive("coop_trial")
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class _Trial:
-    """What is tried, and where its record is found afterwards. Compared by identity."""
-
-    record: xla.Record
-    names: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +67,6 @@ def try_out(
     Returns:
         The enforcing stage's outcome, in bytes of all parts; None if XLA failed before it was asked.
     """
-    trial = _Trial(record=record)
     where = [None] * len(closed.in_avals) if partition is None else partition.arguments
     outputs = {} if partition is None else {"out_shardings": list(partition.outputs)}
     specs = [
@@ -85,7 +75,7 @@ def try_out(
     ]
 
     def run(*values: Any) -> Sequence[Any]:
-        return list(coop_trial_p.bind(*values, jaxpr=closed, trial=trial))
+        return list(coop_trial_p.bind(*values, jaxpr=closed))
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -94,10 +84,10 @@ def try_out(
             lowered = jitted.lower(*(aot.sharded_specs(specs, device) if partition is None else specs))
         except ValueError:  # a program for several devices, such as one with `shard_map` inside
             return None
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            lowered.compile()
-    outcome = xla.outcome_of_trial(trial.names[0])
-    return outcome if outcome is None or partition is None else scaled(outcome, times=partition.parts)
+        found = xla.look(lowered, record)
+    if found is None or partition is None:
+        return None if found is None else found.outcome
+    return scaled(found.outcome, times=partition.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +138,9 @@ def _settle(
     compiled: Callable[[Any], StageOutcome | None],
 ) -> tuple[Any, StageOutcome]:
     first = attempt(request)
+    asked = again.wish()
+    if asked is not None and asked.temp_ratio is not None:  # one of many alternatives, looked at as a whole
+        return first.made, first.outcome
     small = first.outcome.before_temp_bytes <= SMALL_BYTES or _is_short(first)
     if not small or request.temp_budget_bytes <= 0:
         return first.made, first.outcome
@@ -267,10 +260,7 @@ def _least_temp_bytes(verdict: StageOutcome) -> int:
     return verdict.before_temp_bytes if least is None else max(least - verdict.fixed_bytes, 1)
 
 
-def _lower(ctx: Any, *operands: Any, jaxpr: Any, trial: _Trial) -> Any:
-    trial.names.append(xla.mark_trial(ctx, trial.record))
-    return compat.lower_inline(ctx, jaxpr, operands)
-
-
-compat.define_abstract(coop_trial_p, lambda *, jaxpr, trial: (jaxpr.out_avals, jaxpr))
-compat.register_lowering(coop_trial_p, _lower)
+compat.define_abstract(coop_trial_p, lambda *, jaxpr: (jaxpr.out_avals, jaxpr))
+compat.register_lowering(
+    coop_trial_p, lambda ctx, *operands, jaxpr: compat.lower_inline(ctx, jaxpr, operands)
+)

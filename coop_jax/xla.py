@@ -1,42 +1,50 @@
-"""The mark on a program, the one registry of records, and the callback that XLA makes into this package.
+"""The callback that XLA makes into this package, the one registry of records, and the check.
 
-A program that contains a decorated function carries a mark: frontend attributes of its module, written
-when it is lowered. XLA hands every scheduled module to the callback; an unmarked one goes back
-untouched at once, a marked one goes through the enforcing stage. After the compile, XLA's own count is
-checked. A program that is loaded from the compilation cache in another process is recognised by its
-mark, which tells all but what the enforcing stage did (XLA drops attributes that the callback adds).
+A program that contains a decorated function carries a mark (`coop_jax.record`), written when it is lowered.
+XLA hands every scheduled module to the callback; an unmarked one goes back untouched at once, a marked one
+goes through the enforcing stage, and where that finds no way, or a dearer one than is known, through the
+program's alternatives (`coop_jax.alternatives`). After every compile, and every look into JAX's compilation
+cache, XLA's own count of a marked program is held against the budget that its mark names: the verdict
+belongs to the program, whoever compiled it and however often it is asked for.
 
-Invariant: everything in a mark is a function of the program and the request. It is part of the key of
-JAX's compilation cache, so a wall time or a counter in it would defeat that cache.
+A program that is loaded from the compilation cache in another process is recognised by its mark, which tells
+all but what the enforcing stage did (XLA drops attributes that the callback adds).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import hashlib
-import json
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import jax
 from jax.extend import xla as jax_xla
 
 from coop_jax.errors import BudgetExceededError, InfeasibleBudgetError, error_from_text
+from coop_jax.record import (
+    FACTS,
+    RECORD,
+    TRIAL,
+    Record,
+    marked,
+    read_attributes,
+    record_of_mark,
+    with_attributes,
+)
 from passes.cost import DEVICES
-from passes.hlo import wire
 from passes.hlo.enforce import EnforceRequest, OnFragmentation, enforce
 from passes.ir import Status
 from passes.jaxpr import compat, module
-from passes.outcome import LiveValue, Recomputed, StageOutcome
+from passes.outcome import StageOutcome
 
-MARK_FORMAT = "coop-mark/1"
-_RECORD = "coop.record"
-_FACTS = "coop.facts"
-_TRIAL = "coop.trial"
-_MODULE_ATTRIBUTES_FIELD = 19
-_MOST_UNCHECKED = 256
-_UNLIMITED_BYTES = 1 << 62
+UNLIMITED_BYTES = 1 << 62
+# How many programs are remembered: what the enforcing stage did to them, and how to ask for them again.
+MOST_RECORDS = 1024
+MOST_ALTERNATIVES = 64
 # Opcodes, as a module has them, within which XLA keeps values longer than they are used. Where only a name
 # holds one of them, the program is compiled once more than it needs to be.
 _NESTING = (b"conditional", b"while")
@@ -44,48 +52,46 @@ SAFE_SIDE_RATIO = 1.15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """What was asked of one program and what each stage did.
+class Trial:
+    """A program that was compiled to look at it.
 
     Attributes:
-        id: digest of the program and the request.
-        budget: the budget as the user gave it, such as "0.5 of the plain program's peak".
-        budget_bytes: the same in bytes; the whole program's total must not exceed it.
-        planner: the planner that was asked for.
-        device_name: the cost model that was used.
-        baseline_total_bytes: the total without rematerialization; None if it was not needed.
-        baseline_compiled: True if XLA counted it, False if it was predicted.
-        baseline_cost_ns: estimated time of the kernels without rematerialization, where they were compiled.
-        jaxpr: what the jaxpr stage did; None if it did not run (programs over several devices).
-        hlo: what the enforcing stage did; None if it did not run in this process.
-        pin: True if the program was asked to be pinned (see `coop_jax.pinning`).
-        on_fragmentation: "recompute", "pin" or "error" where only XLA's packing breaks the budget.
-        constraints: what was asked about single values, for people.
+        outcome: what the enforcing stage said; `budget_bytes` is that of the trial.
+        module: the scheduled module that it returned.
     """
 
-    id: str = ""
-    budget: str
-    budget_bytes: int
-    planner: str
-    device_name: str
-    baseline_total_bytes: int | None = None
-    baseline_compiled: bool = False
-    baseline_cost_ns: int | None = None
-    jaxpr: StageOutcome | None = None
-    hlo: StageOutcome | None = None
-    pin: bool = False
-    on_fragmentation: OnFragmentation = "recompute"
-    constraints: str = ""
+    outcome: StageOutcome
+    module: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What to make of a program that the enforcing stage has seen.
+
+    Attributes:
+        record: with what was done by both stages.
+        module: the scheduled module that XLA should go on with; None for the one that is there.
+    """
+
+    record: Record
+    module: bytes | None = None
+
+
+class Alternatives(Protocol):
+    """Other ways to write a program; see `coop_jax.alternatives`."""
+
+    def choose(self, record: Record, outcome: StageOutcome, module: bytes) -> Choice:
+        """What to take, when the enforcing stage has said `outcome` of the scheduled `module`."""
 
 
 class _Registry:
-    """Records by id, and the ids of programs that were marked and are yet to be checked. Thread-safe."""
+    """What is known of programs, by the ids of their records. Thread-safe, bounded."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._records: dict[str, Record] = {}
-        self._unchecked: dict[str, None] = {}
-        self._trials: dict[str, StageOutcome | None] = {}
+        self._records: OrderedDict[str, Record] = OrderedDict()
+        self._alternatives: OrderedDict[str, Alternatives] = OrderedDict()
+        self._trials: dict[str, Trial] = {}
         self._n_trials = 0
         self._pinning: dict[str, bool] = {}
         self._platforms: set[str] = set()
@@ -96,20 +102,18 @@ class _Registry:
             return self._records.get(record_id)
 
     def put(self, record: Record) -> None:
-        """Keep a record, and check the program that carries its mark when it has been compiled."""
+        """Remember a record; the ones that were put first are forgotten first."""
         with self._lock:
-            self._records[record.id] = record
-            self._unchecked[record.id] = None
-            while len(self._unchecked) > _MOST_UNCHECKED:
-                del self._unchecked[next(iter(self._unchecked))]
+            _remember(self._records, record.id, record, MOST_RECORDS)
 
-    def waiting(self) -> bool:
+    def offer(self, record_id: str, alternatives: Alternatives) -> None:
+        """Remember how else the program with this record could be written, until it is compiled."""
         with self._lock:
-            return bool(self._unchecked)
+            _remember(self._alternatives, record_id, alternatives, MOST_ALTERNATIVES)
 
-    def checked(self, record_id: str) -> None:
+    def alternatives(self, record_id: str) -> Alternatives | None:
         with self._lock:
-            self._unchecked.pop(record_id, None)
+            return self._alternatives.get(record_id)
 
     def begin_pinning(self, record_id: str, *, keep: bool) -> None:
         """The program with this record will be pinned after its compile, and checked only after that.
@@ -131,18 +135,16 @@ class _Registry:
             return self._pinning.get(record_id)
 
     def new_trial(self) -> str:
-        """A name for a trial, which has no outcome yet."""
+        """A name for a trial."""
         with self._lock:
-            name = f"trial-{self._n_trials}"
             self._n_trials += 1
-            self._trials[name] = None
-            return name
+            return f"trial-{self._n_trials}"
 
-    def end_trial(self, name: str, outcome: StageOutcome) -> None:
+    def end_trial(self, name: str, trial: Trial) -> None:
         with self._lock:
-            self._trials[name] = outcome
+            self._trials[name] = trial
 
-    def take_trial(self, name: str) -> StageOutcome | None:
+    def take_trial(self, name: str) -> Trial | None:
         """What a trial said, which is then forgotten."""
         with self._lock:
             return self._trials.pop(name, None)
@@ -156,7 +158,15 @@ class _Registry:
             return answer
 
 
+def _remember[V](table: OrderedDict[str, V], key: str, value: V, most: int) -> None:
+    table[key] = value
+    table.move_to_end(key)
+    while len(table) > most:
+        table.popitem(last=False)
+
+
 REGISTRY = _Registry()
+_INTERRUPTED = threading.local()
 
 
 def install(platform: str) -> None:
@@ -170,17 +180,26 @@ def install(platform: str) -> None:
             platforms=platform,
         )
     if hooks:
-        compat.register_error_conversion(lambda error: error_from_text(str(error)))
+        compat.register_error_conversion(_as_ours)
         compat.on_compiled(_check)
 
 
-def mark(ctx: Any, record: Record, digest: str) -> Record:
+def _as_ours(error: Exception) -> BaseException | None:
+    """The error that a failed compile is about, where it is one of ours or a Ctrl-C; else None."""
+    if getattr(_INTERRUPTED, "here", False):
+        _INTERRUPTED.here = False
+        return KeyboardInterrupt()
+    return error_from_text(str(error))
+
+
+def mark(ctx: Any, record: Record, digest: str, alternatives: Alternatives | None = None) -> Record:
     """Mark the program that is being lowered; the smallest budget in a program wins.
 
     Args:
         ctx: the context of a lowering rule.
         record: what is known so far.
         digest: of the part of the program that `record` is about.
+        alternatives: how else the program could be written.
 
     Returns:
         The program's record, with its id.
@@ -189,39 +208,59 @@ def mark(ctx: Any, record: Record, digest: str) -> Record:
         if platform in ("cpu", "cuda"):
             install(platform)
     present = module.module_attributes(ctx)
-    if _FACTS in present and _record_from(present).budget_bytes <= record.budget_bytes:
+    if FACTS in present and _record_from(present).budget_bytes <= record.budget_bytes:
         return _record_from(present)
-    text = json.dumps(_facts(record), sort_keys=True)
-    name = module.module_name(ctx)
-    record_id = hashlib.sha256(f"{MARK_FORMAT}|{name}|{digest}|{text}".encode()).hexdigest()[:16]
-    record = dataclasses.replace(record, id=record_id)
+    record, attributes = marked(record, name=module.module_name(ctx), digest=digest)
     REGISTRY.put(record)
-    module.set_module_attributes(ctx, {_RECORD: record_id, _FACTS: text})
+    if alternatives is not None:
+        REGISTRY.offer(record.id, alternatives)
+    module.set_module_attributes(ctx.module_context.module, attributes)
     return record
 
 
-def mark_trial(ctx: Any, record: Record) -> str:
-    """Mark the program that is being lowered as one to try out; the name of the trial.
+def look(lowered: Any, record: Record) -> Trial | None:
+    """Compile a lowered program as far as XLA's schedule, before code is generated, to look at it.
 
-    Its compile ends in the callback, with an error, when the enforcing stage has spoken.
+    Args:
+        lowered: a `jax.stages.Lowered`, which is of no use afterwards.
+        record: the budget of the trial, planner and cost model.
+
+    Returns:
+        What the enforcing stage made of it; None if XLA failed before it was asked.
     """
-    for platform in module.module_facts(ctx).platforms:
-        install(platform)
     name = REGISTRY.new_trial()
-    text = json.dumps(_facts(record), sort_keys=True)
-    module.set_module_attributes(ctx, {_RECORD: name, _FACTS: text, _TRIAL: name})
-    return name
-
-
-def outcome_of_trial(name: str) -> StageOutcome | None:
-    """What the enforcing stage said; None if XLA failed before it was asked."""
+    _mark_trial(lowered, record, name)
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        lowered.compile()
     return REGISTRY.take_trial(name)
+
+
+def compile_and_look(lowered: Any, record: Record) -> tuple[Any, Trial | None]:
+    """Compile a lowered program to the end: what comes of it, and its trial as in `look`.
+
+    There is no trial if the program comes from JAX's compilation cache, of which its name may be a key.
+    """
+    name = f"{_WHOLE}{threading.current_thread().name}"
+    _mark_trial(lowered, record, name)
+    compiled = lowered.compile()
+    return compiled, REGISTRY.take_trial(name)
+
+
+_WHOLE = "whole-"
+
+
+def _mark_trial(lowered: Any, record: Record, name: str) -> None:
+    stablehlo = lowered.compiler_ir("stablehlo")
+    for platform in ("cpu", "cuda"):
+        install(platform)
+    _, attributes = marked(record, name=name, digest="")
+    module.set_module_attributes(stablehlo, {**attributes, TRIAL: name})
 
 
 def record_of_lowered(lowered: Any) -> Record | None:
     """The record of a program that is lowered but not compiled; None if it holds no decorated function."""
     attributes = module.attributes_of(lowered.compiler_ir("stablehlo"))
-    return _record_from(attributes) if _FACTS in attributes else None
+    return _record_from(attributes) if FACTS in attributes else None
 
 
 def record_of(compiled: Any) -> Record | None:
@@ -234,49 +273,78 @@ def record_of(compiled: Any) -> Record | None:
     return dataclasses.replace(record, hlo=dataclasses.replace(record.hlo, status=Status.FEASIBLE))
 
 
+def with_hlo(record: Record, outcome: StageOutcome) -> Record:
+    """The record with what the enforcing stage did."""
+    return dataclasses.replace(record, hlo=outcome)
+
+
 def _record_of_module(data: bytes) -> Record | None:
-    if _RECORD.encode() not in data:
+    if RECORD.encode() not in data:
         return None
     attributes = read_attributes(data)
-    return _record_from(attributes) if _FACTS in attributes else None
+    return _record_from(attributes) if FACTS in attributes and TRIAL not in attributes else None
 
 
 def _record_from(attributes: Mapping[str, str]) -> Record:
-    record_id = attributes[_RECORD]
-    known = REGISTRY.get(record_id)
-    return _record_from_facts(record_id, json.loads(attributes[_FACTS])) if known is None else known
+    return REGISTRY.get(attributes[RECORD]) or record_of_mark(attributes)
 
 
 def _callback(data: bytes, platform: str) -> bytes | None:
     """Enforce the budget of a scheduled module; None leaves it as it is."""
-    if _RECORD.encode() not in data:
+    if RECORD.encode() not in data:
         return None
     attributes = read_attributes(data)
-    if _FACTS not in attributes:
+    if FACTS not in attributes:
         return None
-    record = _record_from(attributes)
+    try:
+        return _enforced(data, attributes, platform)
+    except KeyboardInterrupt:
+        # XLA makes an error of its own of whatever is raised here; `_as_ours` takes it back.
+        _INTERRUPTED.here = True
+        raise
+
+
+def _enforced(data: bytes, attributes: Mapping[str, str], platform: str) -> bytes | None:
+    trial, record = attributes.get(TRIAL), _record_from(attributes)
     request = EnforceRequest(
         budget_bytes=record.budget_bytes,
         device=DEVICES[record.device_name],
         platform="cpu" if platform == "cpu" else "cuda",
         planner=record.planner,
         old_rules=compat.OLD_RULES,
-        on_fragmentation=_on_fragmentation(record, platform, trial=_TRIAL in attributes),
+        on_fragmentation=_on_fragmentation(record, platform, trial=trial is not None),
     )
-    if REGISTRY.pinning(record.id):
+    pinning = REGISTRY.pinning(record.id)
+    if pinning:
         if any(opcode in data for opcode in _NESTING):
-            request = dataclasses.replace(request, budget_bytes=_UNLIMITED_BYTES)
+            request = dataclasses.replace(request, budget_bytes=UNLIMITED_BYTES)
         else:
             REGISTRY.begin_pinning(record.id, keep=False)
     returned, outcome = enforce(data, request)
     outcome = dataclasses.replace(outcome, budget_bytes=record.budget_bytes, constraints=record.constraints)
-    if _TRIAL in attributes:
-        REGISTRY.end_trial(attributes[_TRIAL], outcome)
-        raise RuntimeError("coop_jax: the trial is over")
+    if trial is not None:
+        REGISTRY.end_trial(trial, Trial(outcome=outcome, module=returned))
+        if not trial.startswith(_WHOLE):
+            raise RuntimeError("coop_jax: the trial is over")
+        return None if returned is data else returned
+    alternatives = REGISTRY.alternatives(record.id) if pinning is None else None
+    choice = Choice(record=with_hlo(record, outcome))
+    if alternatives is not None:
+        choice = alternatives.choose(record, outcome, returned)
+    return _taken(choice, returned, data)
+
+
+def _taken(choice: Choice, returned: bytes, data: bytes) -> bytes | None:
+    """Go on with a choice: the bytes for XLA, or the refusal."""
+    record, outcome = choice.record, choice.record.hlo
+    assert outcome is not None, "the enforcing stage has spoken"
+    if choice.module is not None:
+        record, attributes = marked(record, name=record.id, digest="")
+        REGISTRY.put(record)
+        return with_attributes(choice.module, attributes)
     if not outcome.status.found and not _leave_to_check(outcome):
-        REGISTRY.checked(record.id)
         raise RuntimeError(InfeasibleBudgetError.from_outcome(_of_the_program(outcome)).to_text())
-    REGISTRY.put(dataclasses.replace(record, hlo=outcome))
+    REGISTRY.put(record)
     return None if returned is data else returned
 
 
@@ -303,84 +371,43 @@ def _leave_to_check(outcome: StageOutcome) -> bool:
 
 def _check(executable: Any) -> None:
     """Hold XLA's own count of a program that was just compiled, or found in the cache, against its budget."""
-    if not REGISTRY.waiting():
+    modules = executable.hlo_modules()
+    record = _record_of_module(modules[0].as_serialized_hlo_module_proto()) if modules else None
+    if record is None or REGISTRY.pinning(record.id) is not None:
         return
-    record = _record_of_module(executable.hlo_modules()[0].as_serialized_hlo_module_proto())
-    if record is None:
-        return
-    REGISTRY.checked(record.id)
-    if REGISTRY.pinning(record.id) is not None:
-        return
-    total = int(executable.get_compiled_memory_stats().total_allocation_bytes)
-    check_total(record, total)
+    check_total(record, executable.get_compiled_memory_stats())
 
 
-def check_total(record: Record, total: int) -> None:
+def check_total(record: Record, memory: Any) -> None:
     """Hold XLA's count of a program against its budget.
 
+    Args:
+        memory: XLA's `CompiledMemoryStats`.
+
     Raises:
-        InfeasibleBudgetError: it is over, as was expected.
-        BudgetExceededError: it is over.
+        InfeasibleBudgetError: it is over, as was expected, or as was found by another process from whose
+            compile it comes, through JAX's compilation cache.
+        BudgetExceededError: it is over, though the enforcing stage had found a way.
     """
-    if total > record.budget_bytes:
-        if record.hlo is not None and not record.hlo.status.found:
-            raise InfeasibleBudgetError.from_outcome(_of_the_program(record.hlo))
-        raise BudgetExceededError(budget_bytes=record.budget_bytes, compiled_bytes=total)
+    total = int(memory.total_allocation_bytes)
+    if total <= record.budget_bytes:
+        return
+    if record.hlo is None:
+        raise _refused_before(record, memory)
+    if not record.hlo.status.found:
+        raise InfeasibleBudgetError.from_outcome(_of_the_program(record.hlo))
+    raise BudgetExceededError(budget_bytes=record.budget_bytes, compiled_bytes=total)
 
 
-def _facts(record: Record) -> dict[str, Any]:
-    """The part of a record that a mark may hold: no wall times, nothing that differs between runs."""
-    return {
-        "format": MARK_FORMAT,
-        "budget": record.budget,
-        "budget_bytes": record.budget_bytes,
-        "planner": record.planner,
-        "device": record.device_name,
-        "baseline_total_bytes": record.baseline_total_bytes,
-        "baseline_compiled": record.baseline_compiled,
-        "baseline_cost_ns": record.baseline_cost_ns,
-        "pin": record.pin,
-        "on_fragmentation": record.on_fragmentation,
-        "constraints": record.constraints,
-        "jaxpr": None if record.jaxpr is None else _outcome_dict(record.jaxpr),
-    }
-
-
-def _record_from_facts(record_id: str, facts: Mapping[str, Any]) -> Record:
-    return Record(
-        id=record_id,
-        budget=facts["budget"],
-        budget_bytes=facts["budget_bytes"],
-        planner=facts["planner"],
-        device_name=facts["device"],
-        baseline_total_bytes=facts["baseline_total_bytes"],
-        baseline_compiled=facts["baseline_compiled"],
-        baseline_cost_ns=facts["baseline_cost_ns"],
-        pin=facts["pin"],
-        on_fragmentation=facts["on_fragmentation"],
-        constraints=facts["constraints"],
-        jaxpr=None if facts["jaxpr"] is None else _outcome_from(facts["jaxpr"]),
+def _refused_before(record: Record, memory: Any) -> InfeasibleBudgetError:
+    """The refusal of a program that another process compiled, and put into the cache."""
+    return InfeasibleBudgetError(
+        budget_bytes=record.budget_bytes,
+        least_bytes=int(memory.total_allocation_bytes),
+        proved=False,
+        argument_bytes=int(memory.argument_size_in_bytes),
+        output_bytes=int(memory.output_size_in_bytes),
+        alias_bytes=int(memory.alias_size_in_bytes),
+        tightest=() if record.jaxpr is None else record.jaxpr.tightest,
+        constraints=record.constraints,
     )
-
-
-def _outcome_dict(outcome: StageOutcome) -> dict[str, Any]:
-    return {**dataclasses.asdict(outcome), "seconds": 0.0}
-
-
-def _outcome_from(data: Mapping[str, Any]) -> StageOutcome:
-    fields = dict(data)
-    fields["status"] = Status(fields["status"])
-    fields["recomputed"] = tuple(Recomputed(**r) for r in fields["recomputed"])
-    fields["tightest"] = tuple(LiveValue(**v) for v in fields["tightest"])
-    return StageOutcome(**fields)
-
-
-def read_attributes(data: bytes) -> dict[str, str]:
-    """Frontend attributes of a serialized HloModuleProto, without parsing the rest of it."""
-    found: dict[str, str] = {}
-    for number, value in wire.contents(data):
-        if number == _MODULE_ATTRIBUTES_FIELD:
-            for _, entry in wire.contents(value):
-                parts = dict(wire.contents(entry))
-                found[parts.get(1, b"").decode()] = parts.get(2, b"").decode()
-    return found

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -28,7 +29,9 @@ from jax._src import (
     core,
     dispatch,
     monitoring,
+    pjit,
     source_info_util,
+    stages,
     traceback_util,
 )
 from jax._src import linear_util as lu
@@ -473,9 +476,9 @@ def lower_inline(ctx: Any, closed: Any, operands: Sequence[Any]) -> Sequence[Any
     return results
 
 
-def register_error_conversion(convert: Callable[[Exception], Exception | None]) -> None:
+def register_error_conversion(convert: Callable[[Exception], BaseException | None]) -> None:
     """`convert` may turn XLA's error of a failed compile into another error."""
-    compiler.register_xla_runtime_error_handler(convert)
+    compiler.register_xla_runtime_error_handler(convert)  # type: ignore[arg-type]
 
 
 def on_compiled(listener: Callable[[Any], None]) -> None:
@@ -504,6 +507,76 @@ def _fresh_executable() -> Any:
         if "xla_executable" in frame.f_locals:
             return frame.f_locals["xla_executable"]
     return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BeingLowered:
+    """The program whose lowering is under way.
+
+    Attributes:
+        jaxpr: the program; the same object for as long as JAX remembers its trace.
+        lower: lowers it once more, under the settings of now: a `jax.stages.Lowered`.
+        traces: True if `lower` traces the user's function anew, with derivatives and all; False if it
+            begins from the jaxpr.
+    """
+
+    jaxpr: Any
+    lower: Callable[[], Any]
+    traces: bool
+
+
+def being_lowered() -> BeingLowered | None:
+    """The innermost program that is being lowered around the caller; None where that cannot be told.
+
+    A lowering rule is told nothing about the program around it, and JAX has no hook that is. So the frames
+    of JAX's own functions are looked at: those of `jax.jit`'s call and of its `lower`, which hold the
+    function and its arguments. The arguments are remembered as shapes. None, too, for programs that JAX
+    makes on its way, such as the forward part of a jitted function that is differentiated outside `jit`.
+    """
+    frames = _frames_to_jit(sys._getframe(1))
+    jaxpr = frames["_resolve_and_lower"].f_locals["jaxpr"] if "_resolve_and_lower" in frames else None
+    if "jit_lower" in frames:
+        given = frames["jit_lower"].f_locals
+        jitted, args, kwargs = given["jit_func"], given["args"], given["kwargs"]
+    elif "cache_miss" in frames and "_run_python_pjit" in frames:
+        given = frames["cache_miss"].f_locals
+        jitted = SimpleNamespace(_fun=given["fun"], _jit_info=given["jit_info"])
+        args, kwargs = given["args"], given["kwargs"]
+    elif "lower" in frames and isinstance(traced := frames["lower"].f_locals.get("self"), stages.Traced):
+        return BeingLowered(jaxpr=jaxpr, lower=traced.lower, traces=False)
+    else:
+        return None
+    args, kwargs = _as_specs(args), _as_specs(kwargs)
+    return BeingLowered(jaxpr=jaxpr, lower=lambda: pjit.jit_lower(jitted, *args, **kwargs), traces=True)
+
+
+def _frames_to_jit(frame: Any) -> dict[str, Any]:
+    """JAX's frames from the one that lowers to the user's call of `jit`, by the names of their functions."""
+    files = {pjit.__file__, stages.__file__}
+    while frame is not None and frame.f_code.co_name != "_resolve_and_lower":
+        frame = frame.f_back
+    found: dict[str, Any] = {}
+    for _ in range(_REPORTING_FRAMES):
+        if frame is None:
+            break
+        if frame.f_code.co_filename in files:
+            found.setdefault(frame.f_code.co_name, frame)
+        frame = frame.f_back
+    return found
+
+
+def _as_specs(tree: Any) -> Any:
+    """`tree` with shapes in the place of arrays, committed to a device as the arrays are."""
+
+    def spec(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or isinstance(leaf, core.Tracer):
+            return leaf
+        sharding = leaf.sharding if leaf.committed else None
+        return jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=sharding, weak_type=getattr(leaf, "weak_type", False)
+        )
+
+    return jax.tree.map(spec, tree)
 
 
 def hide_frames(path: str) -> None:

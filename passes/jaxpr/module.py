@@ -157,6 +157,11 @@ def _type_nbytes(kind: Any) -> int:
     return size * max(1, int(match[3]) // 8) * (2 if match[2] else 1)
 
 
+def is_for_export(ctx: Any) -> bool:
+    """True if the module that is being lowered will be exported (`jax.export`), not compiled here."""
+    return bool(ctx.module_context.lowering_parameters.for_export)
+
+
 def module_attributes(ctx: Any) -> dict[str, str]:
     """The frontend attributes of the module that is being lowered."""
     return attributes_of(ctx.module_context.module)
@@ -171,12 +176,13 @@ def attributes_of(lowered: Any) -> dict[str, str]:
     return {item.name: ir.StringAttr(item.attr).value for item in found}
 
 
-def set_module_attributes(ctx: Any, entries: Mapping[str, str]) -> None:
-    """Add frontend attributes to the module that is being lowered; they reach XLA's callback."""
-    merged = {**module_attributes(ctx), **entries}
-    ctx.module_context.module.operation.attributes[_ATTRIBUTES] = ir.DictAttr.get(
-        {name: ir.StringAttr.get(text) for name, text in sorted(merged.items())}
-    )
+def set_module_attributes(lowered: Any, entries: Mapping[str, str]) -> None:
+    """Add frontend attributes to a StableHLO module; they reach XLA's callback."""
+    merged = {**attributes_of(lowered), **entries}
+    with lowered.context:
+        lowered.operation.attributes[_ATTRIBUTES] = ir.DictAttr.get(
+            {name: ir.StringAttr.get(text) for name, text in sorted(merged.items())}
+        )
 
 
 def module_name(ctx: Any) -> str:

@@ -1,0 +1,232 @@
+"""Other ways to write a program, where the enforcing stage finds none, or a dearer one than is known.
+
+A plan that is asked for fewer bytes is not always a smaller program, and a budget that is met says nothing
+about a larger one: the planners are not monotone. The promise is, by two rules:
+
+1. **Before a budget is refused** the program is tried as it is without `coop.remat`, and with the jaxpr stage
+   aiming at every one of `RATIOS` of its temporaries that may do. These do not depend on the budget, and what
+   the enforcing stage is held to is the budget itself: a larger budget tries all that a smaller one does.
+2. **What was met in this process is remembered**, by program. It is taken again for a larger budget that is
+   refused, or that would cost more; and a refusal names the least budget that is known to be met.
+
+Each try is a compile as far as XLA's schedule. The scheduled module of the one that is taken goes on in the
+place of the first: it was made of the same function, with the same arguments, results and donation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from coop_jax import again, xla
+from coop_jax.again import Variant, Wish
+from coop_jax.record import Record, same_signature
+from passes.ir import Status
+from passes.jaxpr import compat
+from passes.jaxpr.compat import BeingLowered
+from passes.outcome import StageOutcome
+
+RATIOS = (0.85, 0.65, 0.5, 0.35, 0.25, 0.15, 0.08)
+# Costs are estimates; what is cheaper by less is not worth a compile.
+CHEAPER_RATIO = 0.999
+MOST_PROGRAMS = 256
+MOST_KNOWN = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """One way to write a program, which the enforcing stage found to keep a budget.
+
+    Attributes:
+        wish: how to get it again.
+        total_bytes: what it needs.
+        cost_ns: estimated time of its kernels; None where nobody looked.
+    """
+
+    wish: Wish
+    total_bytes: int
+    cost_ns: int | None = None
+
+
+class _Memory:
+    """What is known of programs. Thread-safe, bounded."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: OrderedDict[str, tuple[Known, ...]] = OrderedDict()
+
+    def of(self, program: str) -> tuple[Known, ...]:
+        """All that is known of a program, by its key."""
+        with self._lock:
+            return self._known.get(program, ())
+
+    def learn(self, program: str, found: Known) -> None:
+        """Remember one more way; those that another one beats in bytes and in cost are forgotten."""
+        with self._lock:
+            kept = [k for k in self._known.pop(program, ()) if not _beats(found, k)]
+            if not any(_beats(k, found) for k in kept):
+                kept.append(found)
+            self._known[program] = tuple(kept[-MOST_KNOWN:])
+            while len(self._known) > MOST_PROGRAMS:
+                self._known.popitem(last=False)
+
+
+def _beats(one: Known, other: Known) -> bool:
+    if one.total_bytes > other.total_bytes:
+        return False
+    return other.cost_ns is None or (one.cost_ns is not None and one.cost_ns <= other.cost_ns)
+
+
+MEMORY = _Memory()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OtherWays:
+    """The alternatives of one program (see `coop_jax.xla.Alternatives`).
+
+    Attributes:
+        program: how to lower it again.
+        key: tells programs apart, whatever their budgets.
+        context: JAX's settings when it was lowered; with others it would be another program.
+    """
+
+    program: BeingLowered
+    key: str
+    context: Hashable = field(default_factory=compat.trace_context)
+
+    def choose(self, record: Record, outcome: StageOutcome, module: bytes) -> xla.Choice:
+        """What to take, when the enforcing stage has said `outcome` of the scheduled `module`."""
+        first = xla.Choice(record=xla.with_hlo(record, outcome))
+        if again.wish() is not None or self.context != compat.trace_context():
+            return first
+        search = _Search(ways=self, record=record, module=module)
+        if not outcome.status.found:
+            return search.instead_of(outcome)
+        # A program that keeps its budget as it is stays as it is.
+        taken = search.cheaper_than(_cost_ns(outcome)) if _is_changed(first.record) else None
+        if taken is not None:
+            return taken
+        asked = Wish(budget_bytes=record.budget_bytes, aim_bytes=record.budget_bytes)
+        self.learn(asked, outcome)
+        return first
+
+    def learn(self, asked: Wish, outcome: StageOutcome) -> None:
+        """Remember what keeps its budget, or what would keep a larger one."""
+        if outcome.status.found:
+            total, cost = outcome.planned_total_bytes, _cost_ns(outcome)
+            MEMORY.learn(self.key, Known(wish=asked, total_bytes=total, cost_ns=cost))
+        elif outcome.least_total_bytes is not None and not outcome.needs_pinning:
+            least = outcome.least_total_bytes
+            larger = dataclasses.replace(asked, budget_bytes=least)
+            MEMORY.learn(self.key, Known(wish=larger, total_bytes=least))
+
+
+@dataclass(slots=True, kw_only=True)
+class _Search:
+    """The search for another way to keep one budget."""
+
+    ways: OtherWays
+    record: Record
+    module: bytes
+    seen: set[Hashable] = field(default_factory=set)
+
+    def cheaper_than(self, cost_ns: int) -> xla.Choice | None:
+        """What is known to keep the budget for less time, if anything is."""
+        for known in self._known():
+            if known.cost_ns is None or known.cost_ns >= CHEAPER_RATIO * cost_ns:
+                continue
+            found = self._try(known.wish)
+            if found is not None and _cost_ns(_hlo(found)) < CHEAPER_RATIO * cost_ns:
+                return self._choice(found)
+        return None
+
+    def instead_of(self, refused: StageOutcome) -> xla.Choice:
+        """The first way that keeps the budget, else the refusal with the least budget that is known."""
+        budget_bytes = self.record.budget_bytes
+        self.ways.learn(Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes), refused)
+        if refused.fixed_bytes < budget_bytes and not refused.needs_pinning:
+            for asked in (*(k.wish for k in self._known()), *self._wishes(refused)):
+                found = self._try(asked)
+                if found is not None and _hlo(found).status.found:
+                    return self._choice(found)
+        totals = [k.total_bytes for k in MEMORY.of(self.ways.key) if k.total_bytes > budget_bytes]
+        least = min(
+            [*totals, *([refused.least_total_bytes] if refused.least_total_bytes else [])], default=None
+        )
+        proved = refused.least_proved and least == refused.least_total_bytes
+        status = refused.status if proved or refused.fixed_bytes > budget_bytes else Status.UNKNOWN
+        named = dataclasses.replace(refused, least_total_bytes=least, least_proved=proved, status=status)
+        return xla.Choice(record=xla.with_hlo(self.record, named))
+
+    def _known(self) -> list[Known]:
+        """What keeps the budget, cheapest first."""
+        known = [k for k in MEMORY.of(self.ways.key) if k.total_bytes <= self.record.budget_bytes]
+        return sorted(known, key=lambda k: (k.cost_ns is None, k.cost_ns or 0, k.total_bytes))
+
+    def _wishes(self, refused: StageOutcome) -> list[Wish]:
+        """The program as it is, unless that breaks a constraint, then deeper plans, the mildest first."""
+        plain = [] if self.record.constraints else [again.PLAIN]
+        left = (self.record.budget_bytes - refused.fixed_bytes) / max(refused.before_temp_bytes, 1)
+        mildest = next((k for k, r in enumerate(RATIOS) if r <= left), len(RATIOS) - 1)
+        deeper = [Wish(budget_bytes=self.record.budget_bytes, temp_ratio=r) for r in RATIOS[mildest:]]
+        return [*plain, *deeper]
+
+    def _try(self, asked: Wish) -> Variant | None:
+        if asked.plain:
+            return self._try_plain()
+        found = again.variant(self.ways.program, asked, skip=self._is_seen)
+        if found is None or not same_signature(found.module, self.module):
+            return None
+        self.ways.learn(asked, _hlo(found))
+        return found
+
+    def _try_plain(self) -> Variant | None:
+        """The program without `coop.remat`, where it keeps the budget; what it needs is known afterwards."""
+        plain = again.plain_program(self.ways.program, self.record.device_name)
+        if plain is None:
+            return None
+        MEMORY.learn(
+            self.ways.key,
+            Known(wish=again.PLAIN, total_bytes=plain.memory.total_bytes, cost_ns=plain.cost_ns),
+        )
+        keeps = plain.memory.total_bytes <= self.record.budget_bytes
+        if not keeps or plain.trial is None or not same_signature(plain.trial.module, self.module):
+            return None
+        outcome = dataclasses.replace(plain.trial.outcome, budget_bytes=self.record.budget_bytes)
+        record = dataclasses.replace(self.record, jaxpr=None)
+        return Variant(record=xla.with_hlo(record, outcome), module=plain.trial.module)
+
+    def _is_seen(self, record: Record) -> bool:
+        """True for a plan that was looked at before, asked for in other words."""
+        made = record.jaxpr
+        key = (
+            None
+            if made is None
+            else (made.planner, made.planned_temp_bytes, made.recompute_ns, record.budget_bytes)
+        )
+        if key is not None and key in self.seen:
+            return True
+        self.seen.add(key)
+        return False
+
+    def _choice(self, found: Variant) -> xla.Choice:
+        """A way with the words of the user's own request."""
+        outcome = dataclasses.replace(_hlo(found), budget_bytes=self.record.budget_bytes)
+        record = dataclasses.replace(self.record, jaxpr=found.record.jaxpr, hlo=outcome)
+        return xla.Choice(record=record, module=found.module)
+
+
+def _hlo(found: Variant) -> StageOutcome:
+    assert found.record.hlo is not None, "a variant was looked at"
+    return found.record.hlo
+
+
+def _is_changed(record: Record) -> bool:
+    return any(stage is not None and stage.changed for stage in (record.jaxpr, record.hlo))
+
+
+def _cost_ns(outcome: StageOutcome) -> int:
+    return outcome.cost_ns + outcome.recompute_ns

@@ -1,0 +1,135 @@
+"""What was asked of one program and what was done: the record, and the mark that carries it in a module.
+
+A mark is two frontend attributes of a module: the record's id, and its facts as JSON.
+
+Invariant: everything in a mark is a function of the program and the request. It is part of the key of
+JAX's compilation cache, so a wall time or a counter in it would defeat that cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from passes.hlo import proto, wire
+from passes.hlo.enforce import OnFragmentation
+from passes.ir import Status
+from passes.outcome import LiveValue, Recomputed, StageOutcome
+
+MARK_FORMAT = "coop-mark/1"
+RECORD, FACTS, TRIAL = "coop.record", "coop.facts", "coop.trial"
+_MODULE_ATTRIBUTES_FIELD = 19
+# Of HloModuleProto: host_program_shape, input_output_alias, spmd_output_sharding,
+# spmd_parameters_shardings, buffer_donor.
+_SIGNATURE_FIELDS = (4, 8, 12, 14, 18)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What was asked of one program and what each stage did.
+
+    Attributes:
+        id: digest of the program and the request.
+        budget: the budget as the user gave it, such as "0.5 of the plain program's peak".
+        budget_bytes: the same in bytes; the whole program's total must not exceed it.
+        planner: the planner that was asked for.
+        device_name: the cost model that was used.
+        baseline_total_bytes: the total without rematerialization; None if it was not needed.
+        baseline_compiled: True if XLA counted it, False if it was predicted.
+        baseline_cost_ns: estimated time of the kernels without rematerialization, where they were compiled.
+        jaxpr: what the jaxpr stage did; None if it did not run (programs over several devices).
+        hlo: what the enforcing stage did; None if it did not run in this process.
+        pin: True if the program was asked to be pinned (see `coop_jax.pinning`).
+        on_fragmentation: "recompute", "pin" or "error" where only XLA's packing breaks the budget.
+        constraints: what was asked about single values, for people.
+    """
+
+    id: str = ""
+    budget: str
+    budget_bytes: int
+    planner: str
+    device_name: str
+    baseline_total_bytes: int | None = None
+    baseline_compiled: bool = False
+    baseline_cost_ns: int | None = None
+    jaxpr: StageOutcome | None = None
+    hlo: StageOutcome | None = None
+    pin: bool = False
+    on_fragmentation: OnFragmentation = "recompute"
+    constraints: str = ""
+
+
+def marked(record: Record, *, name: str, digest: str) -> tuple[Record, dict[str, str]]:
+    """The record with its id, and the attributes that mark a module with it.
+
+    Args:
+        name: the module's.
+        digest: of the part of the program that `record` is about.
+    """
+    text = json.dumps(_facts(record), sort_keys=True)
+    record_id = hashlib.sha256(f"{MARK_FORMAT}|{name}|{digest}|{text}".encode()).hexdigest()[:16]
+    return dataclasses.replace(record, id=record_id), {RECORD: record_id, FACTS: text}
+
+
+def record_of_mark(attributes: Mapping[str, str]) -> Record:
+    """The record of a marked module, without what the enforcing stage did."""
+    facts = json.loads(attributes[FACTS])
+    given = {name: facts[name] for name in _IN_MARK}
+    jaxpr = None if facts["jaxpr"] is None else _outcome_from(facts["jaxpr"])
+    return Record(id=attributes[RECORD], jaxpr=jaxpr, **given)
+
+
+_IN_MARK = tuple(f.name for f in dataclasses.fields(Record) if f.name not in ("id", "jaxpr", "hlo"))
+
+
+def _facts(record: Record) -> dict[str, Any]:
+    """The part of a record that a mark may hold: no wall times, nothing that differs between runs."""
+    given = {name: getattr(record, name) for name in _IN_MARK}
+    jaxpr = None if record.jaxpr is None else _outcome_dict(record.jaxpr)
+    return {**given, "format": MARK_FORMAT, "jaxpr": jaxpr}
+
+
+def _outcome_dict(outcome: StageOutcome) -> dict[str, Any]:
+    return {**dataclasses.asdict(outcome), "seconds": 0.0}
+
+
+def _outcome_from(data: Mapping[str, Any]) -> StageOutcome:
+    fields = dict(data)
+    fields["status"] = Status(fields["status"])
+    fields["recomputed"] = tuple(Recomputed(**r) for r in fields["recomputed"])
+    fields["tightest"] = tuple(LiveValue(**v) for v in fields["tightest"])
+    return StageOutcome(**fields)
+
+
+def read_attributes(data: bytes) -> dict[str, str]:
+    """Frontend attributes of a serialized HloModuleProto, without parsing the rest of it."""
+    found: dict[str, str] = {}
+    for number, value in wire.contents(data):
+        if number == _MODULE_ATTRIBUTES_FIELD:
+            for _, entry in wire.contents(value):
+                parts = dict(wire.contents(entry))
+                found[parts.get(1, b"").decode()] = parts.get(2, b"").decode()
+    return found
+
+
+def with_attributes(data: bytes, attributes: Mapping[str, str]) -> bytes:
+    """A serialized module with these frontend attributes in the place of its own."""
+    module = proto.parse(data)
+    del module.frontend_attributes.map[:]
+    for key, value in attributes.items():
+        module.frontend_attributes.map.add(key=key, value=value)
+    return proto.serialize(module)
+
+
+def same_signature(one: bytes, other: bytes) -> bool:
+    """True if two serialized modules take and return the same: shapes, layouts, shardings and donation."""
+    return _signature(one) == _signature(other)
+
+
+def _signature(data: bytes) -> list[tuple[int, bytes]]:
+    found = [(number, value) for number, value in wire.contents(data) if number in _SIGNATURE_FIELDS]
+    return sorted(found, key=lambda field: field[0])  # whoever wrote a module chose an order of its fields
