@@ -16,6 +16,10 @@ from passes.outcome import LiveValue, StageOutcome
 
 _MARK = "[coop-error "
 _SHOWN = 8
+# Advice is given if it is worth this of what is missing: ten such savings together would be enough.
+WORTH_RATIO = 0.1
+# A value below this of the largest one is not among the largest.
+LARGE_RATIO = 0.01
 
 
 class CoopError(Exception):
@@ -74,8 +78,8 @@ class BudgetExceededError(CoopError):
         super().__init__(
             f"the compiled program needs {format_bytes(compiled_bytes)}, which is "
             f"{format_bytes(compiled_bytes - budget_bytes)} over its budget of {format_bytes(budget_bytes)}. "
-            "XLA placed the buffers less tightly than planned: ask for a budget smaller by that much, or "
-            "report the program, because the plan should have foreseen it."
+            "XLA made something larger of the plan than was foreseen. Another budget, smaller or larger, "
+            "leads to another plan, which may be kept; please report this program."
         )
 
     def fields(self) -> dict[str, Any]:
@@ -186,8 +190,14 @@ def error_from_text(text: str) -> CoopError | None:
 
 
 def _advice(outcome: StageOutcome) -> tuple[str, ...]:
-    """What would help, most effective first; every sentence names bytes."""
+    """What would help, most effective first; every sentence names bytes.
+
+    A sentence about something that saves bytes is left out if they are less than `WORTH_RATIO` of what is
+    missing: of what the best known program needs beyond the budget.
+    """
     advice = []
+    needed = max(outcome.least_total_bytes or outcome.planned_total_bytes, outcome.fixed_bytes)
+    worth = max(1, int(WORTH_RATIO * (needed - outcome.budget_bytes)))
     if outcome.least_total_bytes is not None:
         least = format_bytes(outcome.least_total_bytes)
         if outcome.least_proved:
@@ -206,16 +216,19 @@ def _advice(outcome: StageOutcome) -> tuple[str, ...]:
     if outcome.constraints and outcome.budget_bytes >= outcome.fixed_bytes:
         advice.append(f"without {outcome.constraints}, which must hold as it is, less may be enough")
     donatable = min(outcome.argument_bytes, outcome.output_bytes) - outcome.alias_bytes
-    if donatable > 0:
+    if donatable >= worth:
         advice.append(
             "donate the arguments that the outputs replace, as in jax.jit(step, donate_argnums=0): "
             f"saves up to {format_bytes(donatable)}"
         )
-    least = outcome.least_total_bytes
-    temp = outcome.planned_temp_bytes if least is None else least - outcome.fixed_bytes
-    if temp > 0:
+    if (over := outcome.fixed_bytes - outcome.budget_bytes) > 0:
         advice.append(
-            "a smaller batch, or a shorter sequence: the temporaries shrink with it, "
+            f"smaller arguments and outputs, or more devices to spread them over: they alone are "
+            f"{format_bytes(over)} over the budget"
+        )
+    elif (temp := needed - outcome.fixed_bytes) >= worth:
+        advice.append(
+            "a smaller batch, or a shorter sequence, if the temporaries shrink with it: "
             f"{format_bytes(temp)} of them are left"
         )
     return tuple(advice)
@@ -241,9 +254,9 @@ def _infeasible_text(error: InfeasibleBudgetError) -> str:
     )
     if error.tightest:
         lines.append("Largest values alive at the tightest point:")
-        lines += [f"  {_value_text(value)}" for value in error.tightest[:_SHOWN]]
-        if len(error.tightest) > _SHOWN:
-            rest = error.tightest[_SHOWN:]
+        shown = sum(v.nbytes >= LARGE_RATIO * error.tightest[0].nbytes for v in error.tightest[:_SHOWN])
+        lines += [f"  {_value_text(value)}" for value in error.tightest[:shown]]
+        if rest := error.tightest[shown:]:
             lines.append(f"  and {len(rest)} more, {format_bytes(sum(v.nbytes for v in rest))} together")
     if error.advice:
         lines.append("What would help:")

@@ -23,7 +23,7 @@ def check_sizes(values: Sequence[Any], name: str) -> None:
         if not compat.has_known_size(aval):
             shape = ", ".join(map(str, aval.shape))
             raise UnsupportedError(
-                f"`{name}` is traced with an array of shape ({shape}): how many bytes that takes is not known "
+                f"`{name}` is traced with an array of shape ({shape}): how many bytes that is, is not known "
                 "before it runs, so no budget can be kept. Trace it with numbers for shapes, a program for "
                 f"each size, or trace and export the undecorated function, `{name}.__wrapped__`."
             )

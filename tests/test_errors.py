@@ -59,8 +59,8 @@ def test_an_infeasible_budget_says_everything_that_is_known() -> None:
         "much\n"
         "  - donate the arguments that the outputs replace, as in jax.jit(step, donate_argnums=0): saves "
         "up to 20.00 MiB (20971520 B)\n"
-        "  - a smaller batch, or a shorter sequence: the temporaries shrink with it, 50.00 MiB (52428800 B) "
-        "of them are left"
+        "  - a smaller batch, or a shorter sequence, if the temporaries shrink with it: 50.00 MiB "
+        "(52428800 B) of them are left"
     )
 
 
@@ -77,6 +77,36 @@ def test_proved_and_not_found_are_different_words() -> None:
 def test_fully_donated_arguments_need_no_advice_to_donate() -> None:
     donated = dataclasses.replace(OUTCOME, alias_bytes=OUTCOME.output_bytes)
     assert "donate" not in "".join(InfeasibleBudgetError.from_outcome(donated).advice)
+
+
+def advice_of(**changes: int | None) -> str:
+    return "\n".join(InfeasibleBudgetError.from_outcome(dataclasses.replace(OUTCOME, **changes)).advice)
+
+
+def test_advice_that_saves_next_to_nothing_is_left_out() -> None:
+    gib = 2**30
+    large = {"budget_bytes": 10 * gib, "argument_bytes": 8 * gib, "alias_bytes": 0}
+    assert "donate" not in advice_of(**large, output_bytes=164, least_total_bytes=12 * gib)
+    assert "up to 3.00 GiB" in advice_of(**large, output_bytes=3 * gib, least_total_bytes=12 * gib)
+    assert "donate" in advice_of(**large, output_bytes=gib // 2, least_total_bytes=12 * gib)
+    # The least budget is named in any case.
+    assert "12.00 GiB" in advice_of(**large, output_bytes=164, least_total_bytes=12 * gib)
+
+
+def test_a_smaller_batch_is_advised_where_temporaries_are_what_is_too_much() -> None:
+    assert "a smaller batch" in advice_of(least_total_bytes=130 * MIB)
+    fixed = {"argument_bytes": 1000 * MIB, "output_bytes": 0, "alias_bytes": 0}
+    over = advice_of(**fixed, least_total_bytes=1001 * MIB)
+    assert "a smaller batch" not in over
+    assert "they alone are 900.0 MiB (943718400 B) over the budget" in over
+    tiny = advice_of(**fixed, budget_bytes=1000 * MIB, least_total_bytes=1000 * MIB, planned_temp_bytes=0)
+    assert "a smaller batch" not in tiny
+
+
+def test_small_values_are_not_called_the_largest() -> None:
+    values = [LiveValue(op=op, source="", nbytes=n) for op, n in (("a", MIB), ("b", MIB // 2), ("c", 4))]
+    text = str(InfeasibleBudgetError.from_outcome(dataclasses.replace(OUTCOME, tightest=tuple(values))))
+    assert "  512.0 KiB (524288 B)  b\n  and 1 more, 4 B together\n" in text
 
 
 def test_many_values_are_summed_up() -> None:

@@ -73,7 +73,10 @@ def test_a_compiled_baseline_is_said_to_be_one() -> None:
     found = _assemble(record(baseline_total_bytes=3000, baseline_compiled=True), MEMORY, OFFSETS)
     assert found.baseline_total_bytes == 3000
     assert "without rematerialization (compiled)" in str(found)
-    assert "without rematerialization (predicted)" in str(_assemble(record(), MEMORY, OFFSETS))
+    assert found.to_dict()["baseline"] == "compiled"
+    predicted = _assemble(record(), MEMORY, OFFSETS)
+    assert "without rematerialization (predicted, may be far off)" in str(predicted)
+    assert predicted.to_dict()["baseline"] == "predicted, may be far off"
 
 
 def test_the_time_of_all_kernels_stands_beside_the_plain_programs() -> None:
@@ -91,7 +94,16 @@ def test_an_untouched_program_is_optimal() -> None:
     found = _assemble(record(jaxpr=stage("jaxpr", **idle), hlo=stage("hlo", **idle)), MEMORY, OFFSETS)
     assert found.status is Status.OPTIMAL
     assert found.overhead_ratio == 0
-    assert "recomputed: nothing" in str(found)
+    assert "recomputed: nothing, the program keeps its budget as it is" in str(found)
+
+
+def test_a_rewritten_program_is_not_said_to_be_as_it_was() -> None:
+    rewritten = stage("jaxpr", recomputed=(), recompute_ns=0, status=Status.UNKNOWN)
+    found = _assemble(record(jaxpr=rewritten, hlo=None), MEMORY, OFFSETS)
+    assert found.changed
+    assert found.status is Status.FEASIBLE
+    assert "as it is" not in str(found)
+    assert "but the program was rewritten for the budget" in str(found)
 
 
 def test_the_text_groups_what_is_recomputed() -> None:
