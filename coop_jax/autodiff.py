@@ -367,5 +367,8 @@ compat.register_autodiff(coop_linear_p, jvp=_linear_jvp, transpose=_linear_trans
 compat.register_batching(coop_remat_p, _batch)
 compat.register_batching(coop_linear_p, _linear_batch)
 compat.register_call_rules(coop_remat_p)
+# What is planned was checked for keys that are used twice before, and uses them again to compute anew.
+compat.register_key_reuse(coop_remat_p, lambda jaxpr, planned, **_: jaxpr if planned is None else None)
+compat.register_key_reuse(coop_linear_p, lambda **_: None)
 compat.register_lowering(coop_remat_p, lowering.lower)
 compat.register_lowering(coop_linear_p, _linear_lower)

@@ -504,7 +504,7 @@ def _pinned_plain_bytes(plain: Any, device: Any, donated: tuple[int, ...]) -> in
 def _compile_plain(plain: Any, device: Any, donated: tuple[int, ...]) -> Any:
     specs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in plain.in_avals]
     run: Callable[..., Sequence[Any]] = lambda *values: compat.evaluate(plain, values)  # noqa: E731
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), jax.debug_key_reuse(False):
         warnings.simplefilter("ignore")
         jitted = jax.jit(run, donate_argnums=donated, keep_unused=True)
         return jitted.lower(*aot.sharded_specs(specs, device)).compile()

@@ -77,7 +77,7 @@ def try_out(
     def run(*values: Any) -> Sequence[Any]:
         return list(coop_trial_p.bind(*values, jaxpr=closed))
 
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), jax.debug_key_reuse(False):
         warnings.simplefilter("ignore")
         jitted = jax.jit(run, donate_argnums=tuple(donated), keep_unused=True, **outputs)
         try:

@@ -44,6 +44,7 @@ from jax._src.sharding_impls import UnspecifiedValue
 from jax._src.state.discharge import discharge_state, register_discharge_rule
 from jax._src.state.types import AbstractRef
 from jax._src.util import weakref_lru_cache
+from jax.experimental.key_reuse import _core as key_reuse
 from jax.extend.core import ClosedJaxpr
 
 _REPORTING_FRAMES = 6
@@ -446,6 +447,24 @@ def _call_dce(used: list[bool], *live_and_eqn: Any) -> tuple[list[bool], Any]:
         core.eqn_effects(jaxpr, invars), eqn.source_info, eqn.ctx,
     )  # fmt: skip
     return list(used_inputs), new
+
+
+def register_key_reuse(primitive: Any, called: Callable[..., Any]) -> None:
+    """JAX's search for random keys that are used twice (`jax_debug_key_reuse`) looks into a call, too.
+
+    Args:
+        primitive: the call.
+        called: `called(**params)` gives the closed jaxpr, without constants, whose use of keys counts as the
+            call's; None where keys were accounted for elsewhere: then the call uses none, and makes new ones.
+    """
+
+    def signature(eqn: Any) -> Any:
+        closed = called(**eqn.params)
+        if closed is not None:
+            return key_reuse.jaxpr_type_signature(open_jaxpr(closed)[0])
+        return key_reuse.KeyReuseSignature(*map(key_reuse.Source, range(len(eqn.outvars))))
+
+    key_reuse.key_reuse_signatures[primitive] = key_reuse.dynamic_key_reuse_signature(signature)
 
 
 def is_pinned(eqn: Any) -> bool:
