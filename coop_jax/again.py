@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 
@@ -62,12 +63,10 @@ class Plain:
     Attributes:
         memory: XLA's count.
         cost_ns: estimated time of its kernels.
-        trial: its scheduled module; None if it came from JAX's compilation cache.
     """
 
     memory: aot.Memory
     cost_ns: int
-    trial: xla.Trial | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,50 +82,46 @@ class Variant:
     module: bytes
 
 
+_PLAIN: WeakKeyDictionary[Any, dict[Any, Plain | None]] = WeakKeyDictionary()
+
+
 def plain_program(program: BeingLowered, device: str) -> Plain | None:
-    """The program without `coop.remat`; None where it cannot be had. Remembered as long as the program.
+    """The program without `coop.remat`; None where it cannot be had. Remembered as long as its jaxpr.
 
     Args:
         device: name of the cost model.
     """
-    return _plain(program.jaxpr, _ByIdentity(program), device)
+    found = _PLAIN.setdefault(program.jaxpr, {})
+    key = (device, compat.trace_context())
+    if key not in found:
+        found[key] = _plain(program, device)
+    return found[key]
 
 
-@dataclass(frozen=True, slots=True)
-class _ByIdentity:
-    """A program as an argument that a cache keyed by its jaxpr does not look at."""
-
-    program: BeingLowered
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByIdentity)
-
-    def __hash__(self) -> int:
-        return 0
-
-
-@compat.cached_by_jaxpr
-def _plain(jaxpr: Any, key: _ByIdentity, device: str) -> Plain | None:
-    del jaxpr
-    lowered = _lowered(key.program, PLAIN)
+def _plain(program: BeingLowered, device: str) -> Plain | None:
+    lowered = _lowered(program, PLAIN)
     if lowered is None:
         return None
-    record = Record(budget="none", budget_bytes=xla.UNLIMITED_BYTES, planner="auto", device_name=device)
     try:
-        compiled, trial = _quietly(lambda: xla.compile_and_look(lowered, record))
+        compiled = _quietly(lowered.compile)
     except jax.errors.JaxRuntimeError:
         return None
-    return Plain(memory=aot.memory(compiled), cost_ns=aot.kernels_ns(compiled, DEVICES[device]), trial=trial)
+    return Plain(memory=aot.memory(compiled), cost_ns=aot.kernels_ns(compiled, DEVICES[device]))
 
 
-def variant(program: BeingLowered, asked: Wish, *, skip: Callable[[Record], bool]) -> Variant | None:
+def variant(
+    program: BeingLowered, asked: Wish, plain_record: Record, *, skip: Callable[[Record], bool]
+) -> Variant | None:
     """The program as it is with a wish, compiled as far as XLA's schedule; None where it cannot be had.
 
     Args:
-        skip: says of what the jaxpr stage did that it need not be looked at.
+        plain_record: the record of the program without `coop.remat`, which has no mark.
+        skip: says of a record that what the jaxpr stage did need not be looked at.
     """
     lowered = _lowered(program, asked)
-    record = None if lowered is None else xla.record_of_lowered(lowered)
+    if lowered is None:
+        return None
+    record = plain_record if asked.plain else xla.record_of_lowered(lowered)
     if record is None or skip(record):
         return None
     trial = _quietly(lambda: xla.look(lowered, record))

@@ -175,29 +175,18 @@ class _Search:
         return [*plain, *deeper]
 
     def _try(self, asked: Wish) -> Variant | None:
-        if asked.plain:
-            return self._try_plain()
-        found = again.variant(self.ways.program, asked, skip=self._is_seen)
+        record = self.record
+        if asked.plain and record.baseline_compiled and record.baseline_total_bytes is not None:
+            total, cost = record.baseline_total_bytes, record.baseline_cost_ns
+            MEMORY.learn(self.ways.key, Known(wish=asked, total_bytes=total, cost_ns=cost))
+            if total > record.budget_bytes:
+                return None
+        plain = dataclasses.replace(record, jaxpr=None, budget_bytes=asked.budget_bytes)
+        found = again.variant(self.ways.program, asked, plain, skip=self._is_seen)
         if found is None or not same_signature(found.module, self.module):
             return None
         self.ways.learn(asked, _hlo(found))
-        return found
-
-    def _try_plain(self) -> Variant | None:
-        """The program without `coop.remat`, where it keeps the budget; what it needs is known afterwards."""
-        plain = again.plain_program(self.ways.program, self.record.device_name)
-        if plain is None:
-            return None
-        MEMORY.learn(
-            self.ways.key,
-            Known(wish=again.PLAIN, total_bytes=plain.memory.total_bytes, cost_ns=plain.cost_ns),
-        )
-        keeps = plain.memory.total_bytes <= self.record.budget_bytes
-        if not keeps or plain.trial is None or not same_signature(plain.trial.module, self.module):
-            return None
-        outcome = dataclasses.replace(plain.trial.outcome, budget_bytes=self.record.budget_bytes)
-        record = dataclasses.replace(self.record, jaxpr=None)
-        return Variant(record=xla.with_hlo(record, outcome), module=plain.trial.module)
+        return found if _hlo(found).planned_total_bytes <= record.budget_bytes else None
 
     def _is_seen(self, record: Record) -> bool:
         """True for a plan that was looked at before, asked for in other words."""

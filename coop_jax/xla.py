@@ -107,13 +107,18 @@ class _Registry:
             _remember(self._records, record.id, record, MOST_RECORDS)
 
     def offer(self, record_id: str, alternatives: Alternatives) -> None:
-        """Remember how else the program with this record could be written, until it is compiled."""
+        """Remember how else the program with this record could be written."""
         with self._lock:
             _remember(self._alternatives, record_id, alternatives, MOST_ALTERNATIVES)
 
     def alternatives(self, record_id: str) -> Alternatives | None:
         with self._lock:
             return self._alternatives.get(record_id)
+
+    def settle(self, record_id: str) -> None:
+        """Forget the alternatives of a program that needs none; they keep the user's function alive."""
+        with self._lock:
+            self._alternatives.pop(record_id, None)
 
     def begin_pinning(self, record_id: str, *, keep: bool) -> None:
         """The program with this record will be pinned after its compile, and checked only after that.
@@ -228,33 +233,14 @@ def look(lowered: Any, record: Record) -> Trial | None:
     Returns:
         What the enforcing stage made of it; None if XLA failed before it was asked.
     """
+    for platform in ("cpu", "cuda"):
+        install(platform)
     name = REGISTRY.new_trial()
-    _mark_trial(lowered, record, name)
+    _, attributes = marked(record, name=name, digest="")
+    module.set_module_attributes(lowered.compiler_ir("stablehlo"), {**attributes, TRIAL: name})
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         lowered.compile()
     return REGISTRY.take_trial(name)
-
-
-def compile_and_look(lowered: Any, record: Record) -> tuple[Any, Trial | None]:
-    """Compile a lowered program to the end: what comes of it, and its trial as in `look`.
-
-    There is no trial if the program comes from JAX's compilation cache, of which its name may be a key.
-    """
-    name = f"{_WHOLE}{threading.current_thread().name}"
-    _mark_trial(lowered, record, name)
-    compiled = lowered.compile()
-    return compiled, REGISTRY.take_trial(name)
-
-
-_WHOLE = "whole-"
-
-
-def _mark_trial(lowered: Any, record: Record, name: str) -> None:
-    stablehlo = lowered.compiler_ir("stablehlo")
-    for platform in ("cpu", "cuda"):
-        install(platform)
-    _, attributes = marked(record, name=name, digest="")
-    module.set_module_attributes(stablehlo, {**attributes, TRIAL: name})
 
 
 def record_of_lowered(lowered: Any) -> Record | None:
@@ -324,13 +310,13 @@ def _enforced(data: bytes, attributes: Mapping[str, str], platform: str) -> byte
     outcome = dataclasses.replace(outcome, budget_bytes=record.budget_bytes, constraints=record.constraints)
     if trial is not None:
         REGISTRY.end_trial(trial, Trial(outcome=outcome, module=returned))
-        if not trial.startswith(_WHOLE):
-            raise RuntimeError("coop_jax: the trial is over")
-        return None if returned is data else returned
+        raise RuntimeError("coop_jax: the trial is over")
     alternatives = REGISTRY.alternatives(record.id) if pinning is None else None
     choice = Choice(record=with_hlo(record, outcome))
     if alternatives is not None:
         choice = alternatives.choose(record, outcome, returned)
+        if choice.module is None and outcome.status.found:
+            REGISTRY.settle(record.id)
     return _taken(choice, returned, data)
 
 

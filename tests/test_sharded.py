@@ -55,6 +55,23 @@ for weights in (P(), P(None, None, "d")):
     assert aot.memory(limited).total_bytes <= budget
     for a, b in zip(limited(w, x), plain(w, x)):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+ws = [jax.random.normal(k, (64, 64)) / 8 for k in jax.random.split(jax.random.key(2), 6)]
+ws = [jax.device_put(w, NamedSharding(mesh, P())) for w in ws]
+
+def constrained(ws, x):
+    def loss(ws):
+        h = x
+        for i, w in enumerate(ws):
+            by = P("d") if i % 2 else P(None, "d")
+            h = jax.lax.with_sharding_constraint(jnp.tanh(h @ w), NamedSharding(mesh, by))
+        return (h ** 2).mean()
+    return jax.grad(loss)(ws)
+
+total = aot.memory(jax.jit(constrained).lower(ws, x).compile()).total_bytes
+for fraction in (0.6, 0.95):
+    budget = int(fraction * total)
+    assert aot.memory(jax.jit(remat(constrained, budget=budget)).lower(ws, x).compile()).total_bytes <= budget
 """
 )
 

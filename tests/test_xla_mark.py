@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import coop_jax.xla
 from coop_jax import aot, xla
-from coop_jax.errors import BudgetExceededError, InfeasibleBudgetError
+from coop_jax.errors import BudgetExceededError, InfeasibleBudgetError, UnsupportedError
 from coop_jax.remat import remat
 from passes.jaxpr import compat
 from tests.models import chain_loss as loss
@@ -206,6 +208,88 @@ def test_a_program_from_the_compilation_cache_is_checked_again() -> None:
     with pytest.raises(BudgetExceededError) as caught:
         xla._check(compiled.runtime_executable())
     assert caught.value.compiled_bytes == total_bytes(compiled)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[None]:
+    """JAX's compilation cache, on."""
+    names = ("dir", "min_compile_time_secs", "min_entry_size_bytes")
+    keys = ["jax_compilation_cache_dir", *(f"jax_persistent_cache_{name}" for name in names[1:])]
+    before = [getattr(jax.config, key) for key in keys]
+    for key, value in zip(keys, (str(tmp_path), 0.0, 0), strict=True):
+        jax.config.update(key, value)
+    compilation_cache.reset_cache()
+    yield
+    for key, value in zip(keys, before, strict=True):
+        jax.config.update(key, value)
+    compilation_cache.reset_cache()
+
+
+def test_a_program_that_only_the_check_refuses_is_refused_at_every_try(
+    cache: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By then JAX has put it into its cache, which asks neither the rule nor the callback again."""
+    monkeypatch.setattr(coop_jax.lowering, "OtherWays", lambda **_: None)
+
+    def scanned(w: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=4)[0]
+
+    arguments = (PARAMS[0], BATCH)
+    budget = total_bytes(jax.jit(scanned).lower(*arguments).compile()) - 1
+    jitted = jax.jit(remat(scanned, budget=budget))
+    for _ in range(3):
+        with pytest.raises(InfeasibleBudgetError) as caught:
+            jitted(*arguments)
+        assert caught.value.budget_bytes == budget
+    # As in another process, which knows nothing but the program and its mark.
+    monkeypatch.setattr(xla, "REGISTRY", xla._Registry())
+    jax.clear_caches()
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        jitted.lower(*arguments).compile()
+    assert caught.value.least_bytes is not None
+    assert caught.value.least_bytes > budget
+
+
+@pytest.mark.parametrize("at", [1, 2], ids=["in a trial", "in the compile"])
+def test_an_interrupt_in_the_callback_comes_out_as_one(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    enforce = coop_jax.xla.enforce
+
+    def interrupted(data: bytes, request: Any) -> Any:
+        calls.append(data)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return enforce(data, request)
+
+    monkeypatch.setattr(coop_jax.xla, "enforce", interrupted)
+    total = 4 * (2 * LAYERS * N * N + BATCH.size + 1) + 500_000
+    with pytest.raises(KeyboardInterrupt):
+        jax.jit(remat(step, budget=total)).lower(PARAMS, BATCH).compile()
+    assert len(calls) == at
+
+
+def test_exporting_a_decorated_function_is_refused_and_its_call_may_be_decorated() -> None:
+    pytest.importorskip("flatbuffers")
+    from jax import export
+
+    with pytest.raises(UnsupportedError, match=r"remat\(exported\.call"):
+        export.export(jax.jit(remat(step, budget="1GiB")))(PARAMS, BATCH)
+    exported = export.deserialize(export.export(jax.jit(step))(PARAMS, BATCH).serialize())
+    total = total_bytes(jax.jit(exported.call).lower(PARAMS, BATCH).compile())
+    kept = jax.jit(remat(exported.call, budget=int(0.97 * total))).lower(PARAMS, BATCH).compile()
+    assert total_bytes(kept) <= int(0.97 * total)
+
+
+def test_what_is_remembered_of_programs_is_bounded() -> None:
+    registry = xla._Registry()
+    record = xla.Record(budget="", budget_bytes=1, planner="auto", device_name="cpu")
+    for n in range(xla.MOST_RECORDS + 10):
+        registry.put(xla.dataclasses.replace(record, id=str(n)))
+        registry.offer(str(n), None)  # type: ignore[arg-type]
+    assert registry.get("0") is None
+    assert registry.get(str(xla.MOST_RECORDS + 9)) is not None
+    assert len(registry._records) == xla.MOST_RECORDS
+    assert len(registry._alternatives) == xla.MOST_ALTERNATIVES
 
 
 _CACHED = """

@@ -1,0 +1,122 @@
+"""The whole program asked for again: fractions of it, and budgets that only another plan keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from coop_jax import again, aot, xla
+from coop_jax.errors import InfeasibleBudgetError
+from coop_jax.remat import remat
+from tests.models import chain_step
+
+N, ROWS, TIMES = 16, 64, 4
+KEY = jax.random.key(0)
+WEIGHTS = [jax.random.normal(jax.random.fold_in(KEY, i), (N, N)) / 4 for i in range(3)]
+BATCHES = jax.random.normal(KEY, (TIMES, ROWS, N))
+
+
+def loss(ws: list[Any], x: Any) -> Any:
+    for w in ws:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def accumulated(f: Callable[..., Any]) -> Callable[..., Any]:
+    def step(ws: list[Any], xs: Any) -> Any:
+        def add(total: Any, x: Any) -> Any:
+            return jax.tree.map(jnp.add, total, jax.grad(f)(ws, x)), None
+
+        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, ws), xs)[0]
+
+    return step
+
+
+def over_layers(f: Callable[..., Any]) -> Callable[..., Any]:
+    def whole(ws: list[Any], xs: Any) -> Any:
+        def through(w: Any) -> Any:
+            h = jax.lax.scan(lambda h, w: (h - f([w], h) * h, None), xs[0], w)[0]
+            return jnp.mean(h**2)
+
+        return jax.grad(through)(jnp.stack(ws))
+
+    return whole
+
+
+WAYS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "vmap of grad": lambda f: jax.vmap(jax.grad(f), in_axes=(None, 0)),
+    "grad of vmap": lambda f: jax.grad(lambda ws, xs: jax.vmap(f, in_axes=(None, 0))(ws, xs).sum()),
+    "accumulation in a scan": accumulated,
+    "scan over decorated layers": over_layers,
+    "two decorated functions": lambda f: (
+        lambda ws, xs: (jax.grad(f)(ws, xs[0]), jax.grad(lambda w: f(w, xs[1]) ** 2)(ws))
+    ),
+    "forward over reverse": lambda f: (
+        lambda ws, xs: jax.jvp(lambda w: jax.grad(f)(w, xs[0]), (ws,), (ws,))[1]
+    ),
+    "jacrev": lambda f: lambda ws, xs: jax.jacrev(lambda w: f(w, xs[0]) * jnp.ones(3))(ws),
+    "an optimizer around": lambda f: (
+        lambda ws, xs: [w - 0.1 * jnp.tanh(g) for w, g in zip(ws, jax.grad(f)(ws, xs[0]), strict=True)]
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_fraction_is_of_the_whole_program_under_every_transformation(way: str) -> None:
+    taken = WAYS[way]
+    plain = jax.jit(taken(loss)).lower(WEIGHTS, BATCHES).compile()
+    whole = jax.jit(taken(remat(loss, budget=1.0))).lower(WEIGHTS, BATCHES).compile()
+    record = xla.record_of(whole)
+    assert record is not None
+    assert record.baseline_compiled
+    assert record.budget_bytes == record.baseline_total_bytes == aot.memory(plain).total_bytes
+    assert aot.memory(whole).total_bytes <= record.budget_bytes
+    found, expected = whole(WEIGHTS, BATCHES), plain(WEIGHTS, BATCHES)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+
+
+@pytest.mark.parametrize("how", ["called", "lowered", "traced"])
+def test_the_plain_program_is_found_however_the_program_is_compiled(how: str) -> None:
+    plain = jax.jit(chain_step).lower(WEIGHTS, BATCHES[0]).compile()
+    decorated = jax.jit(remat(chain_step, budget=1.0), donate_argnums=0)
+    if how == "called":
+        decorated(jax.tree.map(jnp.copy, WEIGHTS), BATCHES[0])
+    elif how == "traced":
+        decorated = decorated.trace(WEIGHTS, BATCHES[0])  # type: ignore[assignment]
+    arguments = () if how == "traced" else (WEIGHTS, BATCHES[0])
+    record = xla.record_of(decorated.lower(*arguments).compile())
+    assert record is not None
+    assert record.baseline_compiled
+    assert aot.memory(plain).fixed_bytes > record.budget_bytes - aot.memory(plain).temp_bytes
+
+
+def test_nothing_is_wished_for_outside_of_a_second_look() -> None:
+    seen = []
+
+    def watched(ws: list[Any], x: Any) -> Any:
+        seen.append(again.wish())
+        return chain_step(ws, x)
+
+    jax.jit(remat(watched, budget=0.9)).lower(WEIGHTS, BATCHES[0]).compile()
+    assert seen[:2] == [None, again.PLAIN]
+    assert again.wish() is None
+
+
+def test_what_a_refusal_names_is_met_when_asked_and_no_more_than_the_plain_program_needs() -> None:
+    plain = jax.jit(chain_step).lower(WEIGHTS, BATCHES[0]).compile()
+    memory = aot.memory(plain)
+    budget = memory.fixed_bytes + memory.temp_bytes // 6
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        jax.jit(remat(chain_step, budget=budget)).lower(WEIGHTS, BATCHES[0]).compile()
+    least = caught.value.least_bytes
+    assert least is not None
+    assert budget < least < memory.total_bytes
+    met = jax.jit(remat(chain_step, budget=least)).lower(WEIGHTS, BATCHES[0]).compile()
+    assert aot.memory(met).total_bytes <= least
+    one_less = jax.jit(remat(chain_step, budget=memory.total_bytes)).lower(WEIGHTS, BATCHES[0]).compile()
+    assert aot.memory(one_less).total_bytes <= memory.total_bytes

@@ -1,0 +1,223 @@
+"""Other ways to write a program: what is tried before a refusal, what is remembered, what is taken."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from coop_jax import again, alternatives
+from coop_jax.again import PLAIN, Variant, Wish
+from coop_jax.alternatives import RATIOS, Known, OtherWays
+from coop_jax.record import Record
+from passes.hlo import proto
+from passes.ir import Status
+from passes.outcome import StageOutcome
+
+FIXED, BUDGET = 100, 1100
+RECORD = Record(budget="1100 B", budget_bytes=BUDGET, planner="auto", device_name="cpu", id="r")
+OUTCOME = StageOutcome(
+    stage="hlo",
+    changed=True,
+    budget_bytes=BUDGET,
+    argument_bytes=FIXED,
+    output_bytes=0,
+    alias_bytes=0,
+    before_temp_bytes=4000,
+    planned_temp_bytes=900,
+    cost_ns=1000,
+    recompute_ns=100,
+    lower_bound_ratio=0.0,
+    status=Status.FEASIBLE,
+    planner="auto",
+    seconds=0.0,
+)
+REFUSED = dataclasses.replace(
+    OUTCOME, status=Status.UNKNOWN, planned_temp_bytes=4000, least_total_bytes=2000, changed=False
+)
+MODULE = b""
+
+
+@pytest.fixture(autouse=True)
+def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is known before a test."""
+    monkeypatch.setattr(alternatives, "MEMORY", alternatives._Memory())
+
+
+def asked_of(
+    monkeypatch: pytest.MonkeyPatch,
+    outcome_of: Callable[[Wish], StageOutcome | None] = lambda _: None,
+    plain_bytes: int = 5000,
+    module: bytes = MODULE,
+) -> list[Wish]:
+    """What is asked of a program that answers so."""
+    asked: list[Wish] = []
+
+    def variant(program: Any, wish: Wish, plain: Record, *, skip: Any) -> Variant | None:
+        asked.append(wish)
+        if wish == PLAIN:
+            temp_bytes = plain_bytes - FIXED
+            needed = dataclasses.replace(OUTCOME, changed=False, planned_temp_bytes=temp_bytes)
+            return Variant(record=dataclasses.replace(plain, hlo=needed), module=module)
+        made = dataclasses.replace(OUTCOME, stage="jaxpr", planned_temp_bytes=len(asked))
+        record = dataclasses.replace(RECORD, jaxpr=made, budget_bytes=wish.budget_bytes)
+        outcome = outcome_of(wish)
+        if skip(record) or outcome is None:
+            return None
+        return Variant(record=dataclasses.replace(record, hlo=outcome), module=module)
+
+    monkeypatch.setattr(again, "variant", variant)
+    return asked
+
+
+def ways(**changes: Any) -> OtherWays:
+    return OtherWays(**{"program": SimpleNamespace(), "key": "one program", **changes})  # type: ignore[arg-type]
+
+
+def test_what_was_found_is_taken_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = asked_of(monkeypatch)
+    choice = ways().choose(RECORD, OUTCOME, MODULE)
+    assert choice.module is None
+    assert choice.record.hlo is OUTCOME
+    assert asked == []
+    wish = Wish(budget_bytes=BUDGET, aim_bytes=BUDGET)
+    assert alternatives.MEMORY.of("one program") == (Known(wish=wish, total_bytes=1000, cost_ns=1100),)
+
+
+def test_before_a_refusal_the_plain_program_and_every_deeper_plan_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = asked_of(monkeypatch)
+    choice = ways().choose(RECORD, REFUSED, MODULE)
+    assert choice.record.hlo is not None
+    assert not choice.record.hlo.status.found
+    assert asked[0] == PLAIN
+    ratios = [w.temp_ratio for w in asked[1:]]
+    assert ratios == [r for r in RATIOS if r <= (BUDGET - FIXED) / REFUSED.before_temp_bytes]
+    assert {w.budget_bytes for w in asked[1:]} == {BUDGET}
+
+
+def test_a_larger_budget_tries_all_that_a_smaller_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    for budget in (600, 1100, 3000):
+        asked = asked_of(monkeypatch)
+        record = dataclasses.replace(RECORD, budget_bytes=budget)
+        ways(key=str(budget)).choose(record, REFUSED, MODULE)
+        tried.append([w.temp_ratio for w in asked])
+    for smaller, larger in itertools.pairwise(tried):
+        assert larger[-len(smaller) + 1 :] == smaller[1:]
+
+
+def test_a_deeper_plan_that_keeps_the_budget_goes_on_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = asked_of(monkeypatch, lambda w: OUTCOME if w.temp_ratio == 0.15 else None)
+    choice = ways().choose(RECORD, REFUSED, MODULE)
+    assert choice.module == MODULE
+    assert choice.record.hlo is not None
+    assert choice.record.hlo.status.found
+    assert choice.record.budget == RECORD.budget
+    assert asked[-1].temp_ratio == 0.15
+
+
+def test_the_plain_program_is_taken_where_it_keeps_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_of(monkeypatch, plain_bytes=BUDGET)
+    choice = ways().choose(RECORD, REFUSED, MODULE)
+    assert choice.module == MODULE
+    assert choice.record.jaxpr is None
+
+
+def test_the_plain_program_would_break_a_constraint(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = asked_of(monkeypatch, plain_bytes=BUDGET)
+    record = dataclasses.replace(RECORD, constraints="recompute=('h',)")
+    assert ways().choose(record, REFUSED, MODULE).module is None
+    assert PLAIN not in asked
+
+
+def test_a_module_with_another_signature_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = proto.parse(b"")
+    other.input_output_alias.entries.add(parameter_number=1)
+    asked_of(monkeypatch, lambda _: OUTCOME, module=proto.serialize(other))
+    assert ways().choose(RECORD, REFUSED, MODULE).module is None
+
+
+def test_under_other_settings_of_jax_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = asked_of(monkeypatch, lambda _: OUTCOME)
+    assert ways(context="others").choose(RECORD, REFUSED, MODULE).module is None
+    assert asked == []
+
+
+def test_a_larger_budget_never_costs_more_than_a_smaller_one_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    cheap = dataclasses.replace(OUTCOME, recompute_ns=10)
+    asked = asked_of(monkeypatch, lambda _: cheap)
+    ways().choose(RECORD, cheap, MODULE)
+    larger = dataclasses.replace(RECORD, budget_bytes=2 * BUDGET)
+    choice = ways().choose(larger, OUTCOME, MODULE)
+    assert choice.module == MODULE
+    assert asked == [Wish(budget_bytes=BUDGET, aim_bytes=BUDGET)]
+    smaller = dataclasses.replace(RECORD, budget_bytes=cheap.planned_total_bytes - 1)
+    assert ways().choose(smaller, OUTCOME, MODULE).module is None
+
+
+def test_a_program_that_keeps_its_budget_as_it_is_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    cheap = dataclasses.replace(OUTCOME, recompute_ns=10)
+    asked = asked_of(monkeypatch, lambda _: cheap)
+    ways().choose(RECORD, cheap, MODULE)
+    as_it_is = dataclasses.replace(OUTCOME, changed=False, recompute_ns=0, cost_ns=5000)
+    larger = dataclasses.replace(RECORD, budget_bytes=10 * BUDGET)
+    assert ways().choose(larger, as_it_is, MODULE).module is None
+    assert asked == []
+
+
+def test_a_refusal_names_the_least_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    nearly = dataclasses.replace(REFUSED, least_total_bytes=1200)
+    asked_of(monkeypatch, lambda w: nearly if w.temp_ratio == 0.08 else None, plain_bytes=1900)
+    refusal = ways().choose(RECORD, REFUSED, MODULE).record.hlo
+    assert refusal is not None
+    assert refusal.least_total_bytes == 1200
+    assert not refusal.least_proved
+    asked = asked_of(monkeypatch, lambda w: OUTCOME if w.budget_bytes == 1200 else None)
+    again_asked = dataclasses.replace(RECORD, budget_bytes=1200)
+    assert ways().choose(again_asked, REFUSED, MODULE).module == MODULE
+    assert asked == [Wish(budget_bytes=1200, temp_ratio=0.08)]
+
+
+def test_a_refusal_never_names_more_than_the_plain_program_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_of(monkeypatch, plain_bytes=1500)
+    refusal = ways().choose(RECORD, REFUSED, MODULE).record.hlo
+    assert refusal is not None
+    assert refusal.least_total_bytes == 1500
+
+
+def test_a_plain_program_that_was_compiled_for_a_fraction_is_not_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = asked_of(monkeypatch)
+    record = dataclasses.replace(RECORD, baseline_total_bytes=1400, baseline_compiled=True)
+    refusal = ways().choose(record, REFUSED, MODULE).record.hlo
+    assert refusal is not None
+    assert refusal.least_total_bytes == 1400
+    assert PLAIN not in asked
+
+
+def test_what_others_beat_in_bytes_and_in_time_is_forgotten() -> None:
+    memory = alternatives._Memory()
+    for total, cost in ((1000, 50), (900, 60), (1000, 55), (950, 50), (800, 50)):
+        memory.learn("p", Known(wish=PLAIN, total_bytes=total, cost_ns=cost))
+    memory.learn("p", Known(wish=PLAIN, total_bytes=850))
+    assert [(k.total_bytes, k.cost_ns) for k in memory.of("p")] == [(800, 50)]
+    memory.learn("p", Known(wish=PLAIN, total_bytes=1200, cost_ns=40))
+    assert len(memory.of("p")) == 2
+
+
+def test_the_memory_is_bounded() -> None:
+    memory = alternatives._Memory()
+    for n in range(alternatives.MOST_PROGRAMS + 5):
+        memory.learn(str(n), Known(wish=PLAIN, total_bytes=1, cost_ns=1))
+    for n in range(alternatives.MOST_KNOWN + 5):
+        memory.learn("last", Known(wish=PLAIN, total_bytes=1000 - n, cost_ns=n))
+    assert memory.of("0") == ()
+    assert len(memory.of("last")) == alternatives.MOST_KNOWN
+    assert len(memory._known) == alternatives.MOST_PROGRAMS
