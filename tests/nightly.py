@@ -12,7 +12,8 @@ import time
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from tests.programs import Case, cases, check
+from tests.judge import check
+from tests.ways import Case, cases
 
 
 def main() -> None:

@@ -1,15 +1,17 @@
-"""Hypothesis strategies for small JAX functions: nested control flow, calls, rules, names, effects, keys.
+"""Small random JAX functions: nested control flow, calls, derivative rules, names, effects, references, keys.
 
 A function is drawn as a recipe, a nested tuple, so that failures shrink and print as something that can be
-pasted into a test: `check(Case(...))`.
+pasted into a test: `check(Case(...))`. Who chooses is left open: Hypothesis, which shrinks
+(`tests.nightly`), or a seeded generator, from which a number alone brings a program back
+(`benchmarks.random_programs`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +21,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback
 
-from coop_jax import aot
-from coop_jax.errors import ConstraintError, InfeasibleBudgetError
-from coop_jax.remat import remat
-
 ROWS, WIDTH, LAYERS = 32, 16, 3
 NAMES = ("h", "k")
 
@@ -30,35 +28,86 @@ NAMES = ("h", "k")
 Step = tuple[str, int, int, int, tuple[Any, ...]]
 Recipe = tuple[Step, ...]
 
-PLAIN = ("unary", "unary", "binary", "dot", "dot", "norm", "name", "rows", "random", "host", "rule", "effect")
+
+class Choices(Protocol):
+    """Where a program's choices come from."""
+
+    def integer(self, low: int, high: int) -> int:
+        """A number from `low` to `high`, both included."""
+
+    def one_of[T](self, options: Sequence[T]) -> T:
+        """One of the options."""
+
+
+class Seeded:
+    """The choices that belong to a text, the same in every process."""
+
+    def __init__(self, text: str) -> None:
+        self._random = random.Random(text)
+
+    def integer(self, low: int, high: int) -> int:
+        """See `Choices`."""
+        return self._random.randint(low, high)
+
+    def one_of[T](self, options: Sequence[T]) -> T:
+        """See `Choices`."""
+        return self._random.choice(options)
+
+
+class Drawn:
+    """The choices that Hypothesis makes."""
+
+    def __init__(self, draw: st.DrawFn) -> None:
+        self._draw = draw
+
+    def integer(self, low: int, high: int) -> int:
+        """See `Choices`."""
+        return self._draw(st.integers(low, high))
+
+    def one_of[T](self, options: Sequence[T]) -> T:
+        """See `Choices`."""
+        return self._draw(st.sampled_from(options))
+
+
+PLAIN = (
+    "unary", "unary", "binary", "dot", "dot", "norm", "name", "rows", "random", "host", "rule", "rule",
+    "effect", "chain", "chain", "layernorm", "attention", "literal", "ints", "ref",
+)  # fmt: skip
 NESTED = (
     "scan", "scan", "stacks", "map", "cond", "switch", "fori", "while", "jit", "checkpoint", "checkpoint",
     "grad", "vmap",
 )  # fmt: skip
 
 
-@st.composite
-def recipes(
-    draw: st.DrawFn, depth: int = 2, most: int = 4, plain: tuple[str, ...] = (*PLAIN, "ordered")
+def recipe_of(
+    choices: Choices, depth: int = 2, most: int = 4, plain: tuple[str, ...] = (*PLAIN, "ordered")
 ) -> Recipe:
     """A function of one to `most` steps, whose bodies nest at most `depth` times.
 
     JAX itself allows ordered effects at the outermost level only.
     """
     steps = []
-    for _ in range(draw(st.integers(1, most))):
-        nested = depth > 0 and draw(st.integers(0, 2)) == 0
-        kind = draw(st.sampled_from(NESTED if nested else plain))
-        body = draw(recipes(depth=depth - 1, most=2, plain=PLAIN)) if nested else ()
-        steps.append((kind, draw(st.integers(0, 3)), draw(st.integers(0, 3)), draw(st.integers(0, 2)), body))
+    for _ in range(choices.integer(1, most)):
+        nested = depth > 0 and choices.integer(0, 2) == 0
+        kind = choices.one_of(NESTED if nested else plain)
+        body = recipe_of(choices, depth - 1, 2, PLAIN) if nested else ()
+        first, second = choices.integer(0, 3), choices.integer(0, 3)
+        steps.append((kind, first, second, choices.integer(0, len(RULES) - 1 if kind == "rule" else 2), body))
     return tuple(steps)
 
 
-def inputs() -> tuple[Any, ...]:
+def kinds_in(recipe: Recipe) -> set[str]:
+    """The kinds of all steps, bodies included."""
+    return {step[0] for step in recipe}.union(*(kinds_in(step[4]) for step in recipe))
+
+
+@functools.cache
+def inputs(dtype: str = "float32", rows: int = ROWS) -> tuple[Any, ...]:
     """Weights, rows, row numbers and a key."""
     keys = jax.random.split(jax.random.key(0), 3)
     ws = jax.random.normal(keys[0], (LAYERS, WIDTH, WIDTH)) / 4
-    return ws, jax.random.normal(keys[1], (ROWS, WIDTH)), jnp.arange(ROWS)[::-1], keys[2]
+    x = jax.random.normal(keys[1], (rows, WIDTH))
+    return ws.astype(dtype), x.astype(dtype), jnp.arange(rows)[::-1], keys[2]
 
 
 SEEN: list[int] = []
@@ -66,8 +115,17 @@ SEEN: list[int] = []
 
 def loss(recipe: Recipe, ws: Any, x: Any, rows: Any, key: Any) -> Any:
     """A scalar that depends on every value of the recipe's outermost level."""
-    values = _values(recipe, x, (ws, rows, key))
-    return sum(jnp.mean(v**2) for v in values)
+    return sum(means(recipe, ws, x, rows, key))
+
+
+def means(recipe: Recipe, ws: Any, x: Any, rows: Any, key: Any) -> list[Any]:
+    """Scalars, one of every value of the recipe's outermost level."""
+    return [jnp.mean(v.astype(jnp.float32) ** 2) for v in _values(recipe, x, (ws, rows, key))]
+
+
+def layer(recipe: Recipe, h: Any, w: Any, outer: Any) -> Any:
+    """One layer that holds the recipe: rows to rows."""
+    return _last(recipe, jnp.tanh(h @ w), outer)
 
 
 def _values(recipe: Recipe, x: Any, outer: Any) -> list[Any]:
@@ -109,6 +167,49 @@ def _pushed(x: Any) -> Any:
 
 _pushed.defjvp(lambda p, t: (jnp.tanh(p[0]), t[0] * (1 - jnp.tanh(p[0]) ** 2)))
 
+
+@jax.custom_vjp
+def _straight_through(x: Any) -> Any:
+    return jnp.round(x * 8) / 8
+
+
+_straight_through.defvjp(lambda x: (_straight_through(x), None), lambda _, g: (g,))
+
+
+@jax.custom_jvp
+def _twice(x: Any) -> Any:
+    """Its rule is not its derivative, so that a rule that is lost shows, at every order."""
+    return jnp.sin(x)
+
+
+_twice.defjvp(lambda p, t: (_twice(*p), 2 * jnp.cos(p[0]) * t[0]))
+
+
+@jax.custom_jvp
+def _guarded_sqrt(x: Any) -> Any:
+    return jnp.sqrt(x)
+
+
+def _guarded(primals: Any, tangents: Any) -> Any:
+    (x,), (t,) = primals, tangents
+    root = _guarded_sqrt(jnp.where(x > 0, x, 1))
+    return _guarded_sqrt(x), jnp.where(x > 0, t / (2 * root), 0)
+
+
+_guarded_sqrt.defjvp(_guarded)
+
+
+@jax.custom_vjp
+def _optimized(x: Any) -> Any:
+    return jnp.tanh(x)
+
+
+_optimized.defvjp(lambda x: (jnp.tanh(x), x), lambda x, g: (g * (1 - jnp.tanh(x) ** 2),), optimize_remat=True)
+
+RULES = (
+    _ruled, _pushed, jax.nn.gelu, _straight_through, _twice, _optimized, jax.nn.relu6,
+    lambda x: _guarded_sqrt(jnp.maximum(x, 0) ** 2),
+)  # fmt: skip
 POLICIES = (
     None, jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.save_only_these_names("h")
 )  # fmt: skip
@@ -153,18 +254,66 @@ def _ordered(a: Any, n: int) -> Any:
     return a * 0.9
 
 
+def _chain(a: Any, b: Any, n: int, outer: Any) -> Any:
+    """What memory is spent on: layers, each of whose values the backward pass reads."""
+    for w in outer[0]:
+        a = UNARY[n](a @ w) + b / 2
+    return a
+
+
+def _layernorm(a: Any) -> Any:
+    centred = a - a.mean(-1, keepdims=True)
+    return centred * lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-3)
+
+
+def _attention(a: Any, b: Any, n: int) -> Any:
+    return jax.nn.softmax(a @ b.T / (1 + n), axis=-1) @ b
+
+
+def _literal(a: Any, n: int) -> Any:
+    """Equations that read literals, also twice or alone."""
+    if n == 0:
+        return lax.select_n(a > 0, lax.mul(a, a), lax.full_like(a, 0.5))
+    return (
+        jnp.clip(a, -1.0, 1.0) * 2.0 if n == 1 else lax.pad(a, jnp.zeros((), a.dtype), [(0, 0, 0)] * 2) ** 2
+    )
+
+
+def _ints(a: Any, b: Any, n: int, rows: Any) -> Any:
+    """Integers on the way: the largest of a row, its sum into other rows, its place in the order."""
+    best = lax.stop_gradient(b).argmax(-1)
+    if n == 0:
+        return a * jax.nn.one_hot(best, WIDTH, dtype=a.dtype) + b
+    return b.at[best].add(a) / 4 if n == 1 else jnp.cumsum(a, 0) / (1 + rows[:, None] % 4 + best[:, None])
+
+
+def _ref(a: Any, b: Any, n: int) -> Any:
+    """A reference that is made, written in turns and read."""
+    ref = jax.new_ref(jnp.sin(a))
+    for _ in range(n):
+        ref[...] = ref[...] * b
+    ref[0] = b[0]
+    return ref[...] + a
+
+
 _STEPS: dict[str, Callable[..., Any]] = {
     "unary": lambda a, b, n, body, outer: UNARY[n](a),
     "binary": lambda a, b, n, body, outer: ((a + b) / 2, a * jnp.tanh(b), jnp.maximum(a, b))[n],
     "dot": lambda a, b, n, body, outer: a @ outer[0][n],
     "norm": lambda a, b, n, body, outer: a / jnp.sqrt(1 + (b**2).sum(axis=-1, keepdims=True)),
     "name": lambda a, b, n, body, outer: checkpoint_name(jnp.sin(a), NAMES[n % 2]),
-    "rows": lambda a, b, n, body, outer: a[outer[1]] + b,
+    "rows": lambda a, b, n, body, outer: a[outer[1] % len(a)] + b,
     "random": lambda a, b, n, body, outer: jnp.where(jax.random.bernoulli(outer[2], 0.7, a.shape), a, b / 2),
     "host": lambda a, b, n, body, outer: _host_sin(a),
-    "rule": lambda a, b, n, body, outer: (_ruled, _pushed, jax.nn.gelu)[n](a),
+    "rule": lambda a, b, n, body, outer: RULES[n](a),
     "effect": lambda a, b, n, body, outer: _effect(a, n),
     "ordered": lambda a, b, n, body, outer: _ordered(a, n),
+    "chain": lambda a, b, n, body, outer: _chain(a, b, n, outer),
+    "layernorm": lambda a, b, n, body, outer: _layernorm(a) + b,
+    "attention": lambda a, b, n, body, outer: _attention(a, b, n),
+    "literal": lambda a, b, n, body, outer: _literal(a, n),
+    "ints": lambda a, b, n, body, outer: _ints(a, b, n, outer[1]),
+    "ref": lambda a, b, n, body, outer: _ref(a, b, n),
     "scan": _scan,
     "stacks": _stacks,
     "map": lambda a, b, n, body, outer: lax.map(lambda w: body(a @ w), outer[0]).mean(0) + b,
@@ -179,113 +328,3 @@ _STEPS: dict[str, Callable[..., Any]] = {
     "grad": lambda a, b, n, body, outer: jax.grad(lambda x: (body(x) * b).sum())(a),
     "vmap": lambda a, b, n, body, outer: jax.vmap(body)(jnp.stack([a, b])).sum(0),
 }
-
-
-WAYS = ("inside", "outside", "value", "jvp", "vmap")
-RATIOS = (1.0, 0.8, 0.6, 0.4, 0.2)
-CONSTRAINTS = ("", "", "", "save", "recompute", "policy")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """A function, how it is decorated and transformed, and how many of its temporary bytes it may have."""
-
-    recipe: Recipe
-    way: str
-    ratio: float
-    constraint: str = ""
-
-
-@st.composite
-def cases(draw: st.DrawFn, depth: int = 2, most: int = 4) -> Case:
-    """Any function in any way within any budget."""
-    return Case(
-        recipe=draw(recipes(depth=depth, most=most)),
-        way=draw(st.sampled_from(WAYS)),
-        ratio=draw(st.sampled_from(RATIOS)),
-        constraint=draw(st.sampled_from(CONSTRAINTS)),
-    )
-
-
-def check(case: Case) -> str:
-    """Compare a case with the undecorated function: values, gradients, effects, bytes.
-
-    Returns:
-        "kept", "kept its least" or "refused": whether the budget, or else the least one that the refusal
-        names, was kept; "not for JAX" for what JAX itself refuses, such as forward mode through `custom_vjp`.
-
-    Raises:
-        AssertionError: something differs, or a budget is broken.
-    """
-    try:
-        plain = _compiled(_transformed(case, lambda f: f))
-    except (TypeError, NotImplementedError):
-        return "not for JAX"
-    expected, seen = _outcome(plain)
-    memory = aot.memory(plain)
-    budget = memory.fixed_bytes + int(case.ratio * memory.temp_bytes)
-    for verdict in ("kept", "kept its least"):
-        try:
-            compiled = _compiled(_transformed(case, remat_within(budget, case)))
-        except InfeasibleBudgetError as refused:
-            if refused.least_bytes is None:
-                break
-            budget = refused.least_bytes
-            continue
-        except ConstraintError:
-            break
-        assert aot.memory(compiled).total_bytes <= budget
-        found, seen_now = _outcome(compiled)
-        assert seen_now == seen
-        _assert_same(found, expected)
-        return verdict
-    return "refused"
-
-
-def _compiled(f: Callable[..., Any]) -> Any:
-    """Compiled without LLVM's optimisations: kernels and buffers are the same."""
-    return jax.jit(f).lower(*inputs()).compile({"xla_backend_optimization_level": "0"})
-
-
-def remat_within(budget: int, case: Case) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The decorator of a case."""
-    options: dict[str, Any] = {}
-    if case.constraint == "policy":
-        options["policy"] = jax.checkpoint_policies.dots_saveable
-    elif case.constraint and any(step[0] == "name" and step[3] % 2 == 0 for step in case.recipe):
-        options[case.constraint] = "h"
-    return lambda f: remat(f, budget=budget, **options)
-
-
-def _transformed(
-    case: Case, decorate: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Callable[..., Any]:
-    def f(ws: Any, x: Any, rows: Any, key: Any) -> Any:
-        return loss(case.recipe, ws, x, rows, key)
-
-    if case.way == "inside":
-        return decorate(jax.value_and_grad(f, argnums=(0, 1)))
-    if case.way == "outside":
-        return jax.value_and_grad(decorate(f), argnums=(0, 1))
-    if case.way == "jvp":
-        return lambda ws, x, *rest: jax.jvp(lambda ws, x: decorate(f)(ws, x, *rest), (ws, x), (ws, x))
-    if case.way == "vmap":
-        return lambda ws, x, *rest: jax.vmap(jax.grad(decorate(f)), in_axes=(None, 0, None, None))(
-            ws, jnp.stack([x, -x]), *rest
-        )
-    return decorate(f)
-
-
-def _outcome(compiled: Any) -> tuple[Any, list[int]]:
-    """Results, and what effects reported."""
-    SEEN.clear()
-    results = jax.block_until_ready(compiled(*inputs()))
-    jax.effects_barrier()
-    return results, sorted(SEEN)
-
-
-def _assert_same(found: Any, expected: Any) -> None:
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        scale = np.abs(b).max(initial=0.0)
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * scale + 1e-9)
