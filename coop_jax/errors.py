@@ -104,6 +104,7 @@ class InfeasibleBudgetError(CoopError):
         tightest: the largest values alive at the tightest point, largest first.
         advice: what would help, one sentence each.
         constraints: what was asked about single values, such as "save=('h',)"; "" if nothing was.
+        estimated: True if `least_bytes` is an estimate made before XLA was asked.
     """
 
     kind = "InfeasibleBudgetError"
@@ -120,6 +121,7 @@ class InfeasibleBudgetError(CoopError):
         tightest: Sequence[LiveValue] = (),
         advice: Sequence[str] = (),
         constraints: str = "",
+        estimated: bool = False,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.least_bytes = least_bytes
@@ -130,6 +132,7 @@ class InfeasibleBudgetError(CoopError):
         self.tightest = tuple(tightest)
         self.advice = tuple(advice)
         self.constraints = constraints
+        self.estimated = estimated
         super().__init__(_infeasible_text(self))
 
     @property
@@ -150,6 +153,7 @@ class InfeasibleBudgetError(CoopError):
             tightest=outcome.tightest,
             advice=_advice(outcome),
             constraints=outcome.constraints,
+            estimated=_is_estimate(outcome),
         )
 
     def fields(self) -> dict[str, Any]:
@@ -164,6 +168,7 @@ class InfeasibleBudgetError(CoopError):
             "tightest": [[v.op, v.source, v.nbytes] for v in self.tightest],
             "advice": list(self.advice),
             "constraints": self.constraints,
+            "estimated": self.estimated,
         }
 
     @classmethod
@@ -189,6 +194,11 @@ def error_from_text(text: str) -> CoopError | None:
         return None
 
 
+def _is_estimate(outcome: StageOutcome) -> bool:
+    """True if XLA has not scheduled what `least_total_bytes` is of."""
+    return outcome.stage == "jaxpr" and outcome.least_total_bytes is not None and not outcome.least_proved
+
+
 def _advice(outcome: StageOutcome) -> tuple[str, ...]:
     """What would help, most effective first; every sentence names bytes.
 
@@ -202,6 +212,8 @@ def _advice(outcome: StageOutcome) -> tuple[str, ...]:
         least = format_bytes(outcome.least_total_bytes)
         if outcome.least_proved:
             advice.append(f"a budget of {least} is the least that can be met")
+        elif _is_estimate(outcome):
+            advice.append(f"a budget of about {least}: the best plan is estimated to need so much")
         else:
             advice.append(
                 f"a budget of {least}, or a little more: the best program that was tried needs so much"
@@ -243,6 +255,10 @@ def _infeasible_text(error: InfeasibleBudgetError) -> str:
         lines.append("The least feasible budget is not known.")
     elif error.proved:
         lines.append(f"Least feasible budget: {format_bytes(error.least_bytes)} (proved).")
+    elif error.estimated:
+        lines.append(
+            f"Least budget by estimate: {format_bytes(error.least_bytes)} (nothing was compiled for it)."
+        )
     else:
         lines.append(
             f"Least budget found: {format_bytes(error.least_bytes)} (not proved: a smaller one may exist)."

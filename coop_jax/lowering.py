@@ -161,8 +161,8 @@ def _refuse_what_cannot_be_kept(ctx: Any, facts: module.ModuleFacts) -> None:
         )
     if facts.platforms not in (("cpu",), ("cuda",)):
         raise UnsupportedError(
-            f"a budget cannot be enforced on {' and '.join(facts.platforms)}: XLA calls back on cpu and on "
-            "cuda only, and on one of them at a time. Leave `coop.remat` out there."
+            f"a budget cannot be enforced on {' and '.join(facts.platforms)}: that is supported on cpu and "
+            "on cuda only, and on one of them at a time. Leave `coop.remat` out there."
         )
 
 

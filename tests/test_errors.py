@@ -103,6 +103,13 @@ def test_a_smaller_batch_is_advised_where_temporaries_are_what_is_too_much() -> 
     assert "a smaller batch" not in tiny
 
 
+def test_a_least_budget_that_nothing_was_compiled_for_is_called_an_estimate() -> None:
+    text = str(InfeasibleBudgetError.from_outcome(dataclasses.replace(OUTCOME, stage="jaxpr")))
+    assert "Least budget by estimate: 130.0 MiB (136314880 B) (nothing was compiled for it)." in text
+    assert "is estimated to need so much" in text
+    assert "was tried" not in text
+
+
 def test_small_values_are_not_called_the_largest() -> None:
     values = [LiveValue(op=op, source="", nbytes=n) for op, n in (("a", MIB), ("b", MIB // 2), ("c", 4))]
     text = str(InfeasibleBudgetError.from_outcome(dataclasses.replace(OUTCOME, tightest=tuple(values))))

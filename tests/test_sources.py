@@ -22,6 +22,7 @@ from coop_jax.report import report
 from passes.hlo import graph, proto
 from passes.hlo.lift import source_of
 from passes.jaxpr import compat
+from passes.jaxpr.inline import inline_calls
 
 OURS = tuple(f"{Path(str(package.__file__)).parent}/" for package in (coop_jax, passes, jax))
 W = jax.ShapeDtypeStruct((6, 32, 32), jnp.float32)
@@ -119,6 +120,13 @@ def test_sources_in_a_refusal(loss: Any) -> None:
     large = [value for value in refused.value.tightest if value.nbytes > 1024]
     assert large
     assert all(value.source.startswith(__file__) for value in large)
+
+
+def test_what_is_inside_of_a_librarys_jit_comes_from_the_line_that_calls_it() -> None:
+    traced = inline_calls(compat.trace(lambda x: [jax.nn.gelu(x)], [compat.typeof(1.0)]))
+    jaxpr, _ = compat.open_jaxpr(traced)
+    assert len(jaxpr.eqns) > 5
+    assert all(compat.source_line(eqn).startswith(__file__) for eqn in jaxpr.eqns)
 
 
 @pytest.mark.parametrize("folder", ["{}_models", "{}.old/nn", "{}/../examples"])

@@ -89,6 +89,20 @@ def source_line(eqn: Any) -> str:
     return str(source_info_util.summarize(eqn.source_info))
 
 
+def called_from(caller: Any, info: Any) -> Any:
+    """Where an equation comes from, `info`, with where the jaxpr that it is in is called; None: nowhere.
+
+    JAX notes no frames of the caller inside the jaxpr of a call.
+    """
+    if caller is None:
+        return info
+    frames = [i.traceback for i in (info, caller) if i.traceback is not None]
+    return info.replace(
+        traceback=sum(frames[1:], start=frames[0]) if frames else None,
+        name_stack=caller.name_stack + info.name_stack,
+    )
+
+
 def at_source_of(eqn: Any) -> Any:
     """A context in which whatever is traced comes from the line that `eqn` comes from."""
     return source_info_util.user_context(eqn.source_info.traceback)

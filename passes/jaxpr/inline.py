@@ -30,21 +30,20 @@ class _Flat:
     consts: list[Any]
     eqns: list[Any] = field(default_factory=list)
 
-    def walk(self, jaxpr: Any, env: dict[Any, Any], stack: Any) -> None:
-        """Append the equations of `jaxpr`; `env` has its variables' atoms, `stack` the names around it."""
+    def walk(self, jaxpr: Any, env: dict[Any, Any], caller: Any) -> None:
+        """Append the equations of `jaxpr`; `env` has its variables' atoms, `caller` is where it is called."""
         for eqn in jaxpr.eqns:
-            names = eqn.source_info.name_stack if stack is None else stack + eqn.source_info.name_stack
+            source = compat.called_from(caller, eqn.source_info)
             operands = [_read(env, v) for v in eqn.invars]
             body = _opened(eqn)
             if body is None:
-                source = eqn.source_info.replace(name_stack=names)
-                results = [_write(env, v, fresh=stack is not None) for v in eqn.outvars]
+                results = [_write(env, v, fresh=caller is not None) for v in eqn.outvars]
                 self.eqns.append(eqn.replace(invars=operands, outvars=results, source_info=source))
                 continue
             if eqn.primitive.name == CHECKPOINT:
                 operands = self._barred(eqn, operands)
             inner, inner_env = self._enter(body, operands)
-            self.walk(inner, inner_env, names)
+            self.walk(inner, inner_env, source)
             for v, inner_v in zip(eqn.outvars, inner.outvars, strict=True):
                 env[v] = _read(inner_env, inner_v)
 
