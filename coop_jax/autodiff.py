@@ -1,104 +1,83 @@
-"""The primitive of a decorated function, and the rules by which every transformation carries it.
+"""The primitives of a decorated function, and the rules by which every transformation carries them.
 
 `coop_remat` is a call of a jaxpr that asks for a budget. Forward mode, batching, partial evaluation and
 dead code give another `coop_remat`. Reverse mode is where memory goes, so there forward and backward
-are made together, planned as one program and emitted as two parts:
+are made together, planned as one program and emitted as two parts (`coop_jax.pairs`):
 
-    forward    coop_remat  args -> (*outs, *saved)
-    tangent    coop_linear (*args, *saved, *tangents) -> tangents of outs
-    backward   coop_remat  (*saved, *cotangents) -> gradients        (coop_linear, transposed)
+    forward    coop_remat_part  args -> (*outs, *saved)
+    tangent    coop_linear      (*args, *saved, *tangents) -> tangents of outs
+    backward   coop_remat_part  (*args, *saved, *cotangents) -> gradients        (coop_linear, transposed)
 
-Which outs get a cotangent is not known yet when the forward part is made. A function that returns
-(scalar, anything), as under `has_aux`, is planned for a cotangent of the scalar alone; any other one
-for cotangents of all that can have one. `coop_linear` is transposed with the planned backward part if
-the cotangents that arrive are among these. Otherwise, and where it is evaluated or transformed again
-instead, it starts from the arguments and computes everything anew: slower, never wrong.
+**Derivatives of derivatives.** In a planned part no rule of a derivative is left, so it is never
+differentiated itself: what it stands for is (`coop_jax.source`), from the arguments, the forward part as the
+function and the backward part as the function's pullback, each a `coop_remat` of its own. Its derivative
+is planned like that of any other function. Saved values follow from the arguments: they have no tangents.
+
+`coop_linear` is transposed with the planned backward part if the cotangents that arrive are among those that
+were expected. Otherwise, and where it is evaluated or transformed again instead, it starts from the
+arguments and computes everything anew: slower, never wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from coop_jax import lowering
 from coop_jax.lowering import Planned, RematConfig
+from coop_jax.pairs import Pair, Pullback, make_pair, pull_jaxpr
 from coop_jax.sizes import check_sizes
+from coop_jax.source import Source
 from passes.jaxpr import compat
-from passes.jaxpr.inline import inline_calls
 
 compat.hide_frames(__file__)
 
 coop_remat_p = compat.new_primitive("coop_remat")
+coop_part_p = compat.new_primitive("coop_remat_part")
 coop_linear_p = compat.new_primitive("coop_linear")
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)
-class Pair:
-    """A forward and a backward part that belong together. Compared by identity.
-
-    Attributes:
-        forward: args -> (*outs, *saved that are neither an argument nor an out).
-        backward: (*saved, *cotangents) -> gradients of the nonzero arguments.
-        saved: for every saved value where it comes from, as an index into (*forward's results, *args).
-        differentiated: for every argument whether it has a tangent.
-        tangents_out: for every out whether it has a tangent.
-        cotangents: for every out whether backward takes its cotangent.
-        planned: the plan's outcome.
-    """
-
-    forward: Any
-    backward: Any
-    saved: tuple[int, ...]
-    differentiated: tuple[bool, ...]
-    tangents_out: tuple[bool, ...]
-    cotangents: tuple[bool, ...]
-    planned: Planned
-
-    def __repr__(self) -> str:
-        return f"Pair({len(self.saved)} saved)"
-
-
-def bind(jaxpr: Any, config: RematConfig, values: Sequence[Any], planned: Planned | None = None) -> list[Any]:
+def bind(jaxpr: Any, config: RematConfig, values: Sequence[Any]) -> list[Any]:
     """Apply `jaxpr` to `values` as a part of the program that asks for `config`."""
     jaxpr, consts = compat.hoist_consts(jaxpr)
     check_sizes([*consts, *values], config.name)
-    return list(coop_remat_p.bind(*consts, *values, jaxpr=jaxpr, config=config, planned=planned))
+    return list(coop_remat_p.bind(*consts, *values, jaxpr=jaxpr, config=config))
+
+
+def _bind_part(
+    jaxpr: Any, config: RematConfig, planned: Planned, source: Source, values: Sequence[Any]
+) -> list[Any]:
+    """Apply what is planned already."""
+    jaxpr, consts = compat.hoist_consts(jaxpr)
+    moved = source.behind(len(consts))
+    return list(coop_part_p.bind(*consts, *values, jaxpr=jaxpr, config=config, planned=planned, source=moved))
 
 
 def _jvp(
-    primals: Sequence[Any],
-    tangents: Sequence[Any],
-    *,
-    jaxpr: Any,
-    config: RematConfig,
-    planned: Planned | None,
+    primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, config: RematConfig
 ) -> tuple[list[Any], list[Any]]:
     nonzeros = [not compat.is_zero(t) for t in tangents]
     jvp_jaxpr, nonzeros_out = compat.jvp_jaxpr(jaxpr, nonzeros)
-    results = bind(jvp_jaxpr, config, [*primals, *_where(tangents, nonzeros)], planned)
+    results = bind(jvp_jaxpr, config, [*primals, *_where(tangents, nonzeros)])
     n_outs = len(jaxpr.out_avals)
     return results[:n_outs], _with_zeros(jaxpr.out_avals, nonzeros_out, results[n_outs:])
 
 
 def _linearize(
-    for_transpose: bool,
-    nonzeros: Sequence[bool],
-    *primals: Any,
-    jaxpr: Any,
-    config: RematConfig,
-    planned: Planned | None,
+    for_transpose: bool, nonzeros: Sequence[bool], *primals: Any, jaxpr: Any, config: RematConfig
 ) -> tuple[Any, ...]:
     differentiated = tuple(
         nz and compat.has_tangents(aval) for nz, aval in zip(nonzeros, jaxpr.in_avals, strict=True)
     )
-    if planned is not None or not for_transpose:
-        return _linearize_in_place(differentiated, primals, jaxpr, config, planned)
-    pair = _pair(jaxpr, differentiated, config)
+    through_refs = any(compat.is_ref(aval) for aval in _where(jaxpr.in_avals, differentiated))
+    if not for_transpose or through_refs or not any(differentiated):
+        return _linearize_in_place(for_transpose, differentiated, primals, jaxpr, config)
+    pair = make_pair(jaxpr, differentiated, config)
     n_outs = len(jaxpr.out_avals)
-    results = bind(pair.forward, config, primals, pair.planned)
+    results = _bind_part(pair.forward, config, pair.planned, pair.forward_source(jaxpr), primals)
     available = [*results, *primals]
 
     def tangent(residuals: Sequence[Any], *tangents: Any) -> list[Any]:
@@ -111,145 +90,105 @@ def _linearize(
 
 
 def _linearize_in_place(
+    for_transpose: bool,
     differentiated: tuple[bool, ...],
     primals: Sequence[Any],
     jaxpr: Any,
     config: RematConfig,
-    planned: Planned | None,
 ) -> tuple[Any, ...]:
-    """Linearize what is planned already (or will not be transposed) as the equations that it holds."""
-    forward, pushforward, nonzeros_out, n_residuals = _linear_parts(jaxpr, differentiated)
-    results = bind(forward, config, primals, planned)
-    cut = len(results) - n_residuals
+    """Linearize what will not be transposed, or not as a whole, as the equations that it holds."""
+    parts = compat.linearize_jaxpr(jaxpr, differentiated, for_transpose)
+    results = bind(parts.forward, config, primals)
+    n_outs = len(jaxpr.out_avals)
+    made = iter(results[n_outs:])
+    residuals = [next(made) if i is None else primals[i] for i in parts.forwarded]
 
     def tangent(residuals: Sequence[Any], *tangents: Any) -> list[Any]:
         values = [*residuals, *map(compat.instantiate, _where(tangents, differentiated))]
-        return _with_zeros(jaxpr.out_avals, nonzeros_out, compat.evaluate(pushforward, values))
+        return _with_zeros(jaxpr.out_avals, parts.nonzeros, compat.evaluate(parts.pushforward, values))
 
-    return results[:cut], list(nonzeros_out), results[cut:], tangent
-
-
-@compat.cached_by_jaxpr
-def _linear_parts(jaxpr: Any, differentiated: tuple[bool, ...]) -> tuple[Any, Any, tuple[bool, ...], int]:
-    """args -> (*outs, *residuals); (*residuals, *tangents) -> nonzero tangents; which are nonzero."""
-    jvp_jaxpr, nonzeros_out = compat.jvp_jaxpr(jaxpr, differentiated)
-    n_args, n_outs = len(differentiated), len(nonzeros_out)
-    unknown = [False] * n_args + [True] * sum(differentiated)
-    known, rest, out_unknown, n_residuals = compat.split_jaxpr(jvp_jaxpr, unknown)
-    assert not any(out_unknown[:n_outs]), "a result depends on a tangent"
-    nonzeros = iter(out_unknown[n_outs:])
-    # A tangent that is known does not depend on any input tangent: it is zero.
-    really = tuple(nz and next(nonzeros) for nz in nonzeros_out)
-    n_known_tangents = sum(nonzeros_out) - sum(really)
-
-    def forward(*args: Any) -> list[Any]:
-        found = compat.evaluate(known, args)
-        return [*found[:n_outs], *found[n_outs + n_known_tangents :]]
-
-    return compat.trace(forward, known.in_avals), rest, really, n_residuals
+    return results[:n_outs], list(parts.nonzeros), residuals, tangent
 
 
-@compat.cached_by_jaxpr
-def _pair(jaxpr: Any, differentiated: tuple[bool, ...], config: RematConfig) -> Pair:
-    """Make, plan and name the parts of reverse mode."""
-    tangents_out = tuple(map(compat.has_tangents, jaxpr.out_avals))
-    cotangents = _expected_cotangents(jaxpr, tangents_out)
-    forward, backward = _reverse_parts(jaxpr, differentiated, cotangents)
-    n_outs = len(jaxpr.out_avals)
-    joint, planned = lowering.plan_pair(forward, backward, n_outs, config)
-    pruned, saved = _forwarded(joint.forward, n_outs)
-    return Pair(
-        forward=pruned,
-        backward=joint.backward,
-        saved=saved,
-        differentiated=differentiated,
-        tangents_out=tangents_out,
-        cotangents=cotangents,
-        planned=planned,
+def _part_jvp(
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    jaxpr: Any,
+    config: RematConfig,
+    planned: Planned,
+    source: Source,
+) -> tuple[list[Any], list[Any]]:
+    saved = _saved(primals, jaxpr, config, planned, source)
+    closed, consts = source.closed()
+    values, dots = source.of(primals), source.of(tangents)
+    dots = [*(compat.zero_tangent(compat.typeof(c)) for c in consts), *dots]
+    results, found = _jvp([*consts, *values], dots, jaxpr=closed, config=config)
+    return [*results, *saved], [*found, *map(_no_tangent, saved)]
+
+
+def _part_linearize(
+    for_transpose: bool,
+    nonzeros: Sequence[bool],
+    *primals: Any,
+    jaxpr: Any,
+    config: RematConfig,
+    planned: Planned,
+    source: Source,
+) -> tuple[Any, ...]:
+    saved = _saved(primals, jaxpr, config, planned, source)
+    closed, consts = source.closed()
+    nonzeros = [*(False for _ in consts), *source.of(nonzeros)]
+    values = [*consts, *source.of(primals)]
+    results, nonzeros_out, residuals, push = _linearize(
+        for_transpose, nonzeros, *values, jaxpr=closed, config=config
     )
+    zeros = [compat.zero_tangent(compat.typeof(c)) for c in consts]
+
+    def tangent(residuals: Sequence[Any], *tangents: Any) -> list[Any]:
+        return [*push(residuals, *zeros, *source.of(tangents)), *map(_no_tangent, saved)]
+
+    return [*results, *saved], [*nonzeros_out, *(False for _ in saved)], residuals, tangent
 
 
-def _expected_cotangents(jaxpr: Any, tangents_out: tuple[bool, ...]) -> tuple[bool, ...]:
-    """Which outs will get a cotangent: see this file's head."""
-    first = jaxpr.out_avals[0] if jaxpr.out_avals else None
-    if first is not None and tangents_out[0] and first.shape == ():
-        return (True, *(False for _ in tangents_out[1:]))
-    return tangents_out
+def _saved(
+    operands: Sequence[Any], jaxpr: Any, config: RematConfig, planned: Planned, source: Source
+) -> list[Any]:
+    """The results of a part that its source does not give; references stay as they are."""
+    if len(jaxpr.out_avals) == source.n_results:
+        return []
+    copies = [jax.new_ref(x[...]) if compat.is_ref(compat.typeof(x)) else x for x in operands]
+    return _bind_part(jaxpr, config, planned, source, copies)[source.n_results :]
 
 
-def _reverse_parts(jaxpr: Any, differentiated: Sequence[bool], cotangents: Sequence[bool]) -> tuple[Any, Any]:
-    """args -> (*outs, *residuals) and (*residuals, *cotangents) -> gradients, calls opened."""
-    n_outs = len(jaxpr.out_avals)
-    trees = []
-
-    def forward(*args: Any) -> list[Any]:
-        outs, pullback, rest = _vjp(jaxpr, differentiated, cotangents, args)
-        residuals, tree = jax.tree.flatten(pullback)
-        trees.append(tree)
-        outs, rest = iter(outs), iter(rest)
-        return [*(next(outs if ct else rest) for ct in cotangents), *residuals]
-
-    def backward(*values: Any) -> list[Any]:
-        cut = len(values) - sum(cotangents)
-        return list(jax.tree.unflatten(trees[0], values[:cut])(list(values[cut:])))
-
-    forward_jaxpr = compat.trace(forward, jaxpr.in_avals)
-    out_avals = _where(jaxpr.out_avals, cotangents)
-    avals = [*forward_jaxpr.out_avals[n_outs:], *map(compat.cotangent_aval, out_avals)]
-    return inline_calls(forward_jaxpr), inline_calls(compat.trace(backward, avals))
-
-
-def _vjp(
-    jaxpr: Any, differentiated: Sequence[bool], cotangents: Sequence[bool], args: Sequence[Any]
-) -> tuple[list[Any], Any, list[Any]]:
-    """Outs that get a cotangent, their pullback, and the other outs."""
-
-    def function(*some: Any) -> tuple[list[Any], list[Any]]:
-        given = iter(some)
-        values = [next(given) if d else arg for d, arg in zip(differentiated, args, strict=True)]
-        outs = compat.evaluate(jaxpr, values)
-        return _where(outs, cotangents), _where(outs, [not ct for ct in cotangents])
-
-    outs, pullback, rest = jax.vjp(function, *_where(args, differentiated), has_aux=True)
-    return outs, pullback, rest
-
-
-def _forwarded(forward: Any, n_outs: int) -> tuple[Any, tuple[int, ...]]:
-    """`forward` without saved results that are arguments or results already, and where all come from."""
-    jaxpr, consts = compat.open_jaxpr(forward)
-    outvars = list(jaxpr.outvars[:n_outs])
-    place = {v: i for i, v in reversed(list(enumerate(outvars))) if not isinstance(v, compat.Literal)}
-    arguments = {v: i for i, v in enumerate(jaxpr.invars)}
-    saved: list[tuple[str, int]] = []
-    for v in jaxpr.outvars[n_outs:]:
-        if not isinstance(v, compat.Literal) and v in arguments:
-            saved.append(("argument", arguments[v]))
-            continue
-        if isinstance(v, compat.Literal) or v not in place:
-            if not isinstance(v, compat.Literal):
-                place[v] = len(outvars)
-            saved.append(("result", len(outvars)))
-            outvars.append(v)
-            continue
-        saved.append(("result", place[v]))
-    pruned = compat.close_jaxpr(compat.rebuild(jaxpr, eqns=jaxpr.eqns, outvars=outvars), consts)
-    return pruned, tuple(i if kind == "result" else len(outvars) + i for kind, i in saved)
-
-
-def _push(values: Sequence[Any], jaxpr: Any, pair: Pair) -> list[Any]:
-    """Tangents of the outs, from the arguments: everything is computed anew."""
-    jvp_jaxpr, nonzeros_out = compat.jvp_jaxpr(jaxpr, pair.differentiated)
-    n_args, n_outs = len(pair.differentiated), len(nonzeros_out)
-    tangents = values[len(values) - sum(pair.differentiated) :]
-    found = compat.evaluate(jvp_jaxpr, [*values[:n_args], *tangents])[n_outs:]
-    every = _with_zeros(jaxpr.out_avals, nonzeros_out, found)
-    return [compat.instantiate(t) for t, has in zip(every, pair.tangents_out, strict=True) if has]
+def _no_tangent(value: Any) -> Any:
+    return compat.zero_tangent(compat.typeof(value))
 
 
 @compat.cached_by_jaxpr
 def _push_jaxpr(jaxpr: Any, pair: Pair) -> Any:
-    avals = [*jaxpr.in_avals, *map(compat.tangent_aval, _where(jaxpr.in_avals, pair.differentiated))]
-    return compat.trace(lambda *values: _push(values, jaxpr, pair), avals)
+    """(*args, *what references held, *tangents) -> tangents of the outs: everything is computed anew."""
+    n_args, n_refs = len(pair.differentiated), len(pair.references)
+
+    def push(*values: Any) -> list[Any]:
+        args, rest = list(values[:n_args]), values[n_args:]
+        for i, held in zip(pair.references, rest[:n_refs], strict=True):
+            args[i] = jax.new_ref(held)
+        jvp_jaxpr, nonzeros_out = compat.jvp_jaxpr(jaxpr, pair.differentiated)
+        found = compat.evaluate(jvp_jaxpr, [*args, *rest[n_refs:]])[len(nonzeros_out) :]
+        every = _with_zeros(jaxpr.out_avals, nonzeros_out, found)
+        return [compat.instantiate(t) for t, has in zip(every, pair.tangents_out, strict=True) if has]
+
+    held = [jaxpr.in_avals[i].inner_aval for i in pair.references]
+    tangents = map(compat.tangent_aval, _where(jaxpr.in_avals, pair.differentiated))
+    return compat.trace(push, [*jaxpr.in_avals, *held, *tangents])
+
+
+def _pushed(operands: Sequence[Any], pair: Pair) -> list[Any]:
+    """The operands of `coop_linear`, or what goes with them, without the planned saved values."""
+    n_args = len(pair.differentiated)
+    n_last = len(pair.references) + sum(pair.differentiated)
+    return [*operands[:n_args], *operands[len(operands) - n_last :]]
 
 
 def _linear_jvp(
@@ -257,9 +196,7 @@ def _linear_jvp(
 ) -> tuple[list[Any], list[Any]]:
     """Saved values follow from the arguments, so their tangents are not looked at."""
     del config
-    n_args, n_linear = len(pair.differentiated), sum(pair.differentiated)
-    keep = [i < n_args or i >= len(primals) - n_linear for i in range(len(primals))]
-    primals, tangents = _where(primals, keep), _where(tangents, keep)
+    primals, tangents = _pushed(primals, pair), _pushed(tangents, pair)
     nonzeros = [not compat.is_zero(t) for t in tangents]
     push = _push_jaxpr(jaxpr, pair)
     jvp_jaxpr, nonzeros_out = compat.jvp_jaxpr(push, nonzeros)
@@ -270,81 +207,114 @@ def _linear_jvp(
 
 def _linear_transpose(
     cotangents: Sequence[Any], *operands: Any, jaxpr: Any, config: RematConfig, pair: Pair
-) -> list[Any]:
-    """Gradients by the planned backward part, or from the arguments if other cotangents arrive."""
+) -> tuple[list[Any], Any]:
+    """Gradients by the planned backward part, or from the arguments if other cotangents arrive; and logs."""
     n_args, n_linear = len(pair.differentiated), sum(pair.differentiated)
     cut = len(operands) - n_linear
     every = _with_zeros(jaxpr.out_avals, pair.tangents_out, cotangents)
     arrived = tuple(not compat.is_zero(ct) for ct in every)
+    logs: Any = None
     if not any(arrived):
         gradients: list[Any] = [None] * n_linear
     elif all(planned or not here for planned, here in zip(pair.cotangents, arrived, strict=True)):
-        values = [compat.instantiate(ct) for ct in _where(every, pair.cotangents)]
-        gradients = bind(pair.backward, config, [*operands[n_args:cut], *values], pair.planned)
+        values = [*operands[:cut], *map(compat.instantiate, _where(every, pair.cotangents))]
+        found = _bind_part(pair.backward, config, pair.planned, pair.backward_source(jaxpr), values)
+        gradients, logs = found[:n_linear], jax.tree.unflatten(pair.logs, found[n_linear:])
     else:
-        pull = _pull_jaxpr(jaxpr, pair.differentiated, arrived)
-        gradients = bind(pull, config, [*operands[:n_args], *_where(every, arrived)])
+        asked = Pullback(differentiated=pair.differentiated, cotangents=arrived, references=pair.references)
+        pull, tree = pull_jaxpr(jaxpr, asked)
+        held = operands[cut - len(pair.references) : cut]
+        found = bind(pull, config, [*operands[:n_args], *held, *_where(every, arrived)])
+        gradients, logs = found[:n_linear], jax.tree.unflatten(tree, found[n_linear:])
     wanted = map(compat.is_linear_input, operands[cut:])
     given = [
         (compat.zero_tangent(x.aval) if g is None else g) if w else None
         for x, g, w in zip(operands[cut:], gradients, wanted, strict=True)
     ]
-    return [None] * cut + given
-
-
-@compat.cached_by_jaxpr
-def _pull_jaxpr(jaxpr: Any, differentiated: tuple[bool, ...], cotangents: tuple[bool, ...]) -> Any:
-    """(*args, *cotangents) -> gradients."""
-    n_args = len(differentiated)
-
-    def pull(*values: Any) -> list[Any]:
-        return list(_vjp(jaxpr, differentiated, cotangents, values[:n_args])[1](list(values[n_args:])))
-
-    avals = map(compat.cotangent_aval, _where(jaxpr.out_avals, cotangents))
-    return compat.trace(pull, [*jaxpr.in_avals, *avals])
+    return [None] * cut + given, logs
 
 
 def _transpose(
-    cotangents: Sequence[Any], *operands: Any, jaxpr: Any, config: RematConfig, planned: Planned | None
-) -> list[Any]:
+    cotangents: Sequence[Any], *operands: Any, jaxpr: Any, config: RematConfig
+) -> tuple[list[Any], Any]:
     """A call that is linear in some operands: split it there, run the one part, transpose the other."""
-    del config, planned
+    del config
     linear = list(map(compat.is_linear_input, operands))
     known, rest, out_unknown, n_residuals = compat.split_jaxpr(jaxpr, linear)
     values = compat.evaluate(known, _where(operands, [not lin for lin in linear]))
     residuals = values[len(values) - n_residuals :]
-    gradients = iter(compat.transpose_linear(rest, residuals, _where(cotangents, out_unknown)))
-    return [next(gradients) if lin else None for lin in linear]
+    found, logs = compat.transpose_linear(rest, residuals, _where(cotangents, out_unknown))
+    gradients = iter(found)
+    return [next(gradients) if lin else None for lin in linear], logs
+
+
+def _part_transpose(
+    cotangents: Sequence[Any],
+    *operands: Any,
+    jaxpr: Any,
+    config: RematConfig,
+    planned: Planned,
+    source: Source,
+) -> tuple[list[Any], Any]:
+    del jaxpr, planned
+    closed, consts = source.closed()
+    values = [*consts, *source.of(operands)]
+    found, logs = _transpose(cotangents[: source.n_results], *values, jaxpr=closed, config=config)
+    return source.spread(found[len(consts) :], len(operands)), logs
 
 
 def _batch(
+    axis: Any, values: Sequence[Any], dims: Sequence[Any], *, jaxpr: Any, config: RematConfig
+) -> tuple[list[Any], list[int | None]]:
+    batched, on_axis = compat.batch_jaxpr(jaxpr, axis, dims)
+    return bind(batched, config, values), [0 if b else None for b in on_axis]
+
+
+def _part_batch(
     axis: Any,
     values: Sequence[Any],
     dims: Sequence[Any],
     *,
     jaxpr: Any,
     config: RematConfig,
-    planned: Planned | None,
+    planned: Planned,
+    source: Source,
 ) -> tuple[list[Any], list[int | None]]:
     batched, on_axis = compat.batch_jaxpr(jaxpr, axis, dims)
-    return bind(batched, config, values, planned), [0 if b else None for b in on_axis]
+    moved = source.batched(axis, dims, on_axis)
+    return _bind_part(batched, config, planned, moved, values), [0 if b else None for b in on_axis]
 
 
 def _linear_batch(
     axis: Any, values: Sequence[Any], dims: Sequence[Any], *, jaxpr: Any, config: RematConfig, pair: Pair
 ) -> tuple[list[Any], list[int | None]]:
     del config
-    n_args, n_linear = len(pair.differentiated), sum(pair.differentiated)
-    keep = [i < n_args or i >= len(values) - n_linear for i in range(len(values))]
-    batched, on_axis = compat.batch_jaxpr(_push_jaxpr(jaxpr, pair), axis, _where(dims, keep))
-    return compat.evaluate(batched, _where(values, keep)), [0 if b else None for b in on_axis]
+    batched, on_axis = compat.batch_jaxpr(_push_jaxpr(jaxpr, pair), axis, _pushed(dims, pair))
+    return compat.evaluate(batched, _pushed(values, pair)), [0 if b else None for b in on_axis]
 
 
 def _linear_lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, pair: Pair) -> Any:
     del config
-    n_args, n_linear = len(pair.differentiated), sum(pair.differentiated)
-    values = [*operands[:n_args], *operands[len(operands) - n_linear :]]
-    return compat.lower_inline(ctx, _push_jaxpr(jaxpr, pair), values)
+    return compat.lower_inline(ctx, _push_jaxpr(jaxpr, pair), _pushed(operands, pair))
+
+
+def _part_checked(
+    apply: Callable[..., Any],
+    *operands: Any,
+    jaxpr: Any,
+    config: RematConfig,
+    planned: Planned,
+    source: Source,
+) -> list[Any]:
+    """Under `checkify` what a part stands for is checked, from the arguments; saved values are not."""
+    closed, consts = source.closed()
+    results = apply([*consts, *source.of(operands)], jaxpr=closed, config=config)
+    return [*results, *_saved(operands, jaxpr, config, planned, source)]
+
+
+def _part_lower(ctx: Any, *operands: Any, source: Source | None, **params: Any) -> Any:
+    del source
+    return lowering.lower(ctx, *operands, **params)
 
 
 def _where(values: Sequence[Any], keep: Sequence[bool]) -> list[Any]:
@@ -357,18 +327,24 @@ def _with_zeros(avals: Sequence[Any], nonzeros: Sequence[bool], values: Sequence
     return [next(given) if nz else compat.zero_tangent(a) for a, nz in zip(avals, nonzeros, strict=True)]
 
 
-compat.define_abstract(coop_remat_p, lambda jaxpr, **_: (jaxpr.out_avals, jaxpr))
+for _primitive in (coop_remat_p, coop_part_p):
+    compat.define_abstract(_primitive, lambda jaxpr, **_: (jaxpr.out_avals, jaxpr))
 compat.define_abstract(
     coop_linear_p,
     lambda jaxpr, pair, **_: (map(compat.tangent_aval, _where(jaxpr.out_avals, pair.tangents_out)), None),
 )
 compat.register_autodiff(coop_remat_p, jvp=_jvp, transpose=_transpose, linearize=_linearize)
+compat.register_autodiff(coop_part_p, jvp=_part_jvp, transpose=_part_transpose, linearize=_part_linearize)
 compat.register_autodiff(coop_linear_p, jvp=_linear_jvp, transpose=_linear_transpose)
 compat.register_batching(coop_remat_p, _batch)
+compat.register_batching(coop_part_p, _part_batch)
 compat.register_batching(coop_linear_p, _linear_batch)
 compat.register_call_rules(coop_remat_p)
 # What is planned was checked for keys that are used twice before, and uses them again to compute anew.
-compat.register_key_reuse(coop_remat_p, lambda jaxpr, planned, **_: jaxpr if planned is None else None)
+compat.register_key_reuse(coop_remat_p, lambda jaxpr, **_: jaxpr)
+compat.register_key_reuse(coop_part_p, lambda **_: None)
 compat.register_key_reuse(coop_linear_p, lambda **_: None)
-compat.register_lowering(coop_remat_p, lowering.lower)
+compat.register_part_rules(coop_part_p, stands_for=coop_remat_p, checked=_part_checked)
+compat.register_lowering(coop_remat_p, functools.partial(lowering.lower, planned=None))
+compat.register_lowering(coop_part_p, _part_lower)
 compat.register_lowering(coop_linear_p, _linear_lower)

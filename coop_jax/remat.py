@@ -170,21 +170,8 @@ def _stage(function: Callable[..., Any], config: RematConfig, args: Any, kwargs:
     operands = [leaves[i] for i in dynamic]
     jaxpr = compat.trace(flat, [compat.typeof(x) for x in operands])
     _check_names(jaxpr, config.constraints)
-    results = _with_refs(jaxpr, config, operands)
+    results = autodiff.bind(jaxpr, config, operands)
     return jax.tree.unflatten(out_trees[0], results)
-
-
-def _with_refs(jaxpr: Any, config: RematConfig, operands: Sequence[Any]) -> list[Any]:
-    """Bind `jaxpr`; mutable references that it takes or closes over are read before and written after."""
-    jaxpr, consts = compat.hoist_consts(jaxpr)
-    operands = [*consts, *operands]
-    refs = [x for x in operands if compat.is_ref(compat.typeof(x))]
-    values = [x[...] if compat.is_ref(compat.typeof(x)) else x for x in operands]
-    results = autodiff.bind(compat.without_refs(jaxpr), config, values)
-    cut = len(results) - len(refs)
-    for ref, value in zip(refs, results[cut:], strict=True):
-        ref[...] = value
-    return results[:cut]
 
 
 def _constraints(save: Any, recompute: Any, policy: Any) -> Constraints:

@@ -53,6 +53,16 @@ _REPORTING_FRAMES = 6
 # values live from their own instruction on, not from the one that starts them.
 OLD_RULES = jax.__version_info__ < (0, 12)
 
+# Primitives of functions with derivative rules, those of JAX's higher-level primitives included.
+_RULES = (
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_lin",
+    "remat_opt",
+    "call_hi_primitive",
+    "coop_remat_part",
+)
+
 Var = core.Var
 Literal = core.Literal
 DropVar = core.DropVar
@@ -152,6 +162,14 @@ def has_custom_vjp(jaxpr: Any) -> bool:
     """True if an open jaxpr holds a function whose derivative rule is not traced yet."""
     inner = any(has_custom_vjp(j) for eqn in jaxpr.eqns for j in inner_jaxprs(eqn))
     return inner or any(eqn.primitive.name.startswith("custom_vjp_call") for eqn in jaxpr.eqns)
+
+
+@weakref_lru_cache
+def has_rules(jaxpr: Any) -> bool:
+    """True if a jaxpr may hold a function with a derivative rule of its own."""
+    inner = any(has_rules(j) for eqn in jaxpr.eqns for j in inner_jaxprs(eqn))
+    names = (eqn.primitive.name for eqn in jaxpr.eqns)
+    return inner or any(name.startswith(_RULES) for name in names)
 
 
 def in_scope(eqn: Any, scope: str) -> Any:
@@ -367,11 +385,14 @@ def split_jaxpr(closed: Any, unknown: Sequence[bool]) -> tuple[Any, Any, list[bo
     return known, rest, list(out_unknown), len(residuals)
 
 
-def transpose_linear(closed: Any, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-    """Cotangents of the inputs of `closed` that follow its residuals; it is linear in those."""
+def transpose_linear(
+    closed: Any, residuals: Sequence[Any], cotangents: Sequence[Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Cotangents of the inputs of `closed` that follow its residuals, in which it is linear; and logs."""
     linear = [ad.UndefinedPrimal(aval) for aval in closed.in_avals[len(residuals) :]]
-    found = ad.backward_pass(closed, False, closed.consts, [*residuals, *linear], list(cotangents))
-    return list(found[len(residuals) :])
+    values = [*residuals, *linear]
+    found, logs = ad.backward_pass(closed, False, closed.consts, values, list(cotangents), return_logs=True)
+    return list(found[len(residuals) :]), logs
 
 
 def is_linear_input(value: Any) -> bool:
@@ -386,10 +407,23 @@ def register_autodiff(
     transpose: Callable[..., Any],
     linearize: Callable[..., Any] | None = None,
 ) -> None:
-    """Register rules: `jvp(primals, tangents, **params)`, `transpose(cotangents, *operands, **params)`
-    and `linearize(for_transpose, nonzeros, *primals, **params) -> (results, nonzeros_out, function)`."""
+    """Register rules: `jvp(primals, tangents, **params)`, `transpose(cotangents, *operands, **params)`, which
+    gives the operands' cotangents and what backward rules log, and
+    `linearize(for_transpose, nonzeros, *primals, **params)`, which gives
+    (results, nonzeros_out, residuals, function)."""
     ad.primitive_jvps[primitive] = jvp
-    ad.primitive_transposes[primitive] = transpose
+
+    def accumulate(cotangents: Sequence[Any], *operands: Any, **params: Any) -> Any:
+        linear = [isinstance(x, ad.GradAccum) for x in operands]
+        pairs = zip(operands, linear, strict=True)
+        given = [ad.UndefinedPrimal(x.aval) if lin else x for x, lin in pairs]
+        found, logs = transpose(cotangents, *given, **params)
+        for x, lin, cotangent in zip(operands, linear, found, strict=True):
+            if lin:
+                x.accum(cotangent)
+        return logs
+
+    ad.fancy_transposes[primitive] = accumulate
     if linearize is None:
         return
 
@@ -398,6 +432,37 @@ def register_autodiff(
         return results, nonzeros_out, residuals, None, lambda res, _, *tangents: function(res, *tangents)
 
     ad.primitive_linearizations[primitive] = rule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearParts:
+    """A jaxpr in two.
+
+    Attributes:
+        forward: args -> (*results, *residuals that are no arguments).
+        pushforward: (*residuals, *tangents) -> nonzero tangents of results.
+        nonzeros: for every result whether it has a tangent.
+        forwarded: for every residual the argument that it is, or None.
+    """
+
+    forward: Any
+    pushforward: Any
+    nonzeros: tuple[bool, ...]
+    forwarded: tuple[int | None, ...]
+
+
+def linearize_jaxpr(closed: Any, nonzeros: Sequence[bool], for_transpose: bool) -> LinearParts:
+    """Linearize a jaxpr without constants."""
+    forward, results, nonzeros_out, forwarded, pushforward = ad.linearize_jaxpr(
+        closed, list(nonzeros), is_vjp=for_transpose
+    )
+    assert not len(results.unpack()[2]), "structured residuals are of JAX's higher-level primitives"
+    return LinearParts(
+        forward=forward,
+        pushforward=pushforward,
+        nonzeros=tuple(nonzeros_out),
+        forwarded=tuple(forwarded),
+    )
 
 
 def register_batching(primitive: Any, rule: Callable[..., Any]) -> None:
@@ -428,14 +493,7 @@ def register_call_rules(primitive: Any) -> None:
         pe.closed_call_partial_eval_custom_rule, "jaxpr", lambda *args: (args[-2], args[-1])
     )
     pe.dce_rules[primitive] = _call_dce
-
-    def discharge(ctx: Any, *args: Any, jaxpr: Any, **params: Any) -> tuple[list[Any], list[Any]]:
-        plain, consts = hoist_consts(discharge_state(jaxpr))
-        found = primitive.bind(*consts, *args, jaxpr=plain, **params)
-        outs, refs = found[: len(jaxpr.out_avals)], iter(found[len(jaxpr.out_avals) :])
-        return [next(refs) if is_ref(aval) else None for aval in ctx.in_avals], outs
-
-    register_discharge_rule(primitive)(discharge)
+    register_discharge_rule(primitive)(partial(_call_discharge, primitive))
 
     def error_check(ctx: Any, error: Any, enabled: Any, *args: Any, jaxpr: Any, **params: Any) -> Any:
         errors, tree = jax.tree.flatten(error)
@@ -447,19 +505,87 @@ def register_call_rules(primitive: Any) -> None:
     checkify.error_checks[primitive] = error_check
 
 
+def register_part_rules(primitive: Any, *, stands_for: Any, checked: Callable[..., list[Any]]) -> None:
+    """Dead code and references for a call of `params["jaxpr"]` whose derivatives are those of
+    `params["source"]` (see `coop_jax.source`). Partial evaluation leaves it whole.
+
+    Args:
+        stands_for: the primitive of what `checkify` checks instead.
+        checked: the part with a function that applies that primitive with checks.
+    """
+    pe.dce_rules[primitive] = _call_dce
+    register_discharge_rule(primitive)(partial(_call_discharge, primitive))
+
+    def impl(*args: Any, **params: Any) -> Any:
+        needed, params = _without_source(params)
+        values = [x for x, keep in zip(args, needed, strict=True) if keep]
+        return dispatch.apply_primitive(primitive, *values, **params)
+
+    primitive.def_impl(impl)
+
+    def error_check(ctx: Any, error: Any, enabled: Any, *args: Any, **params: Any) -> Any:
+        errors = [error]
+
+        def apply(values: Sequence[Any], **inner: Any) -> Any:
+            errors[0], results = checkify.error_checks[stands_for](ctx, errors[0], enabled, *values, **inner)
+            return results
+
+        results = checked(apply, *args, **params)
+        return errors[0], results
+
+    checkify.error_checks[primitive] = error_check
+
+
+def _without_source(params: dict[str, Any]) -> tuple[list[bool], dict[str, Any]]:
+    """Which operands a part needs that is not differentiated any more, and its parameters."""
+    jaxpr, needed = pe.dce_jaxpr(params["jaxpr"], [True] * len(params["jaxpr"].out_avals))
+    return list(needed), {**params, "jaxpr": jaxpr, "source": None}
+
+
+def is_forward_part(eqn: Any) -> bool:
+    """True for a part (see `register_part_rules`) that gives saved values to a backward part."""
+    source = eqn.params.get("source")
+    return source is not None and len(eqn.outvars) > source.n_results
+
+
+def without_source(eqn: Any) -> Any:
+    """A backward part that is not differentiated any more; other equations as they are."""
+    if eqn.params.get("source") is None or is_forward_part(eqn):
+        return eqn
+    needed, params = _without_source(eqn.params)
+    invars = [v for v, keep in zip(eqn.invars, needed, strict=True) if keep]
+    return eqn.replace(invars=invars, params=params, effects=core.eqn_effects(params["jaxpr"], invars))
+
+
+def _call_discharge(
+    primitive: Any, ctx: Any, *args: Any, jaxpr: Any, **params: Any
+) -> tuple[list[Any], list[Any]]:
+    """References become values when nothing is differentiated any more."""
+    if "source" in params:
+        params["source"] = None
+    plain, consts = hoist_consts(discharge_state(jaxpr))
+    found = primitive.bind(*consts, *args, jaxpr=plain, **params)
+    outs, refs = found[: len(jaxpr.out_avals)], iter(found[len(jaxpr.out_avals) :])
+    return [next(refs) if is_ref(aval) else None for aval in ctx.in_avals], outs
+
+
 def _call_dce(used: list[bool], *live_and_eqn: Any) -> tuple[list[bool], Any]:
     eqn = live_and_eqn[-1]
     if not any(used) and not pe.has_effects(eqn):
         return [False] * len(eqn.invars), None
-    jaxpr, used_inputs = pe.dce_jaxpr(eqn.params["jaxpr"], list(used))
+    params = dict(eqn.params)
+    source = params.get("source")
+    source = None if source is None else source.pruned(used)
+    keep = False if source is None else source.needs(len(eqn.invars))
+    params["jaxpr"], used_inputs = pe.dce_jaxpr(params["jaxpr"], list(used), keep)
     if all(used) and all(used_inputs):
         return list(used_inputs), eqn
+    if source is not None:
+        params["source"] = source.moved(used_inputs)
     invars = [v for v, keep in zip(eqn.invars, used_inputs, strict=True) if keep]
     outvars = [v for v, keep in zip(eqn.outvars, used, strict=True) if keep]
-    new = core.new_jaxpr_eqn(
-        invars, outvars, eqn.primitive, {**eqn.params, "jaxpr": jaxpr},
-        core.eqn_effects(jaxpr, invars), eqn.source_info, eqn.ctx,
-    )  # fmt: skip
+    effects = core.eqn_effects(params["jaxpr"], invars)
+    new = core.new_jaxpr_eqn(invars, outvars, eqn.primitive, params, effects, eqn.source_info, eqn.ctx)
     return list(used_inputs), new
 
 

@@ -3,7 +3,11 @@
 Opened is what only groups equations: `jit` without shardings or layouts of its own, closed calls, and
 functions with a derivative rule (after differentiation the rule has done its work). The backward half of
 `jax.checkpoint` is opened behind the barrier that JAX puts there, so that what a user recomputes stays
-recomputed. Control flow and everything unknown stays one equation. An inner constant becomes an outer one.
+recomputed. The forward part of a decorated function inside is opened: the plan around it decides what it
+saves. Its backward part stays one equation, which tells the program its budget. Control flow and everything
+unknown stays one equation. An inner constant becomes an outer one.
+
+Nothing that went through here is differentiated any more.
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from passes.jaxpr import compat
+from passes.jaxpr.primitives import CONTROL_FLOW
+from passes.jaxpr.rewrite import bodies_of, with_bodies
 
 CHECKPOINT = "remat2"
 
@@ -32,7 +38,7 @@ class _Flat:
 
     def walk(self, jaxpr: Any, env: dict[Any, Any], caller: Any) -> None:
         """Append the equations of `jaxpr`; `env` has its variables' atoms, `caller` is where it is called."""
-        for eqn in jaxpr.eqns:
+        for eqn in map(_settled, jaxpr.eqns):
             source = compat.called_from(caller, eqn.source_info)
             operands = [_read(env, v) for v in eqn.invars]
             body = _opened(eqn)
@@ -68,7 +74,7 @@ class _Flat:
 
 def inline_calls(closed: Any) -> Any:
     """`closed` with every call opened that only groups equations; derivative rules are dropped."""
-    jaxpr, consts = compat.open_jaxpr(compat.lower_high(closed))
+    jaxpr, consts = compat.open_jaxpr(compat.without_refs(compat.lower_high(closed)))
     flat = _Flat(constvars=list(jaxpr.constvars), consts=list(consts))
     env: dict[Any, Any] = {}
     flat.walk(jaxpr, env, None)
@@ -77,8 +83,33 @@ def inline_calls(closed: Any) -> Any:
     return compat.close_jaxpr(rebuilt, flat.consts)
 
 
+def _settled(eqn: Any) -> Any:
+    """`eqn` without the operands of planned parts, itself or in bodies, that only derivatives need."""
+    name = eqn.primitive.name
+    if name in CONTROL_FLOW:
+        bodies = bodies_of(eqn)
+        settled = [_settled_body(body) for body in bodies]
+        same = all(a is b for a, b in zip(bodies, settled, strict=True))
+        return eqn if same else with_bodies(eqn, settled)
+    body = eqn.params.get(CALLS[name]) if name in CALLS and name != CHECKPOINT else None
+    if body is None or (settled := _settled_body(body)) is body:
+        return compat.without_source(eqn)
+    return eqn.replace(params={**eqn.params, CALLS[name]: settled})
+
+
+@compat.cached_by_jaxpr
+def _settled_body(closed: Any) -> Any:
+    jaxpr, consts = compat.open_jaxpr(closed)
+    eqns = [_settled(eqn) for eqn in jaxpr.eqns]
+    if all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True)):
+        return closed
+    return compat.close_jaxpr(compat.rebuild(jaxpr, eqns=eqns, outvars=jaxpr.outvars), consts)
+
+
 def _opened(eqn: Any) -> Any:
     """The closed jaxpr of a call that may be opened, else None."""
+    if compat.is_forward_part(eqn):
+        return eqn.params["jaxpr"]
     param = CALLS.get(eqn.primitive.name)
     body = None if param is None else eqn.params.get(param)
     if body is None or getattr(body, "is_high", False) or compat.is_pinned(eqn):

@@ -49,6 +49,27 @@ def consts_as_literals(closed: Any) -> Any:
     return compat.rebuild(jaxpr, eqns=eqns, outvars=outvars, constvars=[])
 
 
+def with_results(closed: Any, order: Sequence[int]) -> Any:
+    """`closed` with these of its results, in this order."""
+    jaxpr, consts = compat.open_jaxpr(closed)
+    outvars = [jaxpr.outvars[i] for i in order]
+    return compat.close_jaxpr(compat.rebuild(jaxpr, eqns=jaxpr.eqns, outvars=outvars), consts)
+
+
+def with_unread_inputs(closed: Any, like: Sequence[Any]) -> Any:
+    """`closed` with inputs before its own that nothing reads, of the abstract values of `like`'s variables."""
+    jaxpr, consts = compat.open_jaxpr(closed)
+    invars = [*map(compat.fresh_var, like), *jaxpr.invars]
+    rebuilt = compat.rebuild(jaxpr, eqns=jaxpr.eqns, outvars=jaxpr.outvars, invars=invars)
+    return compat.close_jaxpr(rebuilt, consts)
+
+
+def reads_input(closed: Any, i: int) -> bool:
+    """True if some equation of `closed` has its input `i` as an operand."""
+    jaxpr, _ = compat.open_jaxpr(closed)
+    return any(v is jaxpr.invars[i] for eqn in jaxpr.eqns for v in eqn.invars)
+
+
 def bodies_of(eqn: Any) -> tuple[Any, ...]:
     """The closed bodies of a `scan`, `cond` or `while` that may be rewritten."""
     name, params = eqn.primitive.name, eqn.params
