@@ -57,7 +57,7 @@ def with_results(closed: Any, order: Sequence[int]) -> Any:
 
 
 def with_unread_inputs(closed: Any, like: Sequence[Any]) -> Any:
-    """`closed` with inputs before its own that nothing reads, of the abstract values of `like`'s variables."""
+    """`closed` with inputs before its own that nothing reads, with the abstract values of `like`."""
     jaxpr, consts = compat.open_jaxpr(closed)
     invars = [*map(compat.fresh_var, like), *jaxpr.invars]
     rebuilt = compat.rebuild(jaxpr, eqns=jaxpr.eqns, outvars=jaxpr.outvars, invars=invars)
