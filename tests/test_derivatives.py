@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from coop_jax import aot
 from coop_jax.remat import remat
 
 W = jnp.array([0.3, -0.7])
@@ -127,42 +128,40 @@ def in_scan(f: Fn) -> Fn:
     return lambda x: lax.scan(lambda h, _: (f(h) + x, f(h)), x, None, length=2)[1].sum()
 
 
-def wrapped_rule(decorate: Fn) -> Fn:
-    """A rule whose both halves are decorated functions with rules in them."""
-
-    @jax.custom_vjp
-    def f(x: Any) -> Any:
-        return jnp.sin(x)
-
-    f.defvjp(
-        lambda x: (decorate(lambda x: doubled(x) * x)(x), x),
-        lambda x, g: (decorate(lambda x, g: 2 * rounded(x) * doubled(x) * g)(x, g),),
-    )
-    return f
+@jax.custom_vjp
+def with_decorated_rule(x: Any) -> Any:
+    return jnp.sin(x)
 
 
-# Functions of a vector that have reverse mode alone, and such that have every mode.
+with_decorated_rule.defvjp(
+    lambda x: (kept(lambda x: doubled(x) * x)(x), x),
+    lambda x, g: (kept(lambda x, g: 2 * rounded(x) * doubled(x) * g)(x, g),),
+)
+
+
+# Functions of a vector that have reverse mode alone, such that have every mode, and costly ones.
 REVERSE: dict[str, Fn] = {
     "custom_vjp": lambda w: jnp.sum((rounded(w) * jnp.array([1.0, 2.0])) ** 3),
-    "a rule for a loop": lambda w: jnp.sum(looped(w) ** 2),
-    "nondiff_argnums": lambda w: jnp.sum(applied(jnp.sin, w, 3.0) ** 2),
     "custom_vjp with symbolic zeros": lambda w: jnp.sum(symbolic(w, jnp.array([1.0, 2.0])) ** 2),
-    "custom_gradient": lambda w: jnp.sum(squared(w) * w),
-    "rules in a scan": lambda w: in_scan(lambda h: doubled(h) * rounded(h))(w).sum(),
-    "rules under jit, vmap and checkpoint": lambda w: jax.jit(
-        jax.vmap(jax.checkpoint(lambda x: doubled(x) * rounded(x) * x))
-    )(w).sum(),
+    "nondiff_argnums": lambda w: jnp.sum(applied(jnp.sin, w, 3.0) ** 2),
 }
 EVERY: dict[str, Fn] = {
     "custom_jvp": lambda w: jnp.sum(doubled(doubled(w)) * w),
     "a guarded square root": lambda w: jnp.sum(guarded(w * w * jnp.array([0.0, 2.0]))),
     "relu6": lambda w: jnp.sum(jax.nn.relu6(w * 0) * w * jnp.sin(w + 1)),
     "custom_jvp with symbolic zeros": lambda w: jnp.sum(half_symbolic(w, jnp.ones(2)) * w),
+}
+COSTLY: dict[str, Fn] = {
+    "a rule for a loop": lambda w: jnp.sum(looped(w) ** 2),
+    "custom_gradient": lambda w: jnp.sum(squared(w) * w),
+    "rules in a scan": lambda w: in_scan(lambda h: doubled(h) * rounded(h))(w).sum(),
+    "rules under jit, vmap and checkpoint": lambda w: jax.jit(
+        jax.vmap(jax.checkpoint(lambda x: doubled(x) * rounded(x) * x))
+    )(w).sum(),
     "custom_root": lambda w: jnp.sum(cube_root(w * w + 1)),
-    "custom_jvp in a scan and a cond": lambda w: lax.cond(
-        w.sum() < 9, lambda w: in_scan(doubled)(w).sum(), jnp.sum, w
-    ),
-    "logsumexp and a norm": lambda w: jax.nn.logsumexp(w * w) + jnp.linalg.norm(w) * jax.nn.silu(w).sum(),
+    "rules in a cond": lambda w: lax.cond(w.sum() < 9, lambda w: doubled(rounded(w)).sum(), jnp.sum, w * w),
+    "decorated inside": lambda w: jnp.sum(kept(lambda x: doubled(x) * rounded(x))(jnp.sin(w)) ** 2),
+    "decorated in a rule": lambda w: jnp.sum(with_decorated_rule(w) ** 3),
 }
 
 
@@ -183,11 +182,9 @@ def descended(f: Fn) -> Fn:
 
 def reverse_ways(f: Fn, w: Any) -> dict[str, Any]:
     return {
-        "twice": jax.grad(with_value(f))(w),
+        "twice, under vmap": jax.vmap(jax.grad(with_value(f)))(jnp.stack([w, 2 * w])),
         "three times": jax.grad(lambda w: jnp.vdot(jax.grad(lambda w: jnp.vdot(jax.grad(f)(w), V))(w), V))(w),
-        "around vmap": jax.grad(lambda w: jax.vmap(jax.grad(f))(jnp.stack([w, w * w])).sum())(w),
         "around a scan": jax.grad(descended(f))(w),
-        "vmap around": jax.vmap(jax.grad(lambda w: jnp.vdot(jax.grad(f)(w), V)))(jnp.stack([w, 2 * w])),
     }
 
 
@@ -197,13 +194,15 @@ def forward_ways(f: Fn, w: Any) -> dict[str, Any]:
         "reverse over forward": jax.grad(lambda w: jax.jvp(f, (w,), (V,))[1])(w),
         "linearized gradient": jax.linearize(jax.grad(f), w)[1](V),
         "forward over value and gradient": jax.jvp(with_value(f), (w,), (V,)),
-        "three times": jax.grad(lambda w: jnp.vdot(jax.jvp(jax.grad(f), (w,), (V,))[1], V))(w),
     }
+
+
+def twice(f: Fn, w: Any) -> dict[str, Any]:
+    return {"twice": jax.grad(with_value(f))(w)}
 
 
 def compared(ways: Any, decorated: Fn, plain: Fn) -> None:
     found, expected = (jax.jit(functools.partial(ways, f))(W) for f in (decorated, plain))
-    assert any(np.any(leaf) for leaf in jax.tree.leaves(expected)) or plain is EVERY["relu6"]
     for way in expected:
         for a, b in zip(jax.tree.leaves(found[way]), jax.tree.leaves(expected[way]), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=way)
@@ -219,16 +218,134 @@ def test_every_mix_of_forward_and_reverse(case: str) -> None:
     compared(forward_ways, kept(EVERY[case]), EVERY[case])
 
 
+@pytest.mark.parametrize("case", COSTLY)
+def test_rules_in_calls_loops_and_other_rules(case: str) -> None:
+    compared(twice, kept(COSTLY[case]), COSTLY[case])
+
+
 @pytest.mark.parametrize(
     ("ways", "f"),
-    [(reverse_ways, REVERSE["custom_vjp"]), (forward_ways, EVERY["custom_jvp"])],
+    [(twice, REVERSE["custom_vjp"]), (forward_ways, EVERY["custom_jvp"])],
     ids=["reverse", "forward"],
 )
 def test_with_a_plan_that_recomputes(ways: Any, f: Fn) -> None:
     compared(ways, recomputed(f), f)
 
 
+def test_the_first_derivative_of_what_has_no_second() -> None:
+    """JAX differentiates a rule with `optimize_remat` once."""
+    f = lambda x: optimized(jnp.sin(x))  # noqa: E731
+    np.testing.assert_allclose(jax.jit(jax.grad(kept(f)))(0.3), jax.grad(f)(0.3), rtol=1e-6)
+
+
 def test_forward_mode_is_refused_where_jax_refuses_it() -> None:
     for f in (rounded, kept(rounded)):
         with pytest.raises(TypeError, match="forward-mode"):
             jax.jvp(jax.grad(lambda x, f=f: f(x) ** 2), (1.0,), (1.0,))
+
+
+@jax.custom_vjp
+def counted(ref: Any, x: Any) -> Any:
+    """A sine whose backward rule counts in `ref`."""
+    return jnp.sin(x)
+
+
+def _counted_backward(saved: Any, g: Any) -> Any:
+    ref, x = saved
+    ref[...] = ref[...] + 1
+    return None, 2 * g * jnp.cos(x)
+
+
+counted.defvjp(lambda ref, x: (jnp.sin(x), (ref, x)), _counted_backward)
+
+
+@jax.custom_vjp
+def stashed(ref: Any, x: Any) -> Any:
+    """The identity, whose backward rule keeps the cotangent."""
+    return x
+
+
+def _stashed_backward(ref: Any, g: Any) -> Any:
+    ref[...] = g
+    return None, g
+
+
+stashed.defvjp(lambda ref, x: (x, ref), _stashed_backward)
+
+
+def doubled_and_counted(ref: Any, x: Any) -> Any:
+    """Reads and writes `ref` forward and backward."""
+    ref[...] = ref[...] * 2 + 1
+    y = counted(ref, x) * ref[...]
+    ref[...] = ref[...] * 3
+    return y * x
+
+
+def scanned_with_reference(decorate: Fn, ref: Any, x: Any) -> Any:
+    body = decorate(lambda ref, h, w: jnp.sin(counted(ref, h * w)))
+    return lax.scan(lambda h, w: (body(ref, h, w), None), x, jnp.arange(1.0, 4.0))[0]
+
+
+def second(f: Fn) -> Fn:
+    return jax.grad(lambda ref, x: jax.grad(f, 1)(ref, x), 1)
+
+
+REFERENCES: dict[str, Callable[[Fn], Fn]] = {
+    "gradient outside": lambda d: jax.grad(d(lambda ref, x: jnp.sin(stashed(ref, jnp.sin(x)))), 1),
+    "gradient inside": lambda d: d(jax.grad(lambda ref, x: jnp.sin(stashed(ref, jnp.sin(x))), 1)),
+    "closed over": lambda d: lambda ref, x: jax.grad(d(lambda x: jnp.sin(stashed(ref, x))))(x),
+    "a scan inside": lambda d: jax.grad(d(functools.partial(scanned_with_reference, lambda f: f)), 1),
+    "in a scan": lambda d: jax.grad(functools.partial(scanned_with_reference, d), 1),
+    "twice": lambda d: second(d(lambda ref, x: jnp.sin(counted(ref, x)) * x)),
+    "written forward and backward": lambda d: jax.grad(d(doubled_and_counted), 1),
+    "written forward and backward, twice": lambda d: second(d(doubled_and_counted)),
+}
+
+
+@pytest.mark.parametrize("case", REFERENCES)
+def test_rules_may_write_into_references(case: str) -> None:
+    results = []
+    for decorate in (kept, lambda f: f):
+        ref = jax.new_ref(jnp.float32(2.0))
+        results.append((jax.jit(REFERENCES[case](decorate))(ref, 0.3), ref[...]))
+    np.testing.assert_allclose(*results, rtol=1e-5)
+
+
+@jax.custom_vjp
+def logged(x: Any) -> Any:
+    return jnp.sin(x)
+
+
+logged.defvjp_with_logs(lambda x: (jnp.sin(x), x), lambda x, g: ((3 * g * jnp.cos(x),), {"g": g}))
+
+
+def test_backward_rules_may_log() -> None:
+    def logs_and_more(f: Fn) -> Any:
+        def of_log(x: Any) -> Any:
+            (gradient,), logs = jax.vjp(f, x)[1].with_logs(2.0)
+            return gradient * logs["g"]
+
+        pull = jax.vjp(f, 0.3)[1]
+        return pull.with_logs(1.0), pull(1.0), jax.jit(jax.grad(of_log))(0.3)
+
+    f = lambda x: jnp.sin(logged(jnp.sin(x)))  # noqa: E731
+    found, expected = logs_and_more(kept(f)), logs_and_more(f)
+    assert found[0][1].keys() == {"g"}
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_what_only_derivatives_need_takes_no_memory() -> None:
+    """The backward part of a layer in a scan takes the layer's arguments; they are not stacked for that."""
+
+    def layer(w: Any, h: Any) -> Any:
+        return jnp.tanh(jnp.sin(jnp.tanh(h @ w)) @ w)
+
+    def total_bytes(decorate: Fn) -> int:
+        def loss(ws: Any, x: Any) -> Any:
+            return lax.scan(lambda h, w: (decorate(layer)(w, h), None), x, ws)[0].sum()
+
+        compiled = jax.jit(jax.grad(loss)).lower(jnp.ones((8, 16, 16)), jnp.ones((64, 16))).compile()
+        return aot.memory(compiled).total_bytes
+
+    assert total_bytes(kept) <= total_bytes(lambda f: f)
