@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -121,6 +121,16 @@ def at_source_of(eqn: Any) -> Any:
 def is_variable(atom: Any) -> bool:
     """True for a variable, False for a literal."""
     return not isinstance(atom, core.Literal)
+
+
+def variables(atoms: Sequence[Any]) -> list[Any]:
+    """The variables among `atoms`, in order, repeated ones too."""
+    return [v for v in atoms if not isinstance(v, core.Literal)]
+
+
+def of_variable[T](table: Mapping[Any, T], atom: Any) -> T | None:
+    """What `table` holds for a variable; None if it has nothing, and for a literal."""
+    return None if isinstance(atom, core.Literal) else table.get(atom)
 
 
 def literal(value: Any) -> Any:

@@ -32,12 +32,18 @@ def rerun_in_second_cond(jaxpr: Any) -> Any:
         sources = {producer[v] for v in second.invars if compat.is_variable(v) and v in producer}
         for i in sorted(sources):
             first = jaxpr.eqns[i]
-            if first.primitive.name == "cond" and first.invars[0] is second.invars[0]:
+            if first.primitive.name == "cond" and _same_choice(first, second):
                 eqns[j] = _joined(first, eqns[j], elsewhere)
     if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
         return jaxpr
     new = compat.rebuild(jaxpr, eqns=eqns, outvars=jaxpr.outvars)
     return compat.dce_jaxpr(new, [True] * len(jaxpr.outvars))
+
+
+def _same_choice(first: Any, second: Any) -> bool:
+    """True if both always run branches of the same number."""
+    same_index = compat.is_variable(first.invars[0]) and first.invars[0] is second.invars[0]
+    return same_index and len(first.params["branches"]) == len(second.params["branches"])
 
 
 def _read_elsewhere(jaxpr: Any) -> set[Any]:

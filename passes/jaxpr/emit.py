@@ -116,18 +116,18 @@ class _Emitter:
             first_runs += 1
 
     def results(self) -> list[Any]:
-        return [
-            v if isinstance(v, compat.Literal) else self.final.get(self.lifted.buffer_of[v], v)
-            for v in self.lifted.jaxpr.outvars
-        ]
+        return [self._result(v) for v in self.lifted.jaxpr.outvars]
 
     def cut_after(self, outvars: Sequence[Any]) -> int:
         """How many equations make `outvars`, counted from the start."""
-        made = [
-            self.final.get(self.lifted.buffer_of[v], v) for v in outvars if not isinstance(v, compat.Literal)
-        ]
+        made = [self._result(v) for v in compat.variables(outvars)]
         place = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         return max((place[v] + 1 for v in made if v in place), default=0)
+
+    def _result(self, v: Any) -> Any:
+        """The atom of a result: what the last run made, or an argument (seen through own barriers)."""
+        b = compat.of_variable(self.lifted.buffer_of, v)
+        return v if b is None else self.final.get(b, self.lifted.var_of[b])
 
     def _parts(self, segment: list[OpId]) -> list[list[OpId]]:
         """The re-runs of one slot, as many together as share a barrier."""
@@ -157,7 +157,7 @@ class _Emitter:
         """The program's own barriers that stand before equation `root`."""
         while self.own_barriers and self.own_barriers[0] < root:
             eqn = self.lifted.jaxpr.eqns[self.own_barriers.pop(0)]
-            operands = [self.lifted.buffer_of[v] for v in eqn.invars if not isinstance(v, compat.Literal)]
+            operands = [self.lifted.buffer_of[v] for v in eqn.invars]
             if operands:
                 self._barrier(list(dict.fromkeys(operands)))
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 # Besides elementwise kernels; `name` is a value that is kept as it is (`passes.saved`).
-IN_PLACE = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "scatter_add", "name"})
+IN_PLACE = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "scatter-sub", "name"})
 
 
 def written_over(
@@ -50,7 +50,8 @@ def updated_in_place(lifted: LiftedJaxpr, n_consts: int, n_carry: int) -> set[in
     found = set()
     for k, v in enumerate(lifted.jaxpr.outvars[:n_carry]):
         old = lifted.jaxpr.invars[n_consts + k]
-        maker = lifted.program.producer[lifted.buffer_of[v]] if v in lifted.buffer_of else None
+        b = compat.of_variable(lifted.buffer_of, v)
+        maker = None if b is None else lifted.program.producer[b]
         if maker is None or last_reader.get(lifted.buffer_of[old]) != maker:
             continue
         root = lifted.jaxpr.eqns[lifted.bodies[maker][-1]]
@@ -64,7 +65,7 @@ def result_storage(results: Iterable[Any], jaxpr: Any, producer: dict[Any, int])
     storage: set[Any] = set()
     for v in results:
         storage.add(v)
-        while (i := producer.get(v)) is not None and jaxpr.eqns[i].primitive.name in RESHAPES:
+        while (i := compat.of_variable(producer, v)) is not None and jaxpr.eqns[i].primitive.name in RESHAPES:
             v = jaxpr.eqns[i].invars[0]
-            storage.add(v)
+            storage.update(compat.variables([v]))
     return storage

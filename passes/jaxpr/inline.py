@@ -22,9 +22,8 @@ from passes.jaxpr.rewrite import bodies_of, with_bodies
 CHECKPOINT = "remat2"
 
 CALLS = {
-    "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "eval_jaxpr": "call_jaxpr",
-    CHECKPOINT: "jaxpr",
+    "jit": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr", CHECKPOINT: "jaxpr",
 }  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from passes.jaxpr.flops import matrix_work
 from passes.jaxpr.in_place import IN_PLACE, carries_shared, result_storage, updated_in_place, written_over
 from passes.jaxpr.inline import CALLS, inline_calls
 from passes.jaxpr.primitives import CONTROL_FLOW, SLICING, Kind, is_expensive, kind_of
+from passes.jaxpr.simplify import without_literal_barriers
 from passes.saved import SAVED
 from passes.simulate import simulate
 
@@ -44,7 +45,7 @@ class LiftedJaxpr:
 
     Attributes:
         program: ops in the order in which they should run; arguments and results have zero bytes.
-        jaxpr: the open jaxpr.
+        jaxpr: the open jaxpr; its barriers hold variables only.
         bodies: for every op the indices of its equations, producers first, its root last.
         leaves: for every equation the buffers that it reads, through virtual values, sorted.
         buffer_of: the buffer of every stored variable.
@@ -69,7 +70,7 @@ def lift(jaxpr: Any, device: DeviceModel, *, as_xla: bool) -> LiftedJaxpr:
 
     Complexity: linear in equations times the size of a kernel.
     """
-    return _Lift(jaxpr, device, as_xla).run()
+    return _Lift(without_literal_barriers(jaxpr), device, as_xla).run()
 
 
 class _Lift:
@@ -81,7 +82,7 @@ class _Lift:
         self.as_xla = as_xla
         self.producer: dict[Any, int] = {}
         self.readers: dict[Any, list[int]] = {}
-        self.results: set[Any] = {v for v in jaxpr.outvars if not isinstance(v, compat.Literal)}
+        self.results: set[Any] = set(compat.variables(jaxpr.outvars))
         self.stored: set[Any] = {*jaxpr.constvars, *jaxpr.invars}
         self.kinds: list[Kind] = [eqn_kind(eqn) for eqn in jaxpr.eqns]
         # Results of barriers are views of the variables that they are results for.
@@ -104,7 +105,7 @@ class _Lift:
             self.order[v] = len(self.order)
             self.reads[v] = {v: compat.aval_nbytes(v.aval)}
         for i, eqn in enumerate(self.jaxpr.eqns):
-            for v in _variables(eqn.invars):
+            for v in compat.variables(eqn.invars):
                 self.readers.setdefault(v, []).append(i)
             for v in eqn.outvars:
                 self.producer[v] = i
@@ -118,7 +119,7 @@ class _Lift:
             if kind in (Kind.KERNEL, Kind.OPAQUE, Kind.BARRIER) or (
                 kind is Kind.VIEW and any(v in needed for v in eqn.outvars)
             ):
-                needed.update(_variables(eqn.invars))
+                needed.update(compat.variables(eqn.invars))
         return needed
 
     def _reading_kernels(self, needed: set[Any]) -> dict[Any, frozenset[int]]:
@@ -128,7 +129,7 @@ class _Lift:
             eqn = self.jaxpr.eqns[i]
             own = self.kinds[i] not in (Kind.VIEW, Kind.FUSIBLE) or any(v in needed for v in eqn.outvars)
             reading = [i] if own else sorted({k for v in eqn.outvars for k in kernels.get(v, ())})
-            for v in _variables(eqn.invars):
+            for v in compat.variables(eqn.invars):
                 kernels[v] = frozenset(sorted({*kernels.get(v, ()), *reading})[:2])
         return kernels
 
@@ -169,7 +170,7 @@ class _Lift:
             return not self._is_epilogue(i, v, readers)
         if v in needed and (kind is not Kind.VIEW or self._is_held(readers)):
             return True
-        if any(self._is_unstored_kernel(u) for u in _variables(eqn.invars)):
+        if any(self._is_unstored_kernel(u) for u in compat.variables(eqn.invars)):
             return True
         if kind is Kind.VIEW:
             return False
@@ -192,15 +193,15 @@ class _Lift:
         return any(
             u is not v and v in self._reduced(u)
             for i in self.readers.get(v, ())
-            for u in _variables(self.jaxpr.eqns[i].invars)
+            for u in compat.variables(self.jaxpr.eqns[i].invars)
         )
 
     def _reduced(self, v: Any) -> Sequence[Any]:
         """The operands of the reduction that `v` is a broadcast of, if it is one."""
-        while (i := self.producer.get(v)) is not None:
+        while (i := compat.of_variable(self.producer, v)) is not None:
             eqn = self.jaxpr.eqns[i]
             if self.kinds[i] is Kind.REDUCTION:
-                return _variables(eqn.invars)
+                return compat.variables(eqn.invars)
             if self.kinds[i] is not Kind.VIEW and eqn.primitive.name != "broadcast_in_dim":
                 break
             v = eqn.invars[0]
@@ -279,7 +280,7 @@ class _Lift:
 
     def _eqn_reads(self, eqn: Any) -> dict[Any, int]:
         reads: dict[Any, int] = {}
-        for v in _variables(eqn.invars):
+        for v in compat.variables(eqn.invars):
             reads.update(self.reads[v])
         return reads
 
@@ -287,7 +288,7 @@ class _Lift:
         """The equations of one kernel: the root and the virtual ones that it reads, in order."""
         body, stack = {root}, [root]
         while stack:
-            for v in _variables(self.jaxpr.eqns[stack.pop()].invars):
+            for v in compat.variables(self.jaxpr.eqns[stack.pop()].invars):
                 i = self.producer.get(v)
                 if i is not None and v not in self.stored and i not in body:
                     body.add(i)
@@ -357,7 +358,7 @@ class _Lift:
         limit = None
         if eqn.primitive.name in SLICING:
             limit = sum(compat.aval_nbytes(v.aval) for v in eqn.outvars)
-        for v in _variables(eqn.invars):
+        for v in compat.variables(eqn.invars):
             for leaf, nbytes in self.reads[v].items():
                 reads[leaf] = max(reads.get(leaf, 0), nbytes if limit is None else min(nbytes, limit))
         return reads
@@ -367,7 +368,7 @@ class _Lift:
         if self.kinds[i] not in (Kind.FUSIBLE, Kind.REDUCTION):
             return 0
         per_element = 16 if is_expensive(eqn.primitive.name) else 1
-        avals = [v.aval for v in (*_variables(eqn.invars), *eqn.outvars)]
+        avals = [v.aval for v in (*compat.variables(eqn.invars), *eqn.outvars)]
         return per_element * max((int(getattr(a, "size", 0)) for a in avals), default=0)
 
     def _may_share(
@@ -440,7 +441,3 @@ def eqn_kind(eqn: Any) -> Kind:
         inner = [e for j in compat.inner_jaxprs(eqn) for e in j.eqns]
         return Kind.OPAQUE if any(eqn_kind(e) is Kind.OPAQUE for e in inner) else Kind.KERNEL
     return kind
-
-
-def _variables(atoms: Sequence[Any]) -> list[Any]:
-    return [v for v in atoms if not isinstance(v, compat.Literal)]

@@ -29,22 +29,22 @@ class Kind(enum.Enum):
     OPAQUE = enum.auto()
 
 
-_VIEW = "copy copy_p expand_dims name reshape sharding_constraint squeeze stop_gradient transpose"
+_VIEW = "copy name reshape sharding_constraint squeeze stop_gradient transpose"
 
 _FUSIBLE = """
     abs add add_any and bitcast_convert_type broadcast_in_dim ceil clamp clz complex concatenate conj
-    convert_element_type dynamic_slice empty empty2 eq eq_to floor ge ge_to gt gt_to imag integer_pow iota
-    is_finite le le_to lt lt_to max min mul ne neg nextafter not one_minus_square or pad population_count real
-    reduce_precision rem rev round select_n select_and shift_left shift_right_arithmetic shift_right_logical
-    sign slice split square sub xor div sqrt rsqrt
-    random_wrap random_unwrap
+    convert_element_type dynamic_slice empty empty2 eq eq_to floor ge gt imag integer_pow iota iota_2x32_shape
+    is_finite le le_to lt lt_to max min mul mulhi ne neg nextafter not one_minus_square or pad
+    population_count real reduce_precision rem rev round select_n shift_left shift_right_arithmetic
+    shift_right_logical sign slice split square stack sub tile unstack xor div sqrt rsqrt
+    random_clone random_wrap random_unwrap
 """
 
 # Elementwise, but many instructions per element: XLA:CPU stores them when several kernels read them.
 _EXPENSIVE = """
     acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos cosh digamma erf erf_inv erfc exp
-    exp2 expm1 igamma igammac lgamma log log1p log2 logistic pow polygamma regularized_incomplete_beta sin
-    sinh tan tanh zeta
+    exp2 expm1 igamma igamma_grad_a igammac lgamma log log1p log2 logistic pow polygamma
+    regularized_incomplete_beta sin sinh tan tanh zeta
 """
 
 _REDUCTION = """
@@ -53,15 +53,16 @@ _REDUCTION = """
 """
 
 _KERNEL = """
-    approx_top_k cholesky conv_general_dilated cumlogsumexp cummax cummin cumprod cumsum dot_general
-    dynamic_update_slice eig eigh fft hessenberg householder_product lu qr ragged_dot ragged_dot_general
-    random_bits random_fold_in random_gamma random_seed random_split rng_bit_generator scan cond while scatter
-    scatter_add scatter-add scatter_max scatter-max scatter_min scatter-min scatter_mul scatter-mul schur
-    select_and_gather_add select_and_scatter select_and_scatter_add sort svd threefry2x32 top_k
-    triangular_solve tridiagonal tridiagonal_solve linear_solve custom_linear_solve
+    approx_top_k cholesky cholesky_update conv_general_dilated cumlogsumexp cummax cummin cumprod cumsum
+    dot_general dynamic_update_slice eig eigh fft geqp3 geqrf hessenberg householder_product lu
+    lu_pivots_to_permutation ormqr qr ragged_dot_general random_bits random_fold_in random_gamma random_seed
+    random_split rng_bit_generator scan cond while scatter scatter-add scatter-max scatter-min scatter-mul
+    scatter-sub schur select_and_gather_add select_and_scatter select_and_scatter_add sort svd
+    symmetric_product threefry2x32 threefry4x32 top_k triangular_solve tridiagonal tridiagonal_solve
+    custom_linear_solve
 """
 
-_KIND: dict[str, Kind] = {
+KINDS: dict[str, Kind] = {
     **dict.fromkeys(_VIEW.split(), Kind.VIEW),
     **dict.fromkeys(_FUSIBLE.split(), Kind.FUSIBLE),
     **dict.fromkeys(_EXPENSIVE.split(), Kind.FUSIBLE),
@@ -69,13 +70,14 @@ _KIND: dict[str, Kind] = {
     **dict.fromkeys(_KERNEL.split(), Kind.KERNEL),
     "optimization_barrier": Kind.BARRIER,
 }
+"""All primitives that are known; each exists in every version of JAX that is supported."""
 
 _EXPENSIVE_NAMES = frozenset(_EXPENSIVE.split())
 
 SLICING = frozenset({"slice", "dynamic_slice", "gather"})
 """Primitives that read only as many bytes of their first operand as they return."""
 
-RESHAPES = frozenset({"copy", "copy_p", "expand_dims", "reshape", "squeeze"})
+RESHAPES = frozenset({"copy", "reshape", "squeeze"})
 """Views whose result lies in memory as their operand does."""
 
 CONTROL_FLOW = frozenset({"scan", "cond", "while"})
@@ -84,7 +86,7 @@ CONTROL_FLOW = frozenset({"scan", "cond", "while"})
 
 def kind_of(primitive_name: str) -> Kind:
     """The kind of a primitive; `Kind.OPAQUE` for one that is not known."""
-    return _KIND.get(primitive_name, Kind.OPAQUE)
+    return KINDS.get(primitive_name, Kind.OPAQUE)
 
 
 def is_expensive(primitive_name: str) -> bool:

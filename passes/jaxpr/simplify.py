@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 from passes.jaxpr import compat
+from passes.jaxpr.primitives import Kind, kind_of
 
-SCATTER_ADDS = frozenset({"scatter-add", "scatter_add"})
+SCATTER_ADD = "scatter-add"
 ADDS = frozenset({"add", "add_any"})
 
 
@@ -43,11 +44,33 @@ def scatter_in_place(jaxpr: Any) -> Any:
     return compat.dce_jaxpr(rebuilt, [True] * len(rebuilt.outvars))
 
 
+def without_literal_barriers(jaxpr: Any) -> Any:
+    """A barrier's result for a literal is that literal: it takes no memory and waits for nothing.
+
+    Returns:
+        The same open jaxpr if no barrier has a literal operand.
+    """
+    rename: dict[Any, Any] = {}
+    eqns = []
+    for eqn in jaxpr.eqns:
+        eqn = compat.rename_inputs(eqn, rename) if rename else eqn
+        if kind_of(eqn.primitive.name) is Kind.BARRIER:
+            pairs = list(zip(eqn.invars, eqn.outvars, strict=True))
+            rename.update({result: v for v, result in pairs if not compat.is_variable(v)})
+            kept = [pair for pair in pairs if compat.is_variable(pair[0])]
+            if len(kept) < len(pairs):
+                eqn = compat.barrier_eqn([v for v, _ in kept], [result for _, result in kept])
+        if eqn.outvars or eqn.effects:
+            eqns.append(eqn)
+    if not rename:
+        return jaxpr
+    return compat.rebuild(jaxpr, eqns=eqns, outvars=[compat.renamed(v, rename) for v in jaxpr.outvars])
+
+
 def _count_reads(jaxpr: Any) -> dict[Any, int]:
     counts: dict[Any, int] = {}
-    for v in [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars):
-        if not isinstance(v, compat.Literal):
-            counts[v] = counts.get(v, 0) + 1
+    for v in compat.variables([v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)):
+        counts[v] = counts.get(v, 0) + 1
     return counts
 
 
@@ -55,8 +78,8 @@ def _scattered_term(eqn: Any, producer: dict[Any, Any], n_reads: dict[Any, int])
     """The scatter into zeros that `eqn` adds to something, and that something; (None, None) if none."""
     if eqn.primitive.name in ADDS:
         for term, other in (eqn.invars, eqn.invars[::-1]):
-            made = None if isinstance(term, compat.Literal) else producer.get(term)
-            if made is None or made.primitive.name not in SCATTER_ADDS or n_reads[term] != 1:
+            made = compat.of_variable(producer, term)
+            if made is None or made.primitive.name != SCATTER_ADD or n_reads[term] != 1:
                 continue
             same = (other.aval.shape, other.aval.dtype) == (term.aval.shape, term.aval.dtype)
             if same and _is_zeros(made.invars[0], producer):

@@ -22,7 +22,7 @@ from passes.saved import SAVED
 Slicewise = Callable[[Any], Any]
 
 # Elementwise in their only operand, with parameters that hold for a slice as they are.
-_ELEMENTWISE = frozenset({"convert_element_type", "reduce_precision", "copy", "copy_p", "neg", "name"})
+ELEMENTWISE = frozenset({"convert_element_type", "reduce_precision", "copy", "neg", "name"})
 
 
 @compat.cached_by_jaxpr
@@ -80,7 +80,7 @@ def on_slice(eqn: Any) -> Slicewise | None:
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     if compat.checkpoint_name_of(eqn) == SAVED:
         return None
-    if name in _ELEMENTWISE:
+    if name in ELEMENTWISE:
         return lambda x: eqn.primitive.bind(x, **params)
     if name == "transpose" and params["permutation"][0] == 0:
         return lambda x: jax.lax.transpose(x, [axis - 1 for axis in params["permutation"][1:]])

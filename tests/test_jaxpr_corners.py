@@ -1,0 +1,149 @@
+"""The lift and the emitters at the corners of primitives, and the names of primitives themselves."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import jax
+import jax.ad_checkpoint
+import jax.extend.core.primitives
+import jax.numpy as jnp
+import jax.random
+import jax.scipy.special
+import numpy as np
+import pytest
+from corners import BODIES, STRAIGHT, N, corners, odd_results, traced
+from jax import lax
+
+from passes.cost import DEVICES
+from passes.ir import OpId
+from passes.jaxpr import compat, freedom, in_place, inline, primitives, simplify, stacks
+from passes.jaxpr.conds import rerun_in_second_cond
+from passes.jaxpr.emit import emit
+from passes.jaxpr.freedom import emit_config
+from passes.jaxpr.lift import LiftedJaxpr, lift
+from passes.jaxpr.stage import JaxprRequest, plan_program
+from passes.simulate import simulate
+
+PROGRAMS = {**STRAIGHT, **BODIES}
+
+
+def rerun_all(lifted: LiftedJaxpr) -> list[OpId]:
+    """Steps in which every op makes all that it reads once more, as far as that may run again."""
+    producer, ops = lifted.program.producer, lifted.program.ops
+    steps: list[OpId] = []
+    for op in ops:
+        makers = dict.fromkeys(producer[b] for b in op.inputs)
+        steps += [maker for maker in makers if maker is not None and ops[maker].recomputable]
+        steps.append(op.id)
+    return steps
+
+
+def emitted(jaxpr: Any, device: str) -> Any:
+    """The jaxpr lifted in both ways, and written with all re-runs that there can be."""
+    jaxpr = compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    as_xla = lift(jaxpr, DEVICES[device], as_xla=True)
+    lifted = lift(jaxpr, DEVICES[device], as_xla=False)
+    simulate(as_xla.program, [op.id for op in as_xla.program.ops])
+    return emit(lifted, rerun_all(lifted), emit_config(lifted, as_xla, DEVICES[device]))
+
+
+@pytest.mark.parametrize("name", [*STRAIGHT, *BODIES])
+def test_every_corner_is_lifted_and_written_again(name: str):
+    for what, jaxpr in corners(traced(*PROGRAMS[name])[0]):
+        try:
+            compat.check(emitted(jaxpr, "h200"))
+        except Exception as error:
+            pytest.fail(f"{what}: {error!r}")
+
+
+@pytest.mark.parametrize("n", [N, 1, 0])
+@pytest.mark.parametrize("name", [*STRAIGHT, *BODIES])
+def test_programs_of_few_or_no_elements_are_lifted_for_every_device(name: str, n: int):
+    if n == 0 and name in ("reduced", "sliced", "scattered"):
+        pytest.skip("JAX has no such program")
+    for _, jaxpr in odd_results(traced(*PROGRAMS[name], n=n)[0]):
+        compat.check(emitted(jaxpr, "cpu"))
+
+
+@pytest.mark.parametrize("name", ["scan", "cond"])
+def test_scans_and_conds_with_odd_operands_are_planned(name: str):
+    jaxpr, consts = traced(*BODIES[name])
+    odd = [variant for what, variant in corners(jaxpr) if "body" not in what and what.startswith(name)]
+    for variant in [jaxpr, *odd[::2]]:
+        request = JaxprRequest(
+            budget_bytes=64, argument_bytes=0, output_bytes=0, alias_bytes=0, device=DEVICES["h200"],
+            planner="cut",
+        )  # fmt: skip
+        planned = plan_program(compat.close_jaxpr(variant, consts), request)[0]
+        compat.check(compat.open_jaxpr(planned)[0])
+
+
+@pytest.mark.parametrize("name", ["barriers", "stacked"])
+def test_numbers_are_the_same_at_the_corners(name: str):
+    jaxpr, consts = traced(*STRAIGHT[name])
+    chosen = [jaxpr for k, (_, jaxpr) in enumerate(corners(jaxpr)) if k % 12 == 0]
+    values = [
+        jnp.asarray(np.random.default_rng(k).integers(0, 3, v.aval.shape), v.aval.dtype)
+        for k, v in enumerate(jaxpr.invars)
+    ]
+    for variant in chosen:
+        closed = [compat.close_jaxpr(j, consts) for j in (variant, emitted(variant, "h200"))]
+        expected, found = (compat.evaluate(c, values) for c in closed)
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_a_barrier_keeps_a_literal_nowhere():
+    def f(x: Any) -> Any:
+        y, one = lax.optimization_barrier((jnp.tanh(x), 1.0))
+        return y * one, one
+
+    lifted = lift(compat.open_jaxpr(jax.make_jaxpr(f)(jnp.ones(N)))[0], DEVICES["h200"], as_xla=False)
+    assert [len(e.invars) for e in lifted.jaxpr.eqns if e.primitive.name == "optimization_barrier"] == [1]
+    assert not compat.is_variable(lifted.jaxpr.outvars[1])
+
+
+def test_conds_of_as_many_branches_only_are_pairs():
+    def f(i: Any, x: Any) -> Any:
+        y = lax.switch(i, [jnp.sin, jnp.cos, jnp.tanh], x)
+        return lax.switch(i, [jnp.exp, lambda y: y @ y], y)
+
+    jaxpr = compat.open_jaxpr(jax.make_jaxpr(f)(1, jnp.ones((N, N))))[0]
+    # Both switches clamp their number; here the second takes the first one's, as equal clamps may become one.
+    first, second = (e for e in jaxpr.eqns if e.primitive.name == "cond")
+    same = second.replace(invars=[first.invars[0], *second.invars[1:]])
+    eqns = [same if e is second else e for e in jaxpr.eqns]
+    jaxpr = compat.rebuild(jaxpr, eqns=eqns, outvars=jaxpr.outvars)
+    assert rerun_in_second_cond(jaxpr) is jaxpr
+
+
+def test_every_named_primitive_exists():
+    known = {p.name for p in gc.get_objects() if isinstance(p, jax.extend.core.Primitive)}
+    tables = {
+        "primitives": primitives.KINDS, "slicing": primitives.SLICING, "reshapes": primitives.RESHAPES,
+        "control flow": primitives.CONTROL_FLOW, "in place": in_place.IN_PLACE, "adds": simplify.ADDS,
+        "scatter": [simplify.SCATTER_ADD], "moves": freedom.MOVES, "calls": inline.CALLS,
+        "slices": stacks.ELEMENTWISE,
+    }  # fmt: skip
+    assert not {table: missing for table, names in tables.items() if (missing := set(names) - known)}
+
+
+def test_layer_norm_of_flax_is_planned_for_a_gpu():
+    nn = pytest.importorskip("flax.linen")
+
+    class Net(nn.Module):  # type: ignore[name-defined, misc]
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            for _ in range(3):
+                x = x + nn.Dense(64)(nn.gelu(nn.Dense(256)(nn.LayerNorm()(x))))
+            return jnp.mean(x**2)
+
+    x = jax.ShapeDtypeStruct((64, 64, 64), jnp.float32)
+    params = jax.eval_shape(Net().init, jax.random.key(0), x)
+    jaxpr = jax.make_jaxpr(jax.grad(Net().apply))(params, x)
+    request = JaxprRequest(
+        budget_bytes=6 << 20, argument_bytes=0, output_bytes=0, alias_bytes=0, device=DEVICES["h200"]
+    )
+    outcome = plan_program(inline.inline_calls(jaxpr), request)[1]
+    assert outcome.planned_temp_bytes < outcome.before_temp_bytes
