@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import numbers
 import re
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -38,6 +39,8 @@ _SCALE = {
     "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
 }  # fmt: skip
+_MOST_DIGITS = 30
+_SHORT = reprlib.Repr(maxstring=80, maxlong=80, maxother=80)
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z]+)\s*", re.ASCII)
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*%\s*", re.ASCII)
 
@@ -186,6 +189,8 @@ def _parse_text(text: str) -> _Amount:
     match = _SIZE.fullmatch(text)
     if match is None or match[2] not in _SCALE:
         raise _refuse(text, "this is not a size with a unit")
+    if len(match[1]) > _MOST_DIGITS:
+        raise _refuse(text, f"a size has at most {_MOST_DIGITS} digits")
     whole, _, part = match[1].partition(".")
     scale = _SCALE[match[2]]
     nbytes = int(whole or "0") * scale + (int(part) * scale // 10 ** len(part) if part else 0)
@@ -220,4 +225,4 @@ def _describe(amount: _Amount) -> str:
 
 
 def _refuse(value: object, why: str) -> BudgetError:
-    return BudgetError(f"budget {value!r} is refused: {why}. {_ACCEPTED}")
+    return BudgetError(f"budget {_SHORT.repr(value)} is refused: {why}. {_ACCEPTED}")

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import argparse
 import re
+import reprlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from coop_jax.budget import parse_bytes
-from coop_jax.pack import pack_file
-from coop_jax.text import format_bytes
+from coop_jax.errors import BudgetError
+from coop_jax.pack import pack_file, read_text
+from coop_jax.text import format_bytes, printable
+from passes.checked import InputError, is_whole, whole_of
 from passes.ir import Plan, Program
 from passes.offsets.best_fit import place
 from passes.planners import PlannerConfig, plan
@@ -26,7 +30,8 @@ PLANNER_HELP = (
     "auto (default), window or cut: search; exact: prove the optimum (OR-Tools); dtr, dtr-eq, dte, "
     "coop-online, chen: what others do, replayed at addresses"
 )
-FRACTION = re.compile(r"[01]?\.\d+|[01]\.")
+FRACTION = re.compile(r"[01]?\.[0-9]+|[01]\.")
+NUMBER = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,14 +39,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))
-    except (OSError, ValueError) as error:
-        text = " ".join(str(error).split())
-        sys.stderr.write(f"coop {arguments.command}: {text}\n")
+    except (InputError, BudgetError, OSError) as error:
+        sys.stderr.write(f"coop {arguments.command}: {_one_line(error)}\n")
         return 2
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that refuses in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {_one_line(message)}; see {self.prog} --help\n")
+
+
+def _one_line(message: object) -> str:
+    return printable(" ".join(str(message).split()))
+
+
+def _print(text: str) -> None:
+    """Write to stdout, with escapes for characters that it does not have."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="coop", description="Rematerialization planning.")
+    parser = _Parser(prog="coop", description="Rematerialization planning.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     _add_solve(commands.add_parser("solve", help="plan a program for a byte budget"))
     _add_pack(commands.add_parser("pack", help="place items with fixed lifetimes in so many bytes"))
@@ -50,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_solve(solve: argparse.ArgumentParser) -> None:
     solve.set_defaults(run=_solve)
-    solve.add_argument("program", type=Path, metavar="PROGRAM.json", help="in the coop-program/1 format")
+    solve.add_argument("program", type=_path, metavar="PROGRAM.json", help="in the coop-program/1 format")
     solve.add_argument(
         "--budget",
         required=True,
@@ -59,7 +80,6 @@ def _add_solve(solve: argparse.ArgumentParser) -> None:
     solve.add_argument("--planner", default="auto", choices=PLANNERS, help=PLANNER_HELP)
     solve.add_argument(
         "--time-limit",
-        type=float,
         metavar="S",
         help="about how many seconds to search (a work limit: the plan does not depend on the machine; "
         "with --planner exact real seconds: the best plan so far is kept)",
@@ -75,15 +95,15 @@ def _add_solve(solve: argparse.ArgumentParser) -> None:
         choices=("cut", "strong"),
         help="the lower bound: cut (default), or strong: by a linear program, in seconds",
     )
-    solve.add_argument("--out", type=Path, metavar="PLAN.json", help="write the plan here")
+    solve.add_argument("--out", type=_path, metavar="PLAN.json", help="write the plan here")
 
 
 def _add_pack(pack: argparse.ArgumentParser) -> None:
     pack.set_defaults(run=_pack)
-    pack.add_argument("problem", type=Path, metavar="PROBLEM.csv", help="columns id, lower, upper, size")
+    pack.add_argument("problem", type=_path, metavar="PROBLEM.csv", help="columns id, lower, upper, size")
     pack.add_argument("--capacity", required=True, help='bytes, such as 1048576 or "1MiB"')
-    pack.add_argument("--time-limit", type=float, metavar="S", default=60.0, help="seconds (default 60)")
-    pack.add_argument("--out", type=Path, metavar="FILE", help="write the problem with offsets here")
+    pack.add_argument("--time-limit", metavar="S", default="60", help="seconds (default 60)")
+    pack.add_argument("--out", type=_path, metavar="FILE", help="write the problem with offsets here")
 
 
 def _solve(arguments: argparse.Namespace) -> int:
@@ -95,34 +115,40 @@ def _solve(arguments: argparse.Namespace) -> int:
     validate(program, made)
     if arguments.out is not None:
         arguments.out.write_text(made.to_json() + "\n", encoding="utf-8")
-    sys.stdout.write(summary(program, made, before_bytes))
+    _print(summary(program, made, before_bytes))
     return 0 if made.status.found else 1
 
 
+def _path(text: str) -> Path:
+    if "\0" in text:
+        raise argparse.ArgumentTypeError("a path has no zero bytes")
+    return Path(text)
+
+
 def _config(arguments: argparse.Namespace) -> PlannerConfig:
-    limit_s = _seconds(arguments.time_limit)
+    limit_s = None if arguments.time_limit is None else _seconds(arguments.time_limit)
     if arguments.planner == "exact":
         joint = bool(arguments.joint)
         return PlannerConfig(planner="exact", time_limit_s=limit_s, joint=joint, report=_progress)
     if arguments.joint:
-        raise ValueError("--joint is for --planner exact; the other planners place their plans anyway")
+        raise InputError("--joint is for --planner exact; the other planners place their plans anyway")
     work_limit = None if limit_s is None else int(limit_s * UNITS_PER_SECOND)
     strong = arguments.bound == "strong"
     return PlannerConfig(planner=arguments.planner, placed=True, work_limit=work_limit, strong_bound=strong)
 
 
-def _seconds(limit_s: float | None) -> float | None:
-    if limit_s is not None and not 0 < limit_s <= 86_400:
-        raise ValueError(f"--time-limit is {limit_s}; give seconds above 0, at most 86400")
+def _seconds(text: str) -> float:
+    limit_s = float(text) if NUMBER.fullmatch(text.strip()) else 0.0
+    if not 0 < limit_s <= 86_400:
+        raise InputError(f"--time-limit is {reprlib.repr(text)}; give seconds above 0, at most 86400")
     return limit_s
 
 
 def _pack(arguments: argparse.Namespace) -> int:
-    text = arguments.capacity.strip()
-    capacity_bytes = int(text) if text.isdecimal() else parse_bytes(text)
-    _seconds(arguments.time_limit)
-    summary_text, fits = pack_file(arguments.problem, capacity_bytes, arguments.time_limit, arguments.out)
-    sys.stdout.write(summary_text)
+    capacity_bytes = _bytes(arguments.capacity.strip(), "--capacity")
+    limit_s = _seconds(arguments.time_limit)
+    summary_text, fits = pack_file(arguments.problem, capacity_bytes, limit_s, arguments.out)
+    _print(summary_text)
     return 0 if fits else 1
 
 
@@ -132,10 +158,11 @@ def _progress(line: str) -> None:
 
 
 def _read(path: Path) -> Program:
+    text = read_text(path)
     try:
-        return Program.from_json(path.read_text(encoding="utf-8"))
-    except (ValueError, AttributeError, OverflowError) as error:
-        raise ValueError(f"{path} is not a program: {error}") from error
+        return Program.from_json(text)
+    except InputError as error:
+        raise InputError(f"{path} is not a program: {error}") from error
 
 
 def parse_budget(text: str, peak_bytes: int) -> int:
@@ -146,17 +173,22 @@ def parse_budget(text: str, peak_bytes: int) -> int:
         peak_bytes: what a fraction is a fraction of.
 
     Raises:
-        ValueError: neither; the message shows what is accepted.
+        InputError, BudgetError: neither; the message shows what is accepted.
     """
     stripped = text.strip()
     if FRACTION.fullmatch(stripped):
         ratio = float(stripped)
         if not 0 < ratio <= 1:
-            raise ValueError(f"--budget is {text}; a fraction of the live peak must be in (0, 1]")
+            raise InputError(
+                f"--budget is {reprlib.repr(text)}; a fraction of the live peak must be in (0, 1]"
+            )
         return int(ratio * peak_bytes)
-    if stripped.isdecimal() and int(stripped) > 0:
-        return int(stripped)
-    return parse_bytes(stripped)
+    return _bytes(stripped, "--budget", least=1)
+
+
+def _bytes(text: str, what: str, least: int = 0) -> int:
+    """Bytes of a text: plain digits, or a size with its unit."""
+    return whole_of(text if is_whole(text) else str(parse_bytes(text)), what, least=least)
 
 
 def summary(program: Program, made: Plan, before_bytes: int) -> str:
@@ -166,7 +198,10 @@ def summary(program: Program, made: Plan, before_bytes: int) -> str:
     share = f"{made.peak_bytes / before_bytes:.3f} of before" if before_bytes else "nothing to plan"
     again_ns = sum(program.ops[made.steps[i]].cost_ns for i in made.reruns())
     rows = [
-        ("program", f"{program.name or 'unnamed'}, {len(program.ops)} ops, cost {program.cost_ns}"),
+        (
+            "program",
+            f"{printable(program.name) or 'unnamed'}, {len(program.ops)} ops, cost {program.cost_ns}",
+        ),
         ("budget", format_bytes(made.budget_bytes)),
         ("peak before", format_bytes(before_bytes)),
         ("peak after", f"{format_bytes(made.peak_bytes)}, {share}"),

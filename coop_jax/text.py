@@ -24,6 +24,11 @@ def format_bytes(nbytes: int, *, exact: bool = True) -> str:
     return f"{short} ({nbytes} B)" if exact else short
 
 
+def printable(text: str) -> str:
+    """`text` on one line: what is no character for people is written as an escape."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
 def format_ns(cost_ns: int) -> str:
     """An estimated time for people: "850 ns", "12.3 us", "4.56 ms", "1.20 s"."""
     for limit, divisor, unit in ((10**3, 1, "ns"), (10**6, 10**3, "us"), (10**9, 10**6, "ms")):

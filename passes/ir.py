@@ -42,9 +42,12 @@ from __future__ import annotations
 
 import enum
 import json
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NewType
+
+from passes.checked import InputError, check_total, flag, json_of, listed, mapped, whole, worded
 
 BufferId = NewType("BufferId", int)
 OpId = NewType("OpId", int)
@@ -225,22 +228,25 @@ class Program:
         """Read a program in the `coop-program/1` format.
 
         Raises:
-            ValueError: not JSON, another format, or a broken program, with what is wrong.
+            InputError: not JSON, another format, or a broken program, with what is wrong.
         """
-        data = json.loads(text)
-        if not isinstance(data, Mapping) or data.get("format") != PROGRAM_FORMAT:
-            found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
-            raise ValueError(f'expected "format": "{PROGRAM_FORMAT}", found {found!r}')
+        data = json_of(text)
+        found = data.get("format") if isinstance(data, Mapping) else data
+        if found != PROGRAM_FORMAT:
+            raise InputError(f'expected "format": "{PROGRAM_FORMAT}", found {reprlib.repr(found)}')
+        data = mapped(data, "the program", ("ops", "buffers"))
+        ops = tuple(_op_from_json(OpId(i), entry) for i, entry in enumerate(listed(data["ops"], "ops")))
+        buffers = tuple(
+            Buffer(id=BufferId(i), nbytes=whole(n, f"buffers[{i}]"))
+            for i, n in enumerate(listed(data["buffers"], "buffers"))
+        )
+        check_total(sum(b.nbytes for b in buffers) + sum(op.workspace_bytes for op in ops), "all bytes")
+        check_total(sum(op.cost_ns for op in ops), "all costs")
+        name, outputs = worded(data.get("name", ""), "name"), _ids(data.get("outputs", []), "outputs")
         try:
-            ops = tuple(_op_from_json(OpId(i), entry) for i, entry in enumerate(data["ops"]))
-            buffers = tuple(
-                Buffer(id=BufferId(i), nbytes=_integer(n, f"buffers[{i}]"))
-                for i, n in enumerate(data["buffers"])
-            )
-            outputs = tuple(BufferId(_integer(b, "outputs")) for b in data.get("outputs", ()))
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"broken {PROGRAM_FORMAT} program: {error!r}") from error
-        return cls.build(name=str(data.get("name", "")), ops=ops, buffers=buffers, outputs=outputs)
+            return cls.build(name=name, ops=ops, buffers=buffers, outputs=outputs)
+        except ValueError as error:
+            raise InputError(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,25 +303,31 @@ class Plan:
         return json.dumps(data)
 
 
-def _integer(value: object, what: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
-        raise ValueError(f"{what} is {value!r}, expected an integer")
-    return int(value)
+def _ids(value: object, what: str) -> tuple[BufferId, ...]:
+    return tuple(BufferId(whole(b, f"{what}[{i}]")) for i, b in enumerate(listed(value, what)))
 
 
-def _op_from_json(op_id: OpId, entry: Mapping[str, Any]) -> Op:
+def _op_from_json(op_id: OpId, value: object) -> Op:
+    op = f"op {op_id}"
+    entry = mapped(value, op, ("cost", "inputs", "outputs"))
     deadline = entry.get("deadline")
     return Op(
         id=op_id,
-        inputs=tuple(BufferId(_integer(b, "inputs")) for b in entry["inputs"]),
-        outputs=tuple(BufferId(_integer(b, "outputs")) for b in entry["outputs"]),
-        cost_ns=_integer(entry["cost"], f"cost of op {op_id}"),
-        recomputable=bool(entry.get("recomputable", True)),
-        deadline=None if deadline is None else _integer(deadline, "deadline"),
+        inputs=_ids(entry["inputs"], f"{op}: inputs"),
+        outputs=_ids(entry["outputs"], f"{op}: outputs"),
+        cost_ns=whole(entry["cost"], f"cost of {op}"),
+        recomputable=flag(entry.get("recomputable", True), f"recomputable of {op}"),
+        deadline=None if deadline is None else whole(deadline, f"deadline of {op}"),
         may_share=tuple(
-            (BufferId(_integer(o, "may_share")), BufferId(_integer(i, "may_share")))
-            for o, i in entry.get("may_share", ())
+            _pair(p, f"may_share of {op}") for p in listed(entry.get("may_share", []), "may_share")
         ),
-        workspace_bytes=_integer(entry.get("workspace", 0), "workspace"),
-        name=str(entry.get("name", "")),
+        workspace_bytes=whole(entry.get("workspace", 0), f"workspace of {op}"),
+        name=worded(entry.get("name", ""), f"name of {op}"),
     )
+
+
+def _pair(value: object, what: str) -> tuple[BufferId, BufferId]:
+    ids = _ids(value, what)
+    if len(ids) != 2:
+        raise InputError(f"{what} has {reprlib.repr(value)}, expected pairs of an output and an input")
+    return ids[0], ids[1]

@@ -22,7 +22,7 @@ SEGMENTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 def candidates(graph: Graph) -> list[list[int]]:
     """Sequences of steps for several segment sizes, sqrt(n)'s first."""
     schedule = Schedule(graph, range(len(graph.cost_ns)))
-    turn = int(np.argmax(schedule.live)) if len(schedule.live) else 0
+    turn = int(np.argmax(schedule.live)) if len(schedule.live) else -1
     forward_bytes = sum(graph.nbytes[b] for op in range(turn + 1) for b in graph.outputs[op])
     counts = [max(1, math.isqrt(turn + 1)), *SEGMENTS]
     sizes = dict.fromkeys(max(1, forward_bytes // count) for count in counts)

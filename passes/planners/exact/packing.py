@@ -22,6 +22,7 @@ MOST_ITEMS = 2000
 # About as long as the sweep's first turn.
 FIRST_WORK = 0.02
 MOST_TURNS = 3
+MOST_AREA = 2**62
 
 
 def pack(items: Sequence[Item], capacity_bytes: int, time_limit_s: float | None = None) -> Packing:
@@ -61,6 +62,7 @@ def model_of(
     """`NoOverlap2D` over all spans; also the offset variables and how many bytes one of their units is."""
     unit = math.gcd(*(span.nbytes for item in items for span in item)) or 1
     capacity = capacity_bytes // unit
+    time_of = _times(items, capacity)
     model = cp_model.CpModel()
     offsets: list[cp_model.IntVar] = []
     across, along = [], []
@@ -69,11 +71,18 @@ def model_of(
         offsets.append(model.new_int_var(0, capacity - height, f"offset {index}"))
         for span in item:
             if span.nbytes and span.start < span.stop:
-                name = f"item {index}"
-                across.append(model.new_fixed_size_interval_var(span.start, span.stop - span.start, name))
+                name, length = f"item {index}", time_of[span.stop] - time_of[span.start]
+                across.append(model.new_fixed_size_interval_var(time_of[span.start], length, name))
                 along.append(model.new_fixed_size_interval_var(offsets[-1], span.nbytes // unit, name))
     model.add_no_overlap_2d(across, along)
     return model, offsets, unit
+
+
+def _times(items: Sequence[Item], capacity: int) -> dict[int, int]:
+    """For every time what stands for it: itself, or its number where CP-SAT's 64-bit areas would overflow."""
+    times = sorted({time for item in items for span in item for time in (span.start, span.stop)})
+    area = capacity * (times[-1] - times[0]) if times else 0
+    return {time: time if area < MOST_AREA else k for k, time in enumerate(times)}
 
 
 def _pack_group(
