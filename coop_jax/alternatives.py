@@ -113,12 +113,18 @@ class OtherWays:
         self.learn(asked, outcome)
         return first
 
+    def refusal(self, record: Record, outcome: StageOutcome) -> StageOutcome:
+        """What to say of a budget that cannot be kept, before the program is compiled."""
+        search = _Search(ways=self, record=record)
+        search.explore(outcome)
+        return search.named(dataclasses.replace(outcome, least_total_bytes=None))
+
     def learn(self, asked: Wish, outcome: StageOutcome) -> None:
         """Remember what keeps its budget, or what would keep a larger one."""
         if outcome.status.found:
             total, cost = outcome.planned_total_bytes, _cost_ns(outcome)
             MEMORY.learn(self.key, Known(wish=asked, total_bytes=total, cost_ns=cost))
-        elif outcome.least_total_bytes is not None and not outcome.needs_pinning:
+        elif outcome.least_total_bytes is not None:
             least = outcome.least_total_bytes
             larger = dataclasses.replace(asked, budget_bytes=least)
             MEMORY.learn(self.key, Known(wish=larger, total_bytes=least))
@@ -126,11 +132,15 @@ class OtherWays:
 
 @dataclass(slots=True, kw_only=True)
 class _Search:
-    """The search for another way to keep one budget."""
+    """The search for another way to keep one budget.
+
+    Attributes:
+        module: the scheduled module that another one must be able to replace; None if there is none yet.
+    """
 
     ways: OtherWays
     record: Record
-    module: bytes
+    module: bytes | None = None
     seen: set[Hashable] = field(default_factory=set)
 
     def cheaper_than(self, cost_ns: int) -> xla.Choice | None:
@@ -146,20 +156,33 @@ class _Search:
     def instead_of(self, refused: StageOutcome) -> xla.Choice:
         """The first way that keeps the budget, else the refusal with the least budget that is known."""
         budget_bytes = self.record.budget_bytes
+        if refused.needs_pinning:
+            return xla.Choice(record=xla.with_hlo(self.record, refused))
         self.ways.learn(Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes), refused)
-        if refused.fixed_bytes < budget_bytes and not refused.needs_pinning:
+        if refused.fixed_bytes < budget_bytes:
             for asked in (*(k.wish for k in self._known()), *self._wishes(refused)):
                 found = self._try(asked)
-                if found is not None and _hlo(found).status.found:
+                if found is not None:
                     return self._choice(found)
-        totals = [k.total_bytes for k in MEMORY.of(self.ways.key) if k.total_bytes > budget_bytes]
-        least = min(
-            [*totals, *([refused.least_total_bytes] if refused.least_total_bytes else [])], default=None
-        )
-        proved = refused.least_proved and least == refused.least_total_bytes
-        status = refused.status if proved or refused.fixed_bytes > budget_bytes else Status.UNKNOWN
-        named = dataclasses.replace(refused, least_total_bytes=least, least_proved=proved, status=status)
-        return xla.Choice(record=xla.with_hlo(self.record, named))
+        return xla.Choice(record=xla.with_hlo(self.record, self.named(refused)))
+
+    def named(self, refused: StageOutcome) -> StageOutcome:
+        """The refusal with the least budget that is known to be met when it is asked for."""
+        own = refused.least_total_bytes
+        least = min(self._totals(), default=own)
+        proved = refused.least_proved and least == own
+        known = proved or refused.fixed_bytes > self.record.budget_bytes
+        status = refused.status if known else Status.UNKNOWN
+        return dataclasses.replace(refused, least_total_bytes=least, least_proved=proved, status=status)
+
+    def explore(self, refused: StageOutcome) -> None:
+        """Look at what the least may be."""
+        for asked in self._wishes(refused):
+            self._look(asked)
+
+    def _totals(self) -> list[int]:
+        known = (k.total_bytes for k in MEMORY.of(self.ways.key))
+        return [total for total in known if total > self.record.budget_bytes]
 
     def _known(self) -> list[Known]:
         """What keeps the budget, cheapest first."""
@@ -175,6 +198,14 @@ class _Search:
         return [*plain, *deeper]
 
     def _try(self, asked: Wish) -> Variant | None:
+        """The program as it is with a wish, if that keeps the budget."""
+        found = self._look(asked)
+        if found is None or not _hlo(found).status.found:
+            return None
+        return found if _hlo(found).planned_total_bytes <= self.record.budget_bytes else None
+
+    def _look(self, asked: Wish) -> Variant | None:
+        """The program as it is with a wish; what it needs is known afterwards."""
         record = self.record
         if asked.plain and record.baseline_compiled and record.baseline_total_bytes is not None:
             total, cost = record.baseline_total_bytes, record.baseline_cost_ns
@@ -183,10 +214,10 @@ class _Search:
                 return None
         plain = dataclasses.replace(record, jaxpr=None, budget_bytes=asked.budget_bytes)
         found = again.variant(self.ways.program, asked, plain, skip=self._is_seen)
-        if found is None or not same_signature(found.module, self.module):
+        if found is None or not (self.module is None or same_signature(found.module, self.module)):
             return None
         self.ways.learn(asked, _hlo(found))
-        return found if _hlo(found).planned_total_bytes <= record.budget_bytes else None
+        return found
 
     def _is_seen(self, record: Record) -> bool:
         """True for a plan that was looked at before, asked for in other words."""

@@ -124,8 +124,6 @@ def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Pl
         jaxpr, outcome = _plan_whole(constrained, request, facts, config, budget_bytes)
     else:
         outcome = _as_planned(planned, request)
-    if request is not None and outcome is not None and request.fixed_bytes > budget_bytes:
-        raise _arguments_over_budget(outcome)
     record = xla.Record(
         budget=str(config.budget),
         budget_bytes=budget_bytes,
@@ -143,6 +141,11 @@ def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Pl
     if program is not None:
         unplanned = (plain,) if planned is None else (planned.forward, planned.backward)
         alternatives = OtherWays(program=program, key=_program_key(unplanned, facts, record))
+    if asked is None and request is not None and outcome is not None and request.fixed_bytes > budget_bytes:
+        refused = dataclasses.replace(outcome, budget_bytes=budget_bytes, constraints=record.constraints)
+        raise _arguments_over_budget(
+            refused if alternatives is None else alternatives.refusal(record, refused)
+        )
     xla.mark(ctx, record, _digest(jaxpr), alternatives)
     return compat.lower_inline(ctx, jaxpr, operands)
 
@@ -341,9 +344,13 @@ def _as_planned(planned: Planned, request: JaxprRequest | None) -> StageOutcome:
 
 def _arguments_over_budget(outcome: StageOutcome) -> InfeasibleBudgetError:
     least = max(outcome.fixed_bytes, outcome.least_total_bytes or 0)
-    proved = outcome.least_proved or least == outcome.fixed_bytes
     return InfeasibleBudgetError.from_outcome(
-        dataclasses.replace(outcome, status=Status.INFEASIBLE, least_total_bytes=least, least_proved=proved)
+        dataclasses.replace(
+            outcome,
+            status=Status.INFEASIBLE,
+            least_total_bytes=least,
+            least_proved=least == outcome.fixed_bytes,
+        )
     )
 
 

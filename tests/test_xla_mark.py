@@ -110,7 +110,7 @@ def _count(jaxpr: Any, name: str) -> int:
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
-def test_arguments_over_budget_fail_before_xla_is_asked(wrap: Any) -> None:
+def test_arguments_over_budget_are_refused_when_lowered(wrap: Any) -> None:
     fixed = 4 * (2 * LAYERS * N * N + BATCH.size + 1)
     with pytest.raises(InfeasibleBudgetError, match="which no plan can remove") as caught:
         wrap(remat(step, budget=fixed // 2))(PARAMS, BATCH)
