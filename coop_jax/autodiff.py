@@ -312,6 +312,15 @@ def _part_checked(
     return [*results, *_saved(operands, jaxpr, config, planned, source)]
 
 
+def _with_keys(*, source: Source, **_: Any) -> Any:
+    """What uses random keys as a part should: a plan uses them again to compute anew, the function once.
+
+    A forward part stands for the function; a backward part, and what a transformation made, for nothing.
+    """
+    as_it_was = not source.steps and source.operands == tuple(range(len(source.operands)))
+    return source.jaxpr if as_it_was else None
+
+
 def _part_lower(ctx: Any, *operands: Any, source: Source | None, **params: Any) -> Any:
     del source
     return lowering.lower(ctx, *operands, **params)
@@ -340,9 +349,8 @@ compat.register_batching(coop_remat_p, _batch)
 compat.register_batching(coop_part_p, _part_batch)
 compat.register_batching(coop_linear_p, _linear_batch)
 compat.register_call_rules(coop_remat_p)
-# What is planned was checked for keys that are used twice before, and uses them again to compute anew.
 compat.register_key_reuse(coop_remat_p, lambda jaxpr, **_: jaxpr)
-compat.register_key_reuse(coop_part_p, lambda **_: None)
+compat.register_key_reuse(coop_part_p, _with_keys)
 compat.register_key_reuse(coop_linear_p, lambda **_: None)
 compat.register_part_rules(coop_part_p, stands_for=coop_remat_p, checked=_part_checked)
 compat.register_lowering(coop_remat_p, functools.partial(lowering.lower, planned=None))

@@ -51,6 +51,7 @@ WITHIN: dict[str, Callable[[Loss], Loss]] = {
     "checkpoint inside": lambda f: jax.jit(jax.grad(decorated(jax.checkpoint(f)))),
     "batch": lambda f: jax.jit(lambda x, key: jax.vmap(decorated(f), (None, 0))(x, jax.random.split(key, 2))),
     "used after": lambda f: jax.jit(lambda x, key: decorated(f)(x, key) + uniform(key)),
+    "used after, gradient": lambda f: jax.jit(lambda x, key: jax.grad(decorated(f))(x, key) + uniform(key)),
     "used before": lambda f: jax.jit(lambda x, key: uniform(key) + decorated(f)(x, key)),
     "used after, outside jit": lambda f: lambda x, key: decorated(f)(x, key) + uniform(key),
 }
@@ -73,7 +74,7 @@ def test_a_key_is_used_once_inside_and_may_not_be_used_outside(name: str) -> Non
         run(X, jax.random.key(0))
 
 
-@pytest.mark.parametrize("name", ["jit", "gradient", "used after", "used before"])
+@pytest.mark.parametrize("name", ["jit", "gradient", "used after", "used after, gradient", "used before"])
 def test_a_key_that_is_not_used_inside_may_be_used_outside(name: str) -> None:
     WITHIN[name](unused)(X, jax.random.key(0))
 
