@@ -85,7 +85,8 @@ def remat(
 
     Raises:
         BudgetError: the budget is none of the accepted forms.
-        UnsupportedError: an option that does not exist yet, an unknown planner or device.
+        UnsupportedError: an option that does not exist yet, an unknown planner or device; when it is lowered:
+            for `jax.export`, or for a platform on which no budget can be enforced.
         ConstraintError: when it is traced: a name in `save` or `recompute` that is not in the function or in
             both; when it is planned: a value in `recompute` that cannot be computed twice.
         InfeasibleBudgetError: when it is compiled: no plan keeps the budget and the constraints.
