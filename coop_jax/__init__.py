@@ -11,6 +11,7 @@ from pathlib import Path
 
 from coop_jax.budget import Budget, parse_bytes
 from coop_jax.errors import (
+    ArgumentError,
     BudgetError,
     BudgetExceededError,
     ConstraintError,
@@ -25,6 +26,7 @@ from coop_jax.report import Report, report
 from passes.jaxpr import compat
 
 __all__ = [
+    "ArgumentError",
     "Budget",
     "BudgetError",
     "BudgetExceededError",

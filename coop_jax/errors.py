@@ -62,6 +62,12 @@ class ConstraintError(CoopError, ValueError):
     kind = "ConstraintError"
 
 
+class ArgumentError(CoopError, ValueError):
+    """An argument that a program cannot take: not hashable where it has to be, or changed in place."""
+
+    kind = "ArgumentError"
+
+
 class BudgetExceededError(CoopError):
     """XLA's own count of a compiled program is above its budget.
 
@@ -288,6 +294,7 @@ _KINDS: dict[str, type[CoopError]] = {
     cls.kind: cls
     for cls in (
         CoopError,
+        ArgumentError,
         BudgetError,
         UnsupportedError,
         ConstraintError,

@@ -8,11 +8,13 @@ from typing import Any, overload
 
 import jax
 
-from coop_jax import again, autodiff
+from coop_jax import again, autodiff, nnx
+from coop_jax.arguments import Mixed, argument_name, hold, release, unchanged
 from coop_jax.budget import Budget
 from coop_jax.errors import ConstraintError, UnsupportedError
 from coop_jax.lowering import RematConfig
 from coop_jax.pinning import PinnedCalls
+from coop_jax.statics import StaticArguments
 from passes.cost import DEVICES
 from passes.hlo.enforce import OnFragmentation
 from passes.jaxpr import compat
@@ -105,10 +107,6 @@ def remat(
     if on_fragmentation not in FRAGMENTATION:
         known = ", ".join(map(repr, FRAGMENTATION))
         raise UnsupportedError(f"on_fragmentation {on_fragmentation!r} is not one of {known}.")
-    if pin and (static_argnums != () or static_argnames != ()):
-        raise UnsupportedError(
-            "pin=True with static arguments: leave `pin` out and give the lowered program to `coop.pin`."
-        )
     parsed = Budget.of(budget)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,24 +131,75 @@ def _decorate(
     static_argnums: int | Sequence[int],
     static_argnames: str | Iterable[str],
 ) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def staged(*args: Any, **kwargs: Any) -> Any:
-        return _stage(function, config, args, kwargs)
+    static = StaticArguments.of(function, static_argnums, static_argnames)
+    opened, owner = _opened(function)
 
-    # `jit` brings the cache, static arguments and the compile outside `jit`; it leaves no trace inside one.
-    # Where nothing is named static, None lets `jit` find the numbers of static names and the reverse.
-    static: dict[str, Any] = {"static_argnums": static_argnums, "static_argnames": static_argnames}
-    jitted = jax.jit(staged, inline=True, **{k: None if v == () else v for k, v in static.items()})
-    call = PinnedCalls(jitted) if config.pin else jitted
+    def argument(path: Sequence[Any]) -> str:
+        return argument_name(opened, path)
 
-    @functools.wraps(function)
+    @functools.cache
+    def program(objects: bool) -> Callable[..., Any]:
+        """What runs; if there are NNX objects among the arguments, on what they are taken apart to."""
+        if objects:
+            return _program(nnx.inside(opened), function, config, lambda path: argument(path[1:]))
+        return _program(opened, function, config, argument)
+
+    @functools.wraps(function, updated=() if owner else functools.WRAPPER_UPDATES)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         asked = again.wish()
         if asked is not None and asked.plain:
             return function(*args, **kwargs)
-        return call(*args, **kwargs)
+        args, kwargs = static.mark(args, kwargs)
+        args = (*owner, *args)
+        if nnx.has_nodes((args, kwargs)):
+            return nnx.outside(program(True), args, kwargs)
+        return program(False)(*args, **kwargs)
 
     return wrapper
+
+
+def _opened(function: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A function and its first arguments: what a method is bound to, and a callable pytree, are arguments."""
+    owner, method = getattr(function, "__self__", None), getattr(function, "__func__", None)
+    if method is not None and not isinstance(owner, type):
+        return method, (owner,)
+    if nnx.has_nodes(function) or not jax.tree_util.treedef_is_leaf(jax.tree.structure(function)):
+        return type(function).__call__, (function,)
+    return function, ()
+
+
+def _program(
+    function: Callable[..., Any],
+    named: Callable[..., Any],
+    config: RematConfig,
+    argument: Callable[[Sequence[Any]], str],
+) -> Callable[..., Any]:
+    """`function` as a program of the arrays among its arguments.
+
+    Args:
+        named: whose name and signature it takes.
+        argument: what the user calls the argument at a path in (args, kwargs).
+    """
+
+    @functools.wraps(named, updated=())
+    def staged(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and isinstance(args[0], Mixed):
+            args, kwargs = args[0].open()
+        return _stage(function, config, args, kwargs)
+
+    # `jit` brings the cache and the compile outside `jit`; it leaves no trace inside one.
+    jitted = jax.jit(staged, inline=True)
+    call = PinnedCalls(jitted) if config.pin else jitted
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        held = hold((args, kwargs), names=argument)
+        if not isinstance(held, Mixed):
+            return release(call(*args, **kwargs))
+        # What hangs on an object's attributes is not remembered where it becomes a part of something larger.
+        traced = held.changes and compat.is_tracing()
+        return release((staged if traced else call)(held))
+
+    return run
 
 
 def _stage(function: Callable[..., Any], config: RematConfig, args: Any, kwargs: Any) -> Any:
@@ -163,16 +212,19 @@ def _stage(function: Callable[..., Any], config: RematConfig, args: Any, kwargs:
         given = list(leaves)
         for i, value in zip(dynamic, values, strict=True):
             given[i] = value
-        inner_args, inner_kwargs = jax.tree.unflatten(tree, given)
-        outs, out_tree = jax.tree.flatten(function(*inner_args, **inner_kwargs))
-        out_trees.append(out_tree)
-        return outs
+        outs, out_tree = jax.tree.flatten(hold(unchanged(function, *jax.tree.unflatten(tree, given))))
+        # A result that is an argument, such as a part of an NNX module that was only read, needs no program.
+        places = {id(value): n for n, value in enumerate(values) if not compat.is_ref(compat.typeof(value))}
+        forwarded = [places.get(id(out)) for out in outs]
+        out_trees.append((out_tree, forwarded))
+        return [out for out, place in zip(outs, forwarded, strict=True) if place is None]
 
     operands = [leaves[i] for i in dynamic]
     jaxpr = compat.trace(flat, [compat.typeof(x) for x in operands])
     _check_names(jaxpr, config.constraints)
-    results = autodiff.bind(jaxpr, config, operands)
-    return jax.tree.unflatten(out_trees[0], results)
+    results = iter(autodiff.bind(jaxpr, config, operands))
+    ((out_tree, forwarded),) = out_trees
+    return jax.tree.unflatten(out_tree, [next(results) if n is None else operands[n] for n in forwarded])
 
 
 def _constraints(save: Any, recompute: Any, policy: Any) -> Constraints:
