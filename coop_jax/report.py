@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from coop_jax import aot, xla
 from coop_jax.addresses import address_view
 from coop_jax.errors import BudgetExceededError, UnsupportedError
@@ -160,6 +162,9 @@ def report(compiled: Any) -> Report:
         UnsupportedError: the program contains no such function.
         BudgetExceededError: XLA's count is above the budget.
     """
+    # What `nnx.jit(f).lower(...).compile()` and Equinox's return holds the program that JAX compiled.
+    inner = getattr(compiled, "compiled", None)
+    compiled = inner if isinstance(inner, jax.stages.Compiled) else compiled
     if not hasattr(compiled, "memory_analysis"):
         raise UnsupportedError(
             f"`compiled` is a {type(compiled).__name__}; a report needs a compiled program: "
