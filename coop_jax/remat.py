@@ -54,6 +54,9 @@ def remat(
     transformation; called outside `jax.jit` it compiles itself. A function with side effects (such as
     `jax.debug.print`) runs them once per call.
 
+    Arguments and results are any pytrees. Leaves that are no arrays, such as functions in an Equinox module,
+    belong to the program. What `fn` changes in Flax NNX objects is carried out, as `nnx.remat` does.
+
     Args:
         fn: the function. Left out, a decorator is returned: `@coop.remat(budget="8GiB")`.
         budget: the peak device memory, per device, of the whole compiled program: bytes, "8GiB", "8 GB",
@@ -86,6 +89,8 @@ def remat(
         A function of the same signature.
 
     Raises:
+        ArgumentError: when it is called: an argument that is neither an array nor hashable, or that `fn`
+            changes in place though it is no object of NNX.
         BudgetError: the budget is none of the accepted forms.
         UnsupportedError: an option that does not exist yet, an unknown planner or device; when it is lowered:
             for `jax.export`, or for a platform on which no budget can be enforced.

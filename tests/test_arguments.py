@@ -264,16 +264,15 @@ def test_optax_states_and_optimizers_are_trees_of_arrays_and_functions() -> None
 
 
 def test_haiku_functions_are_functions() -> None:
-    haiku = pytest.importorskip("haiku", reason="needs dm-haiku")
+    haiku = pytest.importorskip("haiku", reason="needs dm-haiku: pip install -e '.[test]'")
     net = haiku.transform_with_state(
         lambda x: haiku.BatchNorm(True, True, 0.9)(haiku.Linear(3)(x), True) + x[0]
     )
-    params, state = net.init(jax.random.key(0), X)
+    params, state = jax.jit(net.init)(jax.random.key(0), X)
 
     def loss(params: Any, state: Any, key: Any, x: Any) -> Any:
         y, state = net.apply(params, state, key, x)
         return ((y - x) ** 2).mean(), state
 
-    run, plain = (jax.value_and_grad(f, has_aux=True) for f in (limited(loss), loss))
+    run, plain = (jax.jit(jax.value_and_grad(f, has_aux=True)) for f in (limited(loss), loss))
     same(run(params, state, jax.random.key(1), X), plain(params, state, jax.random.key(1), X))
-    same(limited(net.apply)(params, state, None, X), net.apply(params, state, None, X))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import runpy
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import coop_jax as coop
 from examples import demo, equinox_model, flax_optax, microbatches
 from examples.compare import compare, show
 from examples.models import GPTConfig, adam_init, adam_step, gpt, sgd_step
@@ -81,6 +84,41 @@ def test_the_readme_shows_the_quickstart() -> None:
     code = (root / "examples" / "quickstart.py").read_text()
     readme = (root / "README.md").read_text()
     assert f"```python\n{code}```" in readme
+
+
+def readme_step(marker: str, **names: Any) -> Any:
+    """`train_step` of the README's example that contains `marker`."""
+    readme = (Path(demo.__file__).resolve().parent.parent / "README.md").read_text()
+    (code,) = (x for x in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if marker in x)
+    found: dict[str, Any] = {"jax": jax, "jnp": jnp, "coop": coop, **names}
+    exec(code, found)
+    return found["train_step"]
+
+
+def test_the_readmes_nnx_step_learns_and_keeps_statistics() -> None:
+    nnx = pytest.importorskip("flax.nnx", reason="needs flax: pip install -e '.[examples]'")
+    optax = pytest.importorskip("optax", reason="needs optax: pip install -e '.[examples]'")
+    step = readme_step("@nnx.jit", nnx=nnx)
+    model = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    x = jnp.arange(12.0).reshape(3, 4)
+    losses = [float(step(model, optimizer, x, x)) for _ in range(3)]
+    assert losses[0] > losses[1] > losses[2]
+    assert int(optimizer.step[...]) == 3
+    assert float(model.mean[...][0]) > 0
+
+
+def test_the_readmes_equinox_step_learns() -> None:
+    eqx = pytest.importorskip("equinox", reason="needs equinox: pip install -e '.[examples]'")
+    optax = pytest.importorskip("optax", reason="needs optax: pip install -e '.[examples]'")
+    optimizer = optax.sgd(0.1)
+    step = readme_step("@eqx.filter_jit", eqx=eqx, optimizer=optimizer)
+    model = eqx.nn.MLP(4, 4, 4, 1, key=jax.random.key(0))
+    state, x, losses = optimizer.init(eqx.filter(model, eqx.is_array)), jnp.ones((3, 4)), []
+    for _ in range(3):
+        model, state, value = step(model, state, x, x)
+        losses.append(float(value))
+    assert losses[0] > losses[1] > losses[2]
 
 
 def test_the_quickstart_keeps_its_budget(capsys: pytest.CaptureFixture[str]) -> None:
