@@ -20,6 +20,7 @@ arguments and computes everything anew: slower, never wrong.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -123,7 +124,7 @@ def _part_jvp(
     closed, consts = source.closed()
     values, dots = source.of(primals), source.of(tangents)
     dots = [*(compat.zero_tangent(compat.typeof(c)) for c in consts), *dots]
-    results, found = _jvp([*consts, *values], dots, jaxpr=closed, config=config)
+    results, found = _jvp([*consts, *values], dots, jaxpr=closed, config=_derived(config))
     return [*results, *saved], [*found, *map(_no_tangent, saved)]
 
 
@@ -141,7 +142,7 @@ def _part_linearize(
     nonzeros = [*(False for _ in consts), *source.of(nonzeros)]
     values = [*consts, *source.of(primals)]
     results, nonzeros_out, residuals, push = _linearize(
-        for_transpose, nonzeros, *values, jaxpr=closed, config=config
+        for_transpose, nonzeros, *values, jaxpr=closed, config=_derived(config)
     )
     zeros = [compat.zero_tangent(compat.typeof(c)) for c in consts]
 
@@ -159,6 +160,10 @@ def _saved(
         return []
     copies = [jax.new_ref(x[...]) if compat.is_ref(compat.typeof(x)) else x for x in operands]
     return _bind_part(jaxpr, config, planned, source, copies)[source.n_results :]
+
+
+def _derived(config: RematConfig) -> RematConfig:
+    return dataclasses.replace(config, derived=True)
 
 
 def _no_tangent(value: Any) -> Any:
@@ -312,13 +317,13 @@ def _part_checked(
     return [*results, *_saved(operands, jaxpr, config, planned, source)]
 
 
-def _with_keys(*, source: Source, **_: Any) -> Any:
+def _with_keys(*, source: Source, config: RematConfig, **_: Any) -> Any:
     """What uses random keys as a part should: a plan uses them again to compute anew, the function once.
 
     A forward part stands for the function; a backward part, and what a transformation made, for nothing.
     """
     as_it_was = not source.steps and source.operands == tuple(range(len(source.operands)))
-    return source.jaxpr if as_it_was else None
+    return source.jaxpr if as_it_was and not config.derived else None
 
 
 def _part_lower(ctx: Any, *operands: Any, source: Source | None, **params: Any) -> Any:
@@ -349,7 +354,7 @@ compat.register_batching(coop_remat_p, _batch)
 compat.register_batching(coop_part_p, _part_batch)
 compat.register_batching(coop_linear_p, _linear_batch)
 compat.register_call_rules(coop_remat_p)
-compat.register_key_reuse(coop_remat_p, lambda jaxpr, **_: jaxpr)
+compat.register_key_reuse(coop_remat_p, lambda jaxpr, config: None if config.derived else jaxpr)
 compat.register_key_reuse(coop_part_p, _with_keys)
 compat.register_key_reuse(coop_linear_p, lambda **_: None)
 compat.register_part_rules(coop_part_p, stands_for=coop_remat_p, checked=_part_checked)

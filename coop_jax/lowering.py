@@ -54,6 +54,7 @@ class RematConfig:
         name: the function's name, for people.
         pin, on_fragmentation: see `coop_jax.remat`.
         constraints: what was asked about single values.
+        derived: True for a derivative of what was planned already, which may use random keys again.
     """
 
     budget: Budget
@@ -63,6 +64,7 @@ class RematConfig:
     pin: bool = False
     on_fragmentation: OnFragmentation = "recompute"
     constraints: Constraints = field(default_factory=Constraints)
+    derived: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)

@@ -349,3 +349,18 @@ def test_what_only_derivatives_need_takes_no_memory() -> None:
         return aot.memory(compiled).total_bytes
 
     assert total_bytes(kept) <= total_bytes(lambda f: f)
+
+
+def test_derivatives_may_use_keys_again() -> None:
+    """What computes a value anew is no second use to JAX's check of keys."""
+
+    def noisy(x: Any, key: Any) -> Any:
+        return jnp.sum(jnp.sin(x) * jax.random.normal(key, x.shape))
+
+    def pushed(f: Fn) -> Any:
+        return jax.jit(lambda key: jax.jvp(lambda w: jax.value_and_grad(f)(w, key), (W,), (V,)))
+
+    with jax.debug_key_reuse(True):
+        found, expected = (pushed(f)(jax.random.key(1)) for f in (kept(noisy), noisy))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
