@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from coop_jax import again, xla
 from coop_jax.again import Variant, Wish
-from coop_jax.record import Record, same_signature
+from coop_jax.record import Record, may_replace
 from passes.ir import Status
 from passes.jaxpr import compat
 from passes.jaxpr.compat import BeingLowered
@@ -214,7 +214,7 @@ class _Search:
                 return None
         plain = dataclasses.replace(record, jaxpr=None, budget_bytes=asked.budget_bytes)
         found = again.variant(self.ways.program, asked, plain, skip=self._is_seen)
-        if found is None or not (self.module is None or same_signature(found.module, self.module)):
+        if found is None or not (self.module is None or may_replace(found.module, self.module)):
             return None
         self.ways.learn(asked, _hlo(found))
         return found

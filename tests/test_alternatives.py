@@ -143,6 +143,18 @@ def test_a_module_with_another_signature_is_not_taken(monkeypatch: pytest.Monkey
     assert ways().choose(RECORD, REFUSED, MODULE).module is None
 
 
+def test_a_module_with_several_calls_into_python_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = proto.parse(b"")
+    called.computations.add().instructions.add(custom_call_target="xla_ffi_python_cpu_callback")
+    once = proto.serialize(called)
+    asked_of(monkeypatch, lambda _: OUTCOME, module=once)
+    assert ways().choose(RECORD, REFUSED, once).module == once
+    called.computations[0].instructions.add(custom_call_target="xla_ffi_python_cpu_callback")
+    twice = proto.serialize(called)
+    asked_of(monkeypatch, lambda _: OUTCOME, module=twice)
+    assert ways(key="another").choose(RECORD, REFUSED, twice).module is None
+
+
 def test_under_other_settings_of_jax_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = asked_of(monkeypatch, lambda _: OUTCOME)
     assert ways(context="others").choose(RECORD, REFUSED, MODULE).module is None

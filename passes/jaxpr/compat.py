@@ -685,13 +685,10 @@ class BeingLowered:
     Attributes:
         jaxpr: the program; the same object for as long as JAX remembers its trace.
         lower: lowers it once more, under the settings of now: a `jax.stages.Lowered`.
-        traces: True if `lower` traces the user's function anew, with derivatives and all; False if it
-            begins from the jaxpr.
     """
 
     jaxpr: Any
     lower: Callable[[], Any]
-    traces: bool
 
 
 def being_lowered() -> BeingLowered | None:
@@ -700,23 +697,32 @@ def being_lowered() -> BeingLowered | None:
     A lowering rule is told nothing about the program around it, and JAX has no hook that is. So the frames
     of JAX's own functions are looked at: those of `jax.jit`'s call and of its `lower`, which hold the
     function and its arguments. The arguments are remembered as shapes. None, too, for programs that JAX
-    makes on its way, such as the forward part of a jitted function that is differentiated outside `jit`.
+    makes on its way, such as the forward part of a jitted function that is differentiated outside `jit`, and
+    where values that the function closes over are arguments of the program: another trace may order them
+    differently.
     """
     frames = _frames_to_jit(sys._getframe(1))
-    jaxpr = frames["_resolve_and_lower"].f_locals["jaxpr"] if "_resolve_and_lower" in frames else None
-    if "jit_lower" in frames:
-        given = frames["jit_lower"].f_locals
-        jitted, args, kwargs = given["jit_func"], given["args"], given["kwargs"]
+    if "_resolve_and_lower" not in frames:
+        return None
+    jaxpr = frames["_resolve_and_lower"].f_locals["jaxpr"]
+    traced = frames["lower"].f_locals.get("self") if "lower" in frames else None
+    if core.jaxpr_const_args(jaxpr):
+        return None
+    if "jit_lower" in frames and isinstance(traced, stages.Traced):
+        given, consts = frames["jit_lower"].f_locals, traced._consts
+        jitted = given["jit_func"]
     elif "cache_miss" in frames and "_run_python_pjit" in frames:
         given = frames["cache_miss"].f_locals
+        consts = given["p"].consts
         jitted = SimpleNamespace(_fun=given["fun"], _jit_info=given["jit_info"])
-        args, kwargs = given["args"], given["kwargs"]
-    elif "lower" in frames and isinstance(traced := frames["lower"].f_locals.get("self"), stages.Traced):
-        return BeingLowered(jaxpr=jaxpr, lower=traced.lower, traces=False)
+    elif isinstance(traced, stages.Traced):
+        return BeingLowered(jaxpr=jaxpr, lower=traced.lower)
     else:
         return None
-    args, kwargs = _as_specs(args), _as_specs(kwargs)
-    return BeingLowered(jaxpr=jaxpr, lower=lambda: pjit.jit_lower(jitted, *args, **kwargs), traces=True)
+    if consts:
+        return None
+    args, kwargs = _as_specs(given["args"]), _as_specs(given["kwargs"])
+    return BeingLowered(jaxpr=jaxpr, lower=lambda: pjit.jit_lower(jitted, *args, **kwargs))
 
 
 def _frames_to_jit(frame: Any) -> dict[str, Any]:
