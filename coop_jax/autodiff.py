@@ -53,6 +53,7 @@ def _bind_part(
 ) -> list[Any]:
     """Apply what is planned already."""
     jaxpr, consts = compat.hoist_consts(jaxpr)
+    check_sizes([*consts, *values], config.name)
     moved = source.behind(len(consts))
     return list(coop_part_p.bind(*consts, *values, jaxpr=jaxpr, config=config, planned=planned, source=moved))
 
