@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WORDS = re.compile("remat|checkpoint", re.IGNORECASE)
 CHECKPOINT = "checkpoint"
 MODES = ("1TiB", "0.7", "nothing_saveable")
+WHOLE = ("1TiB", "nothing_saveable")
 ALWAYS_MET = "1.0"
 # LLVM's optimisation changes no plan and takes most of the time.
 FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -113,12 +114,13 @@ RULES = (
     Rule(row=EFFECTS, error="NotImplementedError not raised", statement="Effects not supported"),
     Rule(row=COUNTING, statement=r"len\(sin_calls\)", error="^AssertionError: 0 != "),
     Rule(row=COUNTING, error="MLIR translation rule for primitive 'add_one' not found"),
+    Rule(row="static arguments", error="Non-hashable static arguments"),
     Rule(row="a bfloat16 value", tests="test_excess_precision_hell", statement="assertAllClose"),
 )
 
 # What a statement looks at when it asks how `jax.checkpoint` does its work, not what it computes.
 LOOKS = re.compile(
-    r"jaxpr|hlo|residual|logging|\b(res|saved_res|res_avals|text|txt|needle|fwd_str|substr)\b|\bs\.count\("
+    r"jaxpr|hlo|residual|logging|eqn\b|\b(res|saved_res|res_avals|text|txt|needle|fwd_str|substr)\b|\bs\.count\("
     r"|in line for line in l\.output"
 )
 
@@ -228,56 +230,100 @@ def by_file(tests: Iterable[str]) -> dict[str, list[str] | None]:
     return dict(found)
 
 
-def run_plain(runner: Runner, names: Sequence[str], kept: Path | None) -> dict[str, Outcome]:
-    """How every test ends with `jax.checkpoint`: read from `kept`, or written to it if it is not there."""
-    if kept is not None and kept.exists():
-        every = {test: _outcome(line) for test, line in json.loads(kept.read_text()).items()}
-        return {test: outcome for test, outcome in every.items() if test.split("::")[0] in names}
-    found = runner.run(CHECKPOINT, dict.fromkeys(names))
-    if kept is not None:
-        kept.write_text(json.dumps({test: dataclasses.asdict(outcome) for test, outcome in found.items()}))
-    return found
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """Runs modes, and keeps their outcomes from run to run where a folder is given.
+
+    Attributes:
+        runner: what runs them.
+        keep: the folder; of a mode that is kept there, only what neither passed nor was refused runs again.
+    """
+
+    runner: Runner
+    keep: Path | None = None
+
+    def plain(self, names: Sequence[str]) -> dict[str, Outcome]:
+        """How every test that mentions the words ends with `jax.checkpoint`."""
+        found = self._kept(CHECKPOINT)
+        known = by_file(found)
+        found |= self.runner.run(CHECKPOINT, {name: None for name in names if name not in known})
+        self._write(CHECKPOINT, found)
+        return {test: outcome for test, outcome in found.items() if test.split("::")[0] in names}
+
+    def outcomes(self, mode: str, tests: Iterable[str]) -> dict[str, Outcome]:
+        """How `tests` end in a mode."""
+        tests = list(tests)
+        kept = self._kept(mode)
+        settled = {t for t, o in kept.items() if o.outcome in ("passed", "skipped") or o.is_refusal}
+        kept |= self.runner.run(mode, by_file(t for t in tests if t not in settled))
+        self._write(mode, kept)
+        return {test: kept[test] for test in tests if test in kept}
+
+    def _kept(self, mode: str) -> dict[str, Outcome]:
+        path = None if self.keep is None else self.keep / f"{mode}.json"
+        if path is None or not path.exists():
+            return {}
+        return {test: _outcome(line) for test, line in json.loads(path.read_text()).items()}
+
+    def _write(self, mode: str, found: dict[str, Outcome]) -> None:
+        if self.keep is not None:
+            self.keep.mkdir(parents=True, exist_ok=True)
+            lines = {test: dataclasses.asdict(outcome) for test, outcome in found.items()}
+            (self.keep / f"{mode}.json").write_text(json.dumps(lines, indent=1))
 
 
-def run_mode(runner: Runner, mode: str, plain: dict[str, Outcome]) -> dict[str, dict[str, str]]:
-    """Kind, row and error of every test that decorates something."""
-    found = runner.run(mode, by_file(plain))
-    refused = [] if mode in ("1TiB", "nothing_saveable") else [t for t in found if found[t].is_refusal]
-    again = runner.run(ALWAYS_MET, by_file(refused))
-    rows = {}
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What is said of one test in one mode.
+
+    Attributes:
+        kind: one of `KINDS`.
+        row: the row of docs/jax.md that explains it, or nothing.
+        outcome: how it ended, with the fraction 1.0 if it was refused.
+    """
+
+    kind: str
+    row: str
+    outcome: Outcome
+
+
+def run_mode(session: Session, mode: str, plain: dict[str, Outcome]) -> dict[str, Verdict]:
+    """What is to be said of every test that decorates something."""
+    found = session.outcomes(mode, plain)
+    refused = [] if mode in WHOLE else [test for test in found if found[test].is_refusal]
+    again = session.outcomes(ALWAYS_MET, refused)
+    verdicts = {}
     for test, outcome in found.items():
         if outcome.decorated == 0 and outcome.outcome != "unfinished":
             continue
         kind, row = sort(test, outcome, plain[test], again.get(test))
-        rows[test] = {"kind": kind, "row": row}
-        last = again.get(test, outcome)
-        if kind not in (PASSES, REFUSED, SKIPPED):
-            rows[test] |= {"error": last.error, "statement": last.statement, "message": last.message}
-    return rows
+        verdicts[test] = Verdict(kind=kind, row=row, outcome=again.get(test, outcome))
+    return verdicts
 
 
-def counts_table(modes: dict[str, dict[str, dict[str, str]]]) -> str:
+def counts_table(modes: dict[str, dict[str, Verdict]]) -> str:
     """How many tests of every kind, as a Markdown table."""
-    counted = {mode: Counter(row["kind"] for row in rows.values()) for mode, rows in modes.items()}
+    counted = {mode: Counter(v.kind for v in found.values()) for mode, found in modes.items()}
     lines = [[kind, *(str(counted[mode][kind]) for mode in modes)] for kind in KINDS]
     lines.append(["all", *(str(len(modes[mode])) for mode in modes)])
     return format_table(["", *modes], lines)
 
 
-def rows_table(modes: dict[str, dict[str, dict[str, str]]]) -> str:
+def rows_table(modes: dict[str, dict[str, Verdict]]) -> str:
     """How many tests each documented difference explains, as a Markdown table."""
-    counted = {mode: Counter(row["row"] for row in rows.values()) for mode, rows in modes.items()}
+    counted = {mode: Counter(v.row for v in found.values()) for mode, found in modes.items()}
     named = [
         row for row in dict.fromkeys(rule.row for rule in RULES) if any(c[row] for c in counted.values())
     ]
     return format_table(["", *modes], [[row, *(str(counted[m][row]) for m in modes)] for row in named])
 
 
-def show(mode: str, rows: dict[str, dict[str, str]], kinds: Sequence[str]) -> None:
+def show(mode: str, found: dict[str, Verdict], kinds: Sequence[str]) -> None:
     """Print the tests of some kinds."""
-    for test, row in sorted(rows.items()):
-        if row["kind"] in kinds:
-            parts = (mode, row["kind"], test, row["error"], row["statement"][:200], row["message"][:400])
+    for test, verdict in sorted(found.items()):
+        if verdict.kind in kinds:
+            end = verdict.outcome
+            parts = (mode, verdict.kind, test, end.error, end.statement[:200], end.message[:400])
             sys.stdout.write(" | ".join(part.replace("\n", " ") for part in parts) + "\n")
 
 
@@ -291,7 +337,7 @@ def main() -> None:
     parser.add_argument("--files", nargs="*", help="names of test files; all that mention the words")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--timeout", type=int, default=7200, help="seconds for one file in one mode")
-    parser.add_argument("--plain", type=Path, help="keeps the outcomes with jax.checkpoint from run to run")
+    parser.add_argument("--keep", type=Path, help="a folder for outcomes: what passed does not run again")
     parser.add_argument("--revision", default="", help="which JAX the tests are of, for the results")
     parser.add_argument("--show", action="store_true", help="print every test that did not pass")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/jax_tests.json"))
@@ -300,23 +346,22 @@ def main() -> None:
     names = args.files or sorted(p.name for p in tests.glob("*_test.py") if WORDS.search(p.read_text()))
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner(tests=tests, results=Path(folder), timeout_s=args.timeout, jobs=args.jobs)
-        plain = run_plain(runner, names, args.plain)
-        modes = {mode: run_mode(runner, mode, plain) for mode in args.modes}
-    for mode, rows in modes.items():
-        show(mode, rows, [k for k in KINDS if k not in (PASSES, REFUSED, SKIPPED)] if args.show else [OURS])
+        session = Session(runner=runner, keep=args.keep)
+        plain = session.plain(names)
+        modes = {mode: run_mode(session, mode, plain) for mode in args.modes}
+    for mode, found in modes.items():
+        show(mode, found, [k for k in KINDS if k not in (PASSES, REFUSED, SKIPPED)] if args.show else [OURS])
     text = f"{counts_table(modes)}\n\n{rows_table(modes)}\n"
     sys.stdout.write(text)
-    short = {
-        mode: {
-            test: {"kind": r["kind"], **({"row": r["row"]} if r["row"] else {})} for test, r in rows.items()
-        }
-        for mode, rows in modes.items()
+    said = {
+        mode: {test: ": ".join(filter(None, (v.kind, v.row))) for test, v in found.items()}
+        for mode, found in modes.items()
     }
-    facts = {"jax": jax.__version__, "tests": args.revision, "modes": short}
+    facts = {"jax": jax.__version__, "tests": args.revision, "modes": said}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(facts, indent=1) + "\n")
     args.out.with_suffix(".md").write_text(text)
-    sys.exit(1 if any(row["kind"] == OURS for rows in modes.values() for row in rows.values()) else 0)
+    sys.exit(1 if any(v.kind == OURS for found in modes.values() for v in found.values()) else 0)
 
 
 if __name__ == "__main__":
