@@ -450,9 +450,11 @@ def _baseline(
     plain = None if program is None else again.plain_program(program, device.name)
     if plain is not None:
         return _Baseline(total_bytes=plain.memory.total_bytes, compiled=True, cost_ns=plain.cost_ns)
-    return _baseline_of_part(
-        (_inlined(jaxpr),) if planned is None else _plain_programs(planned), facts, device, config
-    )
+    plains = () if planned is None else _plain_programs(planned)
+    if planned is None or not planned.outcome.changed:
+        # Nothing is recomputed: where this part is compiled alone, as by an eager `vjp`, it is the program.
+        plains = (_inlined(jaxpr), *plains)
+    return _baseline_of_part(plains, facts, device, config)
 
 
 def _baseline_of_part(

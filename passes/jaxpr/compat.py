@@ -704,7 +704,7 @@ def being_lowered() -> BeingLowered | None:
     frames = _frames_to_jit(sys._getframe(1))
     if "_resolve_and_lower" not in frames:
         return None
-    jaxpr = frames["_resolve_and_lower"].f_locals["jaxpr"]
+    jaxpr, mesh = (frames["_resolve_and_lower"].f_locals[name] for name in ("jaxpr", "ctx_mesh"))
     traced = frames["lower"].f_locals.get("self") if "lower" in frames else None
     if core.jaxpr_const_args(jaxpr):
         return None
@@ -716,13 +716,25 @@ def being_lowered() -> BeingLowered | None:
         consts = given["p"].consts
         jitted = SimpleNamespace(_fun=given["fun"], _jit_info=given["jit_info"])
     elif isinstance(traced, stages.Traced):
-        return BeingLowered(jaxpr=jaxpr, lower=traced.lower)
+        return BeingLowered(jaxpr=jaxpr, lower=lambda: _outside(mesh, traced.lower))
     else:
         return None
     if consts:
         return None
     args, kwargs = _as_specs(given["args"]), _as_specs(given["kwargs"])
-    return BeingLowered(jaxpr=jaxpr, lower=lambda: pjit.jit_lower(jitted, *args, **kwargs))
+    lower = partial(pjit.jit_lower, jitted, *args, **kwargs)
+    return BeingLowered(jaxpr=jaxpr, lower=lambda: _outside(mesh, lower))
+
+
+def _outside(mesh: Any, lower: Callable[[], Any]) -> Any:
+    """`lower()` with the mesh and the axis names of the call of `jit`; inside `shard_map` JAX sets others."""
+    axes = core.get_axis_env()
+    core.trace_ctx.set_axis_env(core.top_axis_env)
+    try:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return lower()
+    finally:
+        core.trace_ctx.set_axis_env(axes)
 
 
 def _frames_to_jit(frame: Any) -> dict[str, Any]:
