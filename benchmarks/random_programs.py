@@ -5,8 +5,9 @@
 
 A seed is a program: a function of `tests.programs` and all that `tests.ways` draws for it. Programs that JAX
 itself refuses, and most that have hardly any temporaries, are drawn anew from the same seed. What is asked of
-each, and the verdicts, are in `tests.judge`. Shapes are tiny and LLVM's optimisation is off; kernels and
-buffers are the same without it.
+each, and the verdicts, are in `tests.judge`. Shapes are tiny and LLVM's optimisation is off (kernels and
+buffers are the same without it), and planners search a tenth of what they do by default (`--units`): plans are
+worse, promises must hold all the same.
 
 Batches run in a process of their own, so that not even a crash of XLA ends the run: it is that program's
 verdict. A line of JSON for each finished program is appended beside the results; seeds that are in it are
@@ -26,6 +27,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ os.environ.setdefault(
 import jax
 
 from coop_jax.text import format_table
+from passes.planners import config
 from tests import judge, programs, ways
 
 BATCH = 25
@@ -55,7 +58,7 @@ def drawn(seed: int, first: int, say: Callable[[Row], None]) -> tuple[ways.Case,
     for n in range(first, MOST_DRAWS):
         say({"draw": n, "seed": seed})
         choices = programs.Seeded(f"{seed}/{n}")
-        case = ways.case_of(choices, depth=choices.one_of((0, 1, 1, 1, 2)), most=4)
+        case = ways.case_of(choices, depth=choices.one_of((0, 0, 1, 1, 2)), most=3)
         try:
             plain = judge.plain(case)
         except judge.NotForJAXError:
@@ -72,7 +75,6 @@ def run_one(seed: int, first: int = 0, say: Callable[[Row], None] = lambda row: 
     case, text, plain = drawn(seed, first, say)
     with tempfile.TemporaryDirectory() as folder, judge.compilation_cache(folder if case.cached else None):
         asks = [dataclasses.asdict(ask) for ask in judge.asked(case, plain)]
-    jax.clear_caches()
     return {
         "seed": seed, "drawn": text, "way": case.way, "place": case.place, "dtype": case.dtype,
         "constraint": case.constraint if ways.constrained(case) else "",
@@ -94,7 +96,7 @@ def worker(seeds: Iterable[str]) -> None:
         say(run_one(int(seed), int(first or 0), say))
 
 
-def run_batch(seeds: Sequence[int], take: Callable[[Row], None]) -> None:
+def run_batch(seeds: Sequence[int], units: int, take: Callable[[Row], None]) -> None:
     """Run seeds in a process of their own.
 
     Where it dies, that is the verdict of the program it was at; or the next draw is taken, if it dies of the
@@ -102,7 +104,8 @@ def run_batch(seeds: Sequence[int], take: Callable[[Row], None]) -> None:
     """
     left = [str(seed) for seed in seeds]
     while left:
-        command = [sys.executable, "-m", "benchmarks.random_programs", "--worker", *left]
+        options = ["--units", str(units), "--worker", *left]
+        command = [sys.executable, "-m", "benchmarks.random_programs", *options]
         draw = None
         with (
             tempfile.TemporaryFile("w+") as errors,
@@ -219,11 +222,14 @@ def main() -> None:
     parser.add_argument("--programs", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seeds", type=int, nargs="*", help="these only, printed")
+    parser.add_argument("--processes", type=int, default=1, help="batches at a time")
+    parser.add_argument("--units", type=int, default=20_000, help="a planner's work in one search")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no batch after so many")
     parser.add_argument("--heading", default="Random programs", help="the summary's first line")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/random_programs.json"))
     parser.add_argument("--worker", nargs="*", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    config.QUICK_UNITS = args.units
     if args.worker is not None:
         worker(args.worker)
         return
@@ -241,19 +247,25 @@ def _run(args: argparse.Namespace) -> bool:
     lines = args.out.with_suffix(".jsonl")
     rows = {r["seed"]: r for r in map(json.loads, lines.read_text().splitlines())} if lines.exists() else {}
 
+    lock = threading.Lock()
+
     def take(row: Row) -> None:
-        rows[row["seed"]] = row
-        with lines.open("a") as file:
+        with lock, lines.open("a") as file:
             file.write(json.dumps(row) + "\n")
+            rows[row["seed"]] = row
 
     wanted = [seed for seed in range(args.first, args.first + args.programs) if seed not in rows]
-    for start in range(0, len(wanted), BATCH):
+
+    def batch(start: int) -> None:
         if time.monotonic() - begin > 60 * args.minutes:
-            break
-        run_batch(wanted[start : start + BATCH], take)
-        counts = collections.Counter(map(verdict, rows.values()))
+            return
+        run_batch(wanted[start : start + BATCH], args.units, take)
+        counts = collections.Counter(map(verdict, list(rows.values())))
         sys.stdout.write(f"{len(rows)} programs, {time.monotonic() - begin:.0f} s: {dict(counts)}\n")
         sys.stdout.flush()
+
+    with futures.ThreadPoolExecutor(args.processes) as pool:
+        list(pool.map(batch, range(0, len(wanted), BATCH)))
     ordered = [rows[seed] for seed in sorted(rows)]
     args.out.write_text(json.dumps([_brief(row) for row in ordered], indent=None) + "\n")
     args.out.with_suffix(".md").write_text(summary(ordered, args.heading))
