@@ -6,7 +6,7 @@
 A seed is a program: a function of `tests.programs` and all that `tests.ways` draws for it. Programs that JAX
 itself refuses, and most that have hardly any temporaries, are drawn anew from the same seed. What is asked of
 each, and the verdicts, are in `tests.judge`. Shapes are tiny and LLVM's optimisation is off (kernels and
-buffers are the same without it), and planners search a tenth of what they do by default (`--units`): plans are
+buffers are the same without it). Planners search a tenth of what they do by default (`--units`): plans are
 worse, promises must hold all the same.
 
 Batches run in a process of their own, so that not even a crash of XLA ends the run: it is that program's
@@ -37,8 +37,6 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault(
     "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=8"
 )
-
-import jax
 
 from coop_jax.text import format_table
 from passes.planners import config

@@ -145,16 +145,32 @@ def _tried(case: Case, undecorated: Plain, what: str, budget: int | float, progr
         total = aot.memory(compiled).total_bytes
         found = Ask(what=what, budget=budget, verdict="kept", total_bytes=total)
         if isinstance(budget, int) and total > budget:
-            return dataclasses.replace(found, verdict="over")
+            return dataclasses.replace(
+                found, verdict="kept" if _is_gone(what, undecorated, compiled) else "over"
+            )
         wrong = difference(case, undecorated, compiled)
         if wrong:
             return dataclasses.replace(found, verdict="wrong", note=wrong)
-        report(compiled)
+        if not _is_gone(what, undecorated, compiled):
+            report(compiled)
         return dataclasses.replace(found, cost_ns=aot.kernels_ns(compiled, DEVICES["cpu"]))
     except CoopError as error:
         return _refusal(what, budget, error)
     except Exception as error:
         return Ask(what=what, budget=budget, verdict="crashed", note=_trace(error))
+
+
+def _is_gone(what: str, undecorated: Plain, compiled: Any) -> bool:
+    """True if nothing decorated is left: JAX drops what no result needs, such as a gradient that is zero."""
+    if what == "exported" or undecorated.memory.temp_bytes:
+        return False
+    try:
+        report(compiled)
+    except UnsupportedError:
+        return True
+    except CoopError:
+        pass
+    return False
 
 
 def difference(case: Case, undecorated: Plain, compiled: Any) -> str:
