@@ -3,32 +3,24 @@
 Only now is the whole program known: its arguments and results, which of them are donated, and the
 device. A function that was decorated as a whole is planned here; forward and backward parts were
 planned together when they were differentiated (`coop_jax.autodiff`) and only take their mark here.
-
-A budget that is a fraction is a fraction of the program's total without rematerialization. That is
-found by tracing and compiling the whole program once more without `coop.remat` (`coop_jax.again`). Where
-it cannot be had (the program was traced apart from its lowering, or is a part that runs outside `jit`), the
-plain function is compiled; if that is only a part of the program, the total is taken as the program's own
-arguments and results and the plain function's temporaries, and is reported as predicted.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import numpy as np
 
 from coop_jax import again, aot, xla
 from coop_jax.again import NotPlainError
 from coop_jax.alternatives import OtherWays
+from coop_jax.baseline import Baseline, Part, baseline, is_whole, joined_programs, pinned_plain_bytes
 from coop_jax.budget import Budget
 from coop_jax.errors import ConstraintError, InfeasibleBudgetError, UnsupportedError
-from coop_jax.pinning import pin
 from coop_jax.trial import Attempt, Partition, settle
 from passes.cost import DEVICES, DeviceModel
 from passes.hlo.enforce import OnFragmentation
@@ -87,15 +79,6 @@ class Planned:
         return f"Planned({self.outcome.status}, {self.outcome.planned_temp_bytes} bytes)"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Baseline:
-    """The total of the program without rematerialization, and the time of its kernels where compiled."""
-
-    total_bytes: int
-    compiled: bool
-    cost_ns: int | None = None
-
-
 def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Planned | None) -> Any:
     """The lowering rule: write the planned function in place and mark the program."""
     facts = module.module_facts(ctx)
@@ -107,21 +90,25 @@ def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Pl
     _refuse_what_cannot_be_kept(ctx, facts)
     program = None if asked is not None else compat.being_lowered()
     device = _model(config, facts)
-    baseline: list[_Baseline] = []
+    plain = _inlined(jaxpr) if planned is None else None
+    found: list[Baseline] = []
 
     def baseline_bytes() -> int:
-        baseline.append(_baseline(program, jaxpr, planned, facts, device, config))
-        return baseline[0].total_bytes
+        unlimited = _request(facts, device, config, xla.UNLIMITED_BYTES)
+        plains = (lambda: ()) if planned is None else (lambda: _plain_programs(planned))
+        is_plain = planned is None or not planned.outcome.changed
+        part = Part(jaxpr=_inlined(jaxpr), is_plain=is_plain, plains=plains)
+        found.append(baseline(program, part, facts, unlimited, device))
+        return found[0].total_bytes
 
     memory_bytes = None if facts.device is None else aot.device_memory_bytes(facts.device)
     if asked is None:
         budget_bytes = config.budget.resolve(device_bytes=memory_bytes, baseline_bytes=baseline_bytes)
     else:
         budget_bytes = asked.budget_bytes
-    plain = _inlined(jaxpr) if planned is None else None
     constrained = None if plain is None else _constrained(plain, config)
-    is_known = bool(baseline) and baseline[0].compiled and constrained is plain
-    request = _request(facts, device, config, budget_bytes, baseline[0].total_bytes if is_known else None)
+    is_known = bool(found) and found[0].compiled and constrained is plain
+    request = _request(facts, device, config, budget_bytes, found[0].total_bytes if is_known else None)
     if planned is None:
         jaxpr, outcome = _plan_whole(constrained, request, facts, config, budget_bytes)
     else:
@@ -131,9 +118,9 @@ def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Pl
         budget_bytes=budget_bytes,
         planner=config.planner,
         device_name=device.name,
-        baseline_total_bytes=baseline[0].total_bytes if baseline else None,
-        baseline_compiled=baseline[0].compiled if baseline else False,
-        baseline_cost_ns=baseline[0].cost_ns if baseline else None,
+        baseline_total_bytes=found[0].total_bytes if found else None,
+        baseline_compiled=found[0].compiled if found else False,
+        baseline_cost_ns=found[0].cost_ns if found else None,
         jaxpr=outcome,
         pin=config.pin,
         on_fragmentation=config.on_fragmentation,
@@ -219,7 +206,7 @@ def plan_pair(forward: Any, backward: Any, n_outs: int, config: RematConfig) -> 
         return Attempt(
             made=joint,
             outcome=joint.outcome,
-            trace=lambda: _joined_programs(joint.forward, joint.backward, n_outs)[0],
+            trace=lambda: joined_programs(joint.forward, joint.backward, n_outs)[0],
         )
 
     device = _expected_device(forward.in_avals)
@@ -246,11 +233,11 @@ def _plan_whole(
     if request is None:
         return _plan_partitioned(plain, facts, config, budget_bytes)
     request = _as_wished(request, lambda: plan_program(plain, _unlimited(request))[1])
-    if facts.device is None or not _is_whole(plain, facts):
+    if facts.device is None or not is_whole(plain, facts):
         return plan_program(plain, request)
     donated = facts.donated
     may_pin = config.on_fragmentation == "pin" and facts.device.platform == "cpu"
-    if may_pin and _pinned_plain_bytes(plain, facts.device, donated) <= budget_bytes:
+    if may_pin and pinned_plain_bytes(plain, facts.device, donated) <= budget_bytes:
         kept, outcome = plan_program(plain, _unlimited(request))
         return kept, dataclasses.replace(outcome, budget_bytes=budget_bytes)
 
@@ -290,7 +277,7 @@ def _plan_partitioned(
     request = _as_wished(request, lambda: plan_program(plain, _unlimited(request))[1], parts)
     if request.temp_budget_bytes <= 0:
         return plain, None
-    if not facts.argument_shardings or not _is_whole(plain, facts):
+    if not facts.argument_shardings or not is_whole(plain, facts):
         made, outcome = plan_program(plain, request)
         return made, scaled(outcome, over=parts) if outcome.changed else None
 
@@ -415,110 +402,7 @@ def _inlined(jaxpr: Any) -> Any:
 
 def _plain_programs(planned: Planned) -> tuple[Any, ...]:
     """Programs that the enclosing one may be: value and gradient, gradient alone, or some other."""
-    return _joined_programs(planned.forward, planned.backward, planned.n_outs)
-
-
-@compat.cached_by_jaxpr
-def _joined_programs(forward: Any, backward: Any, n_outs: int) -> tuple[Any, ...]:
-    """args -> (*outs, *gradients) and args -> gradients for a cotangent of one, if there is one scalar
-    cotangent; and (*args, *cotangents) -> (*outs, *gradients)."""
-    n_args = len(forward.in_avals)
-    cotangents = backward.in_avals[len(forward.out_avals) - n_outs :]
-
-    def both(*values: Any) -> list[Any]:
-        results = compat.evaluate(forward, values[:n_args])
-        return [*results[:n_outs], *compat.evaluate(backward, [*results[n_outs:], *values[n_args:]])]
-
-    anything = compat.trace(both, [*forward.in_avals, *cotangents])
-    if len(cotangents) != 1 or cotangents[0].shape != () or compat.varies_over_mesh(cotangents[0]):
-        return (anything,)
-    one = np.ones((), cotangents[0].dtype)
-    value_and_grad = compat.trace(lambda *args: both(*args, one), forward.in_avals)
-    grad = compat.trace(lambda *args: both(*args, one)[n_outs:], forward.in_avals)
-    return value_and_grad, grad, anything
-
-
-def _baseline(
-    program: compat.BeingLowered | None,
-    jaxpr: Any,
-    planned: Planned | None,
-    facts: module.ModuleFacts,
-    device: DeviceModel,
-    config: RematConfig,
-) -> _Baseline:
-    """The total of the program without rematerialization; see this file's head."""
-    plain = None if program is None else again.plain_program(program, device.name)
-    if plain is not None:
-        return _Baseline(total_bytes=plain.memory.total_bytes, compiled=True, cost_ns=plain.cost_ns)
-    plains = () if planned is None else _plain_programs(planned)
-    if planned is None or not planned.outcome.changed:
-        # Nothing is recomputed: where this part is compiled alone, as by an eager `vjp`, it is the program.
-        plains = (_inlined(jaxpr), *plains)
-    return _baseline_of_part(plains, facts, device, config)
-
-
-def _baseline_of_part(
-    plains: Sequence[Any], facts: module.ModuleFacts, device: DeviceModel, config: RematConfig
-) -> _Baseline:
-    """The same for a program that cannot be had as a whole.
-
-    Args:
-        plains: what the enclosing program may be; the last one stands in if it is none of them.
-    """
-    if facts.num_devices > 1:
-        raise UnsupportedError(
-            f"budget {config.budget} of a program over {facts.num_devices} devices: the plain program cannot "
-            'be compiled from here to take a fraction of it. Give bytes per device, such as "8GiB".'
-        )
-    exact = next((plain for plain in plains if _is_whole(plain, facts)), None)
-    request = _request(facts, device, config, xla.UNLIMITED_BYTES)
-    assert request is not None
-    fixed_bytes = request.argument_bytes + request.output_bytes - request.alias_bytes
-    plain = plains[-1] if exact is None else exact
-    donated = () if exact is None else facts.donated
-    try:
-        found = None if facts.device is None else _compiled_plain(plain, facts.device, donated, device)
-    except jax.errors.JaxRuntimeError:
-        found = None
-    if found is None:
-        outcome = plan_program(plain, request)[1]
-        return _Baseline(total_bytes=max(1, fixed_bytes + outcome.before_temp_bytes), compiled=False)
-    memory, cost_ns = found
-    if exact is not None:
-        return _Baseline(total_bytes=memory.total_bytes, compiled=True, cost_ns=cost_ns)
-    return _Baseline(total_bytes=max(memory.total_bytes, fixed_bytes + memory.temp_bytes), compiled=False)
-
-
-def _is_whole(plain: Any, facts: module.ModuleFacts) -> bool:
-    """True if the enclosing program has just this program's arguments and results."""
-    return (
-        tuple(map(compat.aval_nbytes, plain.in_avals)) == facts.argument_nbytes
-        and tuple(map(compat.aval_nbytes, plain.out_avals)) == facts.output_nbytes
-    )
-
-
-@compat.cached_by_jaxpr
-def _compiled_plain(
-    plain: Any, device: Any, donated: tuple[int, ...], model: DeviceModel
-) -> tuple[aot.Memory, int]:
-    """What XLA says the plain program needs, and the estimated time of its kernels."""
-    compiled = _compile_plain(plain, device, donated)
-    return aot.memory(compiled), aot.kernels_ns(compiled, model)
-
-
-@compat.cached_by_jaxpr
-def _pinned_plain_bytes(plain: Any, device: Any, donated: tuple[int, ...]) -> int:
-    """What the plain program needs when it is pinned."""
-    return aot.memory(pin(_compile_plain(plain, device, donated))).total_bytes
-
-
-def _compile_plain(plain: Any, device: Any, donated: tuple[int, ...]) -> Any:
-    specs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in plain.in_avals]
-    run: Callable[..., Sequence[Any]] = lambda *values: compat.evaluate(plain, values)  # noqa: E731
-    with warnings.catch_warnings(), jax.debug_key_reuse(False):
-        warnings.simplefilter("ignore")
-        jitted = jax.jit(run, donate_argnums=donated, keep_unused=True)
-        return jitted.lower(*aot.sharded_specs(specs, device)).compile()
+    return joined_programs(planned.forward, planned.backward, planned.n_outs)
 
 
 def _nbytes(avals: Sequence[Any]) -> int:
