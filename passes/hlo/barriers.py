@@ -37,10 +37,10 @@ def _drop(computation: Any) -> set[int]:
     by_id = {i.id: i for i in computation.instructions}
     known = _resolved(computation, by_id)
     computation.root_id = known[computation.root_id]
-    removed = {i for i, source in known.items() if source != i}
+    removed = {i for i, source in known.items() if source != i} - _twins(computation, known)
     kept = [i for i in computation.instructions if i.id not in removed]
     for instruction in kept:
-        instruction.operand_ids[:] = [known[o] for o in instruction.operand_ids]
+        instruction.operand_ids[:] = [known[o] if o in removed else o for o in instruction.operand_ids]
     removed |= _unread_views(kept, computation.root_id)
     for n in reversed(range(len(computation.instructions))):
         if computation.instructions[n].id in removed:
@@ -63,6 +63,25 @@ def _resolved(computation: Any, by_id: dict[int, Any]) -> dict[int, int]:
             if source.opcode == "tuple":
                 known[instruction.id] = known[source.operand_ids[instruction.tuple_index]]
     return known
+
+
+def _twins(computation: Any, known: dict[int, int]) -> set[int]:
+    """Views that stay, since a kernel that reads them reads what they are views of by itself, too.
+
+    XLA makes no fusion that has one operand twice. Where it decides whether the result may be written over
+    an operand it looks at one of the two only, and what the other still has to read is lost.
+    """
+    twins: set[int] = set()
+    for instruction in computation.instructions:
+        if instruction.opcode in _VIEWS or instruction.opcode in BARRIERS:
+            continue
+        operands = dict.fromkeys(instruction.operand_ids)
+        read = {o for o in operands if known[o] == o}
+        for operand in operands:
+            if known[operand] in read and known[operand] != operand:
+                twins.add(operand)
+            read.add(known[operand])
+    return twins
 
 
 def _unread_views(instructions: list[Any], root: int) -> set[int]:
