@@ -68,6 +68,19 @@ def constrained(ws, x):
         return (h ** 2).mean()
     return jax.grad(loss)(ws)
 
+def noisy(ws, x, key):
+    def loss(ws):
+        h = x
+        for w in ws:
+            h = jnp.tanh(h @ w) * jax.random.bernoulli(key, 0.9, x.shape)
+        return (h ** 2).mean()
+    return jax.grad(loss)(ws)
+
+key = jax.device_put(jax.random.key(3), NamedSharding(mesh, P()))
+memory = aot.memory(jax.jit(noisy).lower(ws, x, key).compile())
+budget = int(0.7 * memory.total_bytes)
+assert aot.memory(jax.jit(remat(noisy, budget=budget)).lower(ws, x, key).compile()).total_bytes <= budget
+
 total = aot.memory(jax.jit(constrained).lower(ws, x).compile()).total_bytes
 for fraction in (0.6, 0.95):
     budget = int(fraction * total)
