@@ -45,7 +45,9 @@ def bind(jaxpr: Any, config: RematConfig, values: Sequence[Any]) -> list[Any]:
     """Apply `jaxpr` to `values` as a part of the program that asks for `config`."""
     jaxpr, consts = compat.hoist_consts(jaxpr)
     check_sizes([*consts, *values], config.name)
-    return list(coop_remat_p.bind(*consts, *values, jaxpr=jaxpr, config=config))
+    # What nothing reads is no argument of the program, as without this call.
+    jaxpr, read = compat.without_unread(jaxpr)
+    return list(coop_remat_p.bind(*_where([*consts, *values], read), jaxpr=jaxpr, config=config))
 
 
 def _bind_part(

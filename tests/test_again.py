@@ -120,3 +120,15 @@ def test_what_a_refusal_names_is_met_when_asked_and_no_more_than_the_plain_progr
     assert aot.memory(met).total_bytes <= least
     one_less = jax.jit(remat(chain_step, budget=memory.total_bytes)).lower(WEIGHTS, BATCHES[0]).compile()
     assert aot.memory(one_less).total_bytes <= memory.total_bytes
+
+
+def test_an_argument_that_nothing_reads_is_none_of_the_program() -> None:
+    def reads_two(ws: list[Any], x: Any, labels: Any) -> Any:
+        del labels
+        return loss(ws, x)
+
+    arguments = (WEIGHTS, BATCHES[0], jnp.arange(1000))
+    plain = jax.jit(jax.grad(reads_two)).lower(*arguments).compile()
+    whole = jax.jit(jax.grad(remat(reads_two, budget=1.0))).lower(*arguments).compile()
+    assert aot.memory(whole).argument_bytes == aot.memory(plain).argument_bytes
+    assert aot.memory(whole).total_bytes <= aot.memory(plain).total_bytes

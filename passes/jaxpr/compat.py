@@ -267,6 +267,21 @@ def hoist_consts(closed: Any) -> tuple[Any, list[Any]]:
     return pe.convert_constvars_jaxpr(closed), list(closed.consts)
 
 
+def without_unread(closed: Any) -> tuple[Any, tuple[bool, ...]]:
+    """`closed` without the inputs that nothing in it reads, and which are read; the very same if all are.
+
+    Args:
+        closed: a jaxpr without constants.
+    """
+    return _without_unread(closed)
+
+
+@weakref_lru_cache
+def _without_unread(closed: Any) -> tuple[Any, tuple[bool, ...]]:
+    pruned, read = pe.dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals))
+    return (closed if all(read) else close_jaxpr(pruned, [])), tuple(read)
+
+
 def is_ref(aval: Any) -> bool:
     """True for the abstract value of a mutable reference (`jax.new_ref`)."""
     return isinstance(aval, AbstractRef)
