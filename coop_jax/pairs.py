@@ -160,7 +160,7 @@ def pull_jaxpr(jaxpr: Any, asked: Pullback) -> tuple[Any, Any]:
 @compat.cached_by_jaxpr
 def make_pair(jaxpr: Any, differentiated: tuple[bool, ...], config: RematConfig) -> Pair:
     """Make, plan and name the parts of reverse mode."""
-    tangents_out = tuple(map(compat.has_tangents, jaxpr.out_avals))
+    tangents_out = _tangents_out(jaxpr, differentiated)
     cotangents = _expected_cotangents(jaxpr, tangents_out)
     halves = _halves(jaxpr, differentiated, cotangents)
     n_firsts = len(jaxpr.out_avals) + len(halves.references)
@@ -180,6 +180,15 @@ def make_pair(jaxpr: Any, differentiated: tuple[bool, ...], config: RematConfig)
         logs=halves.logs,
         planned=planned,
     )
+
+
+def _tangents_out(jaxpr: Any, differentiated: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Which outs have a tangent; of several some may be cut off from what is differentiated."""
+    possible = tuple(map(compat.has_tangents, jaxpr.out_avals))
+    if sum(possible) < 2:
+        return possible
+    nonzero = compat.jvp_jaxpr(jaxpr, differentiated)[1]
+    return tuple(p and n for p, n in zip(possible, nonzero, strict=True))
 
 
 def _expected_cotangents(jaxpr: Any, tangents_out: tuple[bool, ...]) -> tuple[bool, ...]:

@@ -364,3 +364,17 @@ def test_derivatives_may_use_keys_again() -> None:
         found, expected = (pushed(f)(jax.random.key(1)) for f in (kept(noisy), noisy))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_a_reference_takes_what_a_derivative_does_not_pass_through() -> None:
+    def counted(ref: Any, w: Any) -> Any:
+        ref[...] += jax.lax.stop_gradient(w).sum()
+        return jnp.sum(jnp.sin(w) ** 2)
+
+    w = jnp.array([0.3, -0.7, 1.1])
+    found = []
+    for function in (counted, remat(counted, budget="1TiB")):
+        ref = jax.new_ref(jnp.float32(1.0))
+        found.append((jax.grad(function, argnums=1)(ref, w), ref[...]))
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
