@@ -25,7 +25,6 @@ from coop_jax import again, xla
 from coop_jax.again import Variant, Wish
 from coop_jax.record import Record, may_replace
 from passes.ir import Status
-from passes.jaxpr import compat
 from passes.jaxpr.compat import BeingLowered
 from passes.outcome import StageOutcome
 
@@ -90,17 +89,17 @@ class OtherWays:
     Attributes:
         program: how to lower it again.
         key: tells programs apart, whatever their budgets.
-        context: JAX's settings when it was lowered; with others it would be another program.
+        settings: of JAX when it was lowered; with others it would be another program.
     """
 
     program: BeingLowered
     key: str
-    context: Hashable = field(default_factory=compat.trace_context)
+    settings: Hashable
 
     def choose(self, record: Record, outcome: StageOutcome, module: bytes) -> xla.Choice:
         """What to take, when the enforcing stage has said `outcome` of the scheduled `module`."""
         first = xla.Choice(record=xla.with_hlo(record, outcome))
-        if again.wish() is not None or self.context != compat.trace_context():
+        if again.wish() is not None or self.settings != self.program.settings():
             return first
         search = _Search(ways=self, record=record, module=module)
         if not outcome.status.found:

@@ -129,7 +129,9 @@ def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Pl
     alternatives = None
     if program is not None:
         unplanned = (plain,) if planned is None else (planned.forward, planned.backward)
-        alternatives = OtherWays(program=program, key=_program_key(unplanned, facts, record))
+        alternatives = OtherWays(
+            program=program, key=_program_key(unplanned, facts, record), settings=program.settings()
+        )
     if asked is None and request is not None and outcome is not None and request.fixed_bytes > budget_bytes:
         refused = dataclasses.replace(outcome, budget_bytes=budget_bytes, constraints=record.constraints)
         raise _arguments_over_budget(

@@ -75,7 +75,8 @@ def asked_of(
 
 
 def ways(**changes: Any) -> OtherWays:
-    return OtherWays(**{"program": SimpleNamespace(), "key": "one program", **changes})  # type: ignore[arg-type]
+    program = SimpleNamespace(settings=lambda: "these")
+    return OtherWays(**{"program": program, "key": "one program", "settings": "these", **changes})  # type: ignore[arg-type]
 
 
 def test_what_was_found_is_taken_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +158,7 @@ def test_a_module_with_several_calls_into_python_is_not_taken(monkeypatch: pytes
 
 def test_under_other_settings_of_jax_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = asked_of(monkeypatch, lambda _: OUTCOME)
-    assert ways(context="others").choose(RECORD, REFUSED, MODULE).module is None
+    assert ways(settings="others").choose(RECORD, REFUSED, MODULE).module is None
     assert asked == []
 
 

@@ -16,7 +16,7 @@ SOURCES = sorted(
 PRODUCT = [p for p in SOURCES if p.relative_to(ROOT).parts[0] in ("coop_jax", "passes")]
 MOST_LINES = 450
 # All that differs between JAX versions is in one module by rule, so that one may be long.
-MOST_COMPAT_LINES = 850
+MOST_COMPAT_LINES = 900
 PRIVATE_JAX = "passes/jaxpr/compat.py"
 
 

@@ -700,10 +700,12 @@ class BeingLowered:
     Attributes:
         jaxpr: the program; the same object for as long as JAX remembers its trace.
         lower: lowers it once more, under the settings of now: a `jax.stages.Lowered`.
+        settings: the settings of JAX that `lower` would find now, hashable.
     """
 
     jaxpr: Any
     lower: Callable[[], Any]
+    settings: Callable[[], Any]
 
 
 def being_lowered() -> BeingLowered | None:
@@ -731,14 +733,21 @@ def being_lowered() -> BeingLowered | None:
         consts = given["p"].consts
         jitted = SimpleNamespace(_fun=given["fun"], _jit_info=given["jit_info"])
     elif isinstance(traced, stages.Traced):
-        return BeingLowered(jaxpr=jaxpr, lower=lambda: _outside(mesh, traced.lower))
+        return _being_lowered(jaxpr, mesh, traced.lower)
     else:
         return None
     if consts:
         return None
     args, kwargs = _as_specs(given["args"]), _as_specs(given["kwargs"])
-    lower = partial(pjit.jit_lower, jitted, *args, **kwargs)
-    return BeingLowered(jaxpr=jaxpr, lower=lambda: _outside(mesh, lower))
+    return _being_lowered(jaxpr, mesh, partial(pjit.jit_lower, jitted, *args, **kwargs))
+
+
+def _being_lowered(jaxpr: Any, mesh: Any, lower: Callable[[], Any]) -> BeingLowered:
+    return BeingLowered(
+        jaxpr=jaxpr,
+        lower=lambda: _outside(mesh, lower),
+        settings=lambda: _outside(mesh, config.trace_context),
+    )
 
 
 def _outside(mesh: Any, lower: Callable[[], Any]) -> Any:
