@@ -156,9 +156,9 @@ def test_plan_answers_for_an_absent_gpu(h200: str) -> None:
 
 def test_minimum_budget_is_met_and_less_is_not() -> None:
     step, specs = step_and_specs()
-    least = coop.minimum_budget(step, *specs, donate_argnums=0)
+    least = coop.minimum_budget(step, *specs, donate_argnums=0, max_compiles=3)
     assert least.failed_bytes < least.least_bytes
-    assert least.compiles <= 6
+    assert least.compiles <= 3
     fixed = least.argument_bytes + least.output_bytes - least.alias_bytes
     assert fixed < least.least_bytes
     again = coop.plan(step, *specs, budget=least.least_bytes, donate_argnums=0)
