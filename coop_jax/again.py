@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary
 import jax
 
 from coop_jax import aot, xla
-from coop_jax.errors import CoopError
 from coop_jax.record import Record
 from passes.cost import DEVICES
 from passes.jaxpr import compat
@@ -135,9 +134,7 @@ def _lowered(program: BeingLowered, asked: Wish) -> Any:
     try:
         with _WISH(asked):
             return _quietly(program.lower)
-    except (CoopError, NotPlainError):
-        return None
-    except Exception:  # the user's code is traced a second time, and may refuse
+    except Exception:  # refused by us, or by the user's code, which is traced a second time
         return None
 
 

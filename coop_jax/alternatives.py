@@ -221,12 +221,10 @@ class _Search:
     def _is_seen(self, record: Record) -> bool:
         """True for a plan that was looked at before, asked for in other words."""
         made = record.jaxpr
-        key = (
-            None
-            if made is None
-            else (made.planner, made.planned_temp_bytes, made.recompute_ns, record.budget_bytes)
-        )
-        if key is not None and key in self.seen:
+        if made is None:
+            return False
+        key = (made.planner, made.planned_temp_bytes, made.recompute_ns, record.budget_bytes)
+        if key in self.seen:
             return True
         self.seen.add(key)
         return False

@@ -96,11 +96,11 @@ def _of_a_part(part: Part, facts: module.ModuleFacts, request: JaxprRequest) -> 
     memory, cost_ns = found
     if exact is not None:
         return Baseline(total_bytes=memory.total_bytes, compiled=True, cost_ns=cost_ns)
-    totals = [memory.total_bytes, request.fixed_bytes + memory.temp_bytes]
+    total_bytes = max(memory.total_bytes, request.fixed_bytes + memory.temp_bytes)
     planned = _compiled(part.jaxpr, facts, request, facts.donated) if alone else None
-    return Baseline(
-        total_bytes=max([*totals, *([planned[0].total_bytes] if planned else [])]), compiled=False
-    )
+    if planned is not None:  # 1.0 is met by the part as it was planned
+        total_bytes = max(total_bytes, planned[0].total_bytes)
+    return Baseline(total_bytes=total_bytes, compiled=False)
 
 
 def _compiled(
