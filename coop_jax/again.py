@@ -19,8 +19,9 @@ import jax
 
 from coop_jax import aot, xla
 from coop_jax.record import Record
+from coop_jax.replacing import Calls
 from passes.cost import DEVICES
-from passes.jaxpr import compat
+from passes.jaxpr import compat, module
 from passes.jaxpr.compat import BeingLowered
 
 
@@ -75,10 +76,12 @@ class Variant:
     Attributes:
         record: what the jaxpr stage did, and the enforcing stage.
         module: the scheduled module.
+        calls: the Python functions that it calls, by number.
     """
 
     record: Record
     module: bytes
+    calls: Calls = ()
 
 
 _PLAIN: WeakKeyDictionary[Any, dict[Any, Plain | None]] = WeakKeyDictionary()
@@ -126,7 +129,8 @@ def variant(
     trial = _quietly(lambda: xla.look(lowered, record))
     if trial is None:
         return None
-    return Variant(record=xla.with_hlo(record, trial.outcome), module=trial.module)
+    calls = module.python_calls_of(lowered)
+    return Variant(record=xla.with_hlo(record, trial.outcome), module=trial.module, calls=calls)
 
 
 def _lowered(program: BeingLowered, asked: Wish) -> Any:

@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 
 from coop_jax import again, xla
 from coop_jax.again import Variant, Wish
-from coop_jax.record import Record, may_replace
+from coop_jax.record import Record
+from coop_jax.replacing import Calls, in_place_of
 from passes.ir import Status
 from passes.jaxpr.compat import BeingLowered
 from passes.outcome import StageOutcome
@@ -90,11 +91,13 @@ class OtherWays:
         program: how to lower it again.
         key: tells programs apart, whatever their budgets.
         settings: of JAX when it was lowered; with others it would be another program.
+        calls: the Python functions that it calls, by number.
     """
 
     program: BeingLowered
     key: str
     settings: Hashable
+    calls: Calls = ()
 
     def choose(self, record: Record, outcome: StageOutcome, module: bytes) -> xla.Choice:
         """What to take, when the enforcing stage has said `outcome` of the scheduled `module`."""
@@ -104,8 +107,7 @@ class OtherWays:
         search = _Search(ways=self, record=record, module=module)
         if not outcome.status.found:
             return search.instead_of(outcome)
-        # A program that keeps its budget as it is stays as it is.
-        taken = search.cheaper_than(_cost_ns(outcome)) if _is_changed(first.record) else None
+        taken = search.cheaper_than(first.record)
         if taken is not None:
             return taken
         asked = Wish(budget_bytes=record.budget_bytes, aim_bytes=record.budget_bytes)
@@ -142,15 +144,27 @@ class _Search:
     module: bytes | None = None
     seen: set[Hashable] = field(default_factory=set)
 
-    def cheaper_than(self, cost_ns: int) -> xla.Choice | None:
-        """What is known to keep the budget for less time, if anything is."""
+    def cheaper_than(self, first: Record) -> xla.Choice | None:
+        """What is known to keep the budget for less time, if anything is.
+
+        A program that keeps its budget as it is stays as it is.
+        """
+        assert first.hlo is not None, "the enforcing stage has spoken"
+        cost_ns = _cost_ns(first.hlo)
         for known in self._known():
             if known.cost_ns is None or known.cost_ns >= CHEAPER_RATIO * cost_ns:
                 continue
+            if not _is_changed(first) and self._is_met_without():
+                return None
             found = self._try(known.wish)
             if found is not None and _cost_ns(_hlo(found)) < CHEAPER_RATIO * cost_ns:
                 return self._choice(found)
         return None
+
+    def _is_met_without(self) -> bool:
+        """True if the program without `coop.remat` keeps the budget."""
+        plain = again.plain_program(self.ways.program, self.record.device_name)
+        return plain is not None and plain.memory.total_bytes <= self.record.budget_bytes
 
     def instead_of(self, refused: StageOutcome) -> xla.Choice:
         """The first way that keeps the budget, else the refusal with the least budget that is known."""
@@ -213,8 +227,13 @@ class _Search:
                 return None
         plain = dataclasses.replace(record, jaxpr=None, budget_bytes=asked.budget_bytes)
         found = again.variant(self.ways.program, asked, plain, skip=self._is_seen)
-        if found is None or not (self.module is None or may_replace(found.module, self.module)):
+        if found is None:
             return None
+        if self.module is not None:
+            fit = in_place_of(found.module, found.calls, self.module, self.ways.calls)
+            if fit is None:
+                return None
+            found = dataclasses.replace(found, module=fit)
         self.ways.learn(asked, _hlo(found))
         return found
 

@@ -130,7 +130,10 @@ def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Pl
     if program is not None:
         unplanned = (plain,) if planned is None else (planned.forward, planned.backward)
         alternatives = OtherWays(
-            program=program, key=_program_key(unplanned, facts, record), settings=program.settings()
+            program=program,
+            key=_program_key(unplanned, facts, record),
+            settings=program.settings(),
+            calls=module.python_calls(ctx),
         )
     if asked is None and request is not None and outcome is not None and request.fixed_bytes > budget_bytes:
         refused = dataclasses.replace(outcome, budget_bytes=budget_bytes, constraints=record.constraints)

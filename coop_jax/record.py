@@ -23,11 +23,6 @@ from passes.outcome import LiveValue, Recomputed, StageOutcome
 MARK_FORMAT = "coop-mark/1"
 RECORD, FACTS, TRIAL = "coop.record", "coop.facts", "coop.trial"
 _MODULE_ATTRIBUTES_FIELD = 19
-# Of HloModuleProto: host_program_shape, input_output_alias, spmd_output_sharding,
-# spmd_parameters_shardings, buffer_donor.
-_SIGNATURE_FIELDS = (4, 8, 12, 14, 18)
-# How XLA names calls back into Python.
-_CALLBACKS = (b"python_cpu_callback", b"python_gpu_callback")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,22 +120,3 @@ def with_attributes(data: bytes, attributes: Mapping[str, str]) -> bytes:
     for key, value in attributes.items():
         module.frontend_attributes.map.add(key=key, value=value)
     return proto.serialize(module)
-
-
-def may_replace(one: bytes, other: bytes) -> bool:
-    """True if a serialized module may go on in the place of another one.
-
-    They take and return the same: shapes, layouts, shardings and donation. Calls back into Python are by
-    number, in an order that another trace may change, so there is at most one.
-    """
-    calls = {_callbacks(one), _callbacks(other)}
-    return calls in ({0}, {1}) and _signature(one) == _signature(other)
-
-
-def _callbacks(data: bytes) -> int:
-    return sum(data.count(target) for target in _CALLBACKS)
-
-
-def _signature(data: bytes) -> list[tuple[int, bytes]]:
-    found = [(number, value) for number, value in wire.contents(data) if number in _SIGNATURE_FIELDS]
-    return sorted(found, key=lambda field: field[0])  # whoever wrote a module chose an order of its fields

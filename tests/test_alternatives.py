@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from coop_jax import again, alternatives
 from coop_jax.again import PLAIN, Variant, Wish
 from coop_jax.alternatives import RATIOS, Known, OtherWays
 from coop_jax.record import Record
+from coop_jax.replacing import Calls, does_the_same
 from passes.hlo import proto
 from passes.ir import Status
 from passes.outcome import StageOutcome
@@ -53,6 +56,7 @@ def asked_of(
     outcome_of: Callable[[Wish], StageOutcome | None] = lambda _: None,
     plain_bytes: int = 5000,
     module: bytes = MODULE,
+    calls: Calls = (),
 ) -> list[Wish]:
     """What is asked of a program that answers so."""
     asked: list[Wish] = []
@@ -62,13 +66,13 @@ def asked_of(
         if wish == PLAIN:
             temp_bytes = plain_bytes - FIXED
             needed = dataclasses.replace(OUTCOME, changed=False, planned_temp_bytes=temp_bytes)
-            return Variant(record=dataclasses.replace(plain, hlo=needed), module=module)
+            return Variant(record=dataclasses.replace(plain, hlo=needed), module=module, calls=calls)
         made = dataclasses.replace(OUTCOME, stage="jaxpr", planned_temp_bytes=len(asked))
         record = dataclasses.replace(RECORD, jaxpr=made, budget_bytes=wish.budget_bytes)
         outcome = outcome_of(wish)
         if skip(record) or outcome is None:
             return None
-        return Variant(record=dataclasses.replace(record, hlo=outcome), module=module)
+        return Variant(record=dataclasses.replace(record, hlo=outcome), module=module, calls=calls)
 
     monkeypatch.setattr(again, "variant", variant)
     return asked
@@ -144,16 +148,27 @@ def test_a_module_with_another_signature_is_not_taken(monkeypatch: pytest.Monkey
     assert ways().choose(RECORD, REFUSED, MODULE).module is None
 
 
-def test_a_module_with_several_calls_into_python_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    called = proto.parse(b"")
-    called.computations.add().instructions.add(custom_call_target="xla_ffi_python_cpu_callback")
-    once = proto.serialize(called)
-    asked_of(monkeypatch, lambda _: OUTCOME, module=once)
-    assert ways().choose(RECORD, REFUSED, once).module == once
-    called.computations[0].instructions.add(custom_call_target="xla_ffi_python_cpu_callback")
-    twice = proto.serialize(called)
-    asked_of(monkeypatch, lambda _: OUTCOME, module=twice)
-    assert ways(key="another").choose(RECORD, REFUSED, twice).module is None
+def test_the_calls_into_python_of_another_trace_are_led_to_those_of_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def made(scale: int) -> Callable[[int], int]:
+        return lambda x: scale * x
+
+    asked_of(monkeypatch, lambda _: OUTCOME, module=calling(0, 1, 2), calls=(made(2), made(1), made(2)))
+    choice = ways(calls=(made(1), made(2))).choose(RECORD, REFUSED, calling(0, 1))
+    assert choice.module == calling(1, 0, 1)
+    strange = ways(key="another", calls=(made(1), made(3)))
+    assert strange.choose(RECORD, REFUSED, calling(0, 1)).module is None
+
+
+def calling(*numbers: int) -> bytes:
+    """A module that calls Python functions, by number."""
+    module = proto.parse(b"")
+    computation = module.computations.add()
+    for n in numbers:
+        text = b"{index = %d : ui64}" % n
+        computation.instructions.add(custom_call_target="xla_ffi_python_cpu_callback", backend_config=text)
+    return proto.serialize(module)
 
 
 def test_under_other_settings_of_jax_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,14 +189,21 @@ def test_a_larger_budget_never_costs_more_than_a_smaller_one_did(monkeypatch: py
     assert ways().choose(smaller, OUTCOME, MODULE).module is None
 
 
-def test_a_program_that_keeps_its_budget_as_it_is_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("plain_bytes", [BUDGET, 20 * BUDGET])
+def test_a_program_that_keeps_its_budget_as_it_is_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, plain_bytes: int
+) -> None:
     cheap = dataclasses.replace(OUTCOME, recompute_ns=10)
     asked = asked_of(monkeypatch, lambda _: cheap)
     ways().choose(RECORD, cheap, MODULE)
     as_it_is = dataclasses.replace(OUTCOME, changed=False, recompute_ns=0, cost_ns=5000)
     larger = dataclasses.replace(RECORD, budget_bytes=10 * BUDGET)
-    assert ways().choose(larger, as_it_is, MODULE).module is None
-    assert asked == []
+    plain = SimpleNamespace(memory=SimpleNamespace(total_bytes=plain_bytes))
+    monkeypatch.setattr(again, "plain_program", lambda *_: plain)
+    taken = ways().choose(larger, as_it_is, MODULE).module
+    # Unless it is not the plain program that keeps it.
+    assert taken == (None if plain_bytes == BUDGET else MODULE)
+    assert len(asked) == (0 if plain_bytes == BUDGET else 1)
 
 
 def test_a_refusal_names_the_least_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,3 +256,32 @@ def test_the_memory_is_bounded() -> None:
     assert memory.of("0") == ()
     assert len(memory.of("last")) == alternatives.MOST_KNOWN
     assert len(memory._known) == alternatives.MOST_PROGRAMS
+
+
+def test_functions_do_the_same_if_the_same_line_made_them_of_the_same_values() -> None:
+    def made(*values: Any) -> Any:
+        def inner(x: Any) -> Any:
+            return (values, x)
+
+        return inner
+
+    seen: list[int] = []
+    assert does_the_same(made(1, "a", np.dtype("f4")), made(1, "a", np.dtype("f4")))
+    assert does_the_same(made(seen), made(seen))
+    assert does_the_same(functools.partial(made(1), y=2), functools.partial(made(1), y=2))
+    assert does_the_same(seen.append, seen.append)
+    assert not does_the_same(made(1), made(2))
+    assert not does_the_same(made(1), made(1.0))
+    assert not does_the_same(made([]), made([]))
+    assert not does_the_same(made(1), lambda x: ((1,), x))
+
+
+def test_functions_that_close_over_themselves_are_compared() -> None:
+    def made(n: int) -> Any:
+        def count(k: int) -> int:
+            return n if k == 0 else count(k - 1)
+
+        return count
+
+    assert does_the_same(made(3), made(3))
+    assert not does_the_same(made(3), made(4))

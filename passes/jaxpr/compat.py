@@ -751,11 +751,11 @@ def _being_lowered(jaxpr: Any, mesh: Any, lower: Callable[[], Any]) -> BeingLowe
 
 
 def _outside(mesh: Any, lower: Callable[[], Any]) -> Any:
-    """`lower()` with the mesh and the axis names of the call of `jit`; inside `shard_map` JAX sets others."""
+    """`lower()` with mesh, axis names and checks as at the call of `jit`; inside `shard_map` JAX sets others."""
     axes = core.get_axis_env()
     core.trace_ctx.set_axis_env(core.top_axis_env)
     try:
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), config._check_vma(False):
             return lower()
     finally:
         core.trace_ctx.set_axis_env(axes)

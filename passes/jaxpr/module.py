@@ -164,6 +164,17 @@ def is_for_export(ctx: Any) -> bool:
     return bool(ctx.module_context.lowering_parameters.for_export)
 
 
+def python_calls(ctx: Any) -> list[Any]:
+    """The Python functions that the module that is being lowered calls, by number; grows until that ends."""
+    found: list[Any] = ctx.module_context.host_callbacks
+    return found
+
+
+def python_calls_of(lowered: Any) -> list[Any]:
+    """The Python functions that a lowered program calls, by number."""
+    return list(lowered._lowering.compile_args["host_callbacks"])
+
+
 def module_attributes(ctx: Any) -> dict[str, str]:
     """The frontend attributes of the module that is being lowered."""
     return attributes_of(ctx.module_context.module)
