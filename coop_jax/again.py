@@ -137,7 +137,7 @@ def _lowered(program: BeingLowered, asked: Wish) -> Any:
     """The program lowered with a wish; None where that fails: it is only an alternative."""
     try:
         with _WISH(asked):
-            return _quietly(program.lower)
+            return module.with_own_module(_quietly(program.lower))
     except Exception:  # refused by us, or by the user's code, which is traced a second time
         return None
 

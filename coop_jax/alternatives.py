@@ -147,24 +147,21 @@ class _Search:
     def cheaper_than(self, first: Record) -> xla.Choice | None:
         """What is known to keep the budget for less time, if anything is.
 
-        A program that keeps its budget as it is stays as it is.
+        Where nothing was planned, and the program keeps the budget without `coop.remat`, that is the only
+        other way.
         """
         assert first.hlo is not None, "the enforcing stage has spoken"
-        cost_ns = _cost_ns(first.hlo)
-        for known in self._known():
-            if known.cost_ns is None or known.cost_ns >= CHEAPER_RATIO * cost_ns:
-                continue
-            if not _is_changed(first) and self._is_met_without():
-                return None
-            found = self._try(known.wish)
-            if found is not None and _cost_ns(_hlo(found)) < CHEAPER_RATIO * cost_ns:
+        limit_ns = CHEAPER_RATIO * _cost_ns(first.hlo)
+        known = [k.wish for k in self._known() if k.cost_ns is not None and k.cost_ns < limit_ns]
+        if known and not _is_changed(first):
+            plain = again.plain_program(self.ways.program, self.record.device_name)
+            if plain is not None and plain.memory.total_bytes <= self.record.budget_bytes:
+                known = [again.PLAIN] if plain.cost_ns < limit_ns else []
+        for asked in known:
+            found = self._try(asked)
+            if found is not None and _cost_ns(_hlo(found)) < limit_ns:
                 return self._choice(found)
         return None
-
-    def _is_met_without(self) -> bool:
-        """True if the program without `coop.remat` keeps the budget."""
-        plain = again.plain_program(self.ways.program, self.record.device_name)
-        return plain is not None and plain.memory.total_bytes <= self.record.budget_bytes
 
     def instead_of(self, refused: StageOutcome) -> xla.Choice:
         """The first way that keeps the budget, else the refusal with the least budget that is known."""

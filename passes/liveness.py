@@ -235,3 +235,16 @@ def _take_places(
                     copies.place[new] = old
                     taken.append(old)
         made += len(graph.outputs[op])
+
+
+def live_steps(program: Program, steps: Sequence[int]) -> list[bool]:
+    """For every step whether it must run: something reads what it makes, or it has an effect."""
+    needed = set(program.outputs)
+    live = []
+    for step in reversed(steps):
+        op = program.ops[step]
+        live.append(not op.recomputable or not needed.isdisjoint(op.outputs))
+        if live[-1]:
+            needed.difference_update(op.outputs)
+            needed.update(op.inputs)
+    return live[::-1]

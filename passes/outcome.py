@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from passes.ir import OpId, Program, Status
+from passes.liveness import live_steps
 from passes.simulate import simulate
 
 MAX_TIGHTEST = 12
@@ -58,7 +59,8 @@ class StageOutcome:
         before_temp_bytes: predicted peak of temporaries without this stage's work.
         planned_temp_bytes: predicted peak of temporaries with it.
         cost_ns: estimated time of the program before this stage.
-        recompute_ns: estimated time of what this stage runs again.
+        recompute_ns: estimated time of what this stage runs again; the enforcing stage counts the kernels
+            that it leaves, which may be a little less than before.
         lower_bound_ratio: no plan of this stage's program costs less (0.0: nothing proved).
         status: see `Status`.
         planner: which planner's plan was taken.
@@ -113,10 +115,15 @@ def scaled(outcome: StageOutcome, *, times: int = 1, over: int = 1) -> StageOutc
 
 
 def recomputed_by(program: Program, steps: Sequence[OpId], stage: Stage) -> tuple[Recomputed, ...]:
-    """The ops that a sequence of steps runs again, once for every re-run, in the order of the steps."""
+    """The ops that a sequence of steps runs again, once for every re-run, in the order of the steps.
+
+    A first run that nothing reads is not written: the op has only moved, which costs nothing.
+    """
     seen: set[OpId] = set()
     found = []
-    for step in steps:
+    for step, is_live in zip(steps, live_steps(program, steps), strict=True):
+        if not is_live:
+            continue
         if step in seen:
             op = program.ops[step]
             nbytes = sum(program.buffers[b].nbytes for b in op.outputs)

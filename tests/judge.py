@@ -162,8 +162,10 @@ def _tried(case: Case, undecorated: Plain, what: str, budget: int | float, progr
 
 def _is_gone(what: str, undecorated: Plain, compiled: Any) -> bool:
     """True if nothing decorated is left: JAX drops what no result needs, such as a gradient that is zero."""
-    if what == "exported" or undecorated.memory.temp_bytes:
+    if undecorated.memory.temp_bytes:
         return False
+    if what == "exported":
+        return True  # had there been anything, it would have been refused
     try:
         report(compiled)
     except UnsupportedError:

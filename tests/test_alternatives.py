@@ -189,21 +189,26 @@ def test_a_larger_budget_never_costs_more_than_a_smaller_one_did(monkeypatch: py
     assert ways().choose(smaller, OUTCOME, MODULE).module is None
 
 
-@pytest.mark.parametrize("plain_bytes", [BUDGET, 20 * BUDGET])
-def test_a_program_that_keeps_its_budget_as_it_is_stays_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, plain_bytes: int
+@pytest.mark.parametrize(
+    ("plain_bytes", "plain_ns", "taken"),
+    [
+        (BUDGET, 5000, []),
+        (BUDGET, 900, [PLAIN]),
+        (20 * BUDGET, 900, [Wish(budget_bytes=BUDGET, aim_bytes=BUDGET)]),
+    ],
+)
+def test_a_program_that_keeps_its_budget_as_it_is_stays_as_it_is_or_becomes_the_plain_one(
+    monkeypatch: pytest.MonkeyPatch, plain_bytes: int, plain_ns: int, taken: list[Wish]
 ) -> None:
     cheap = dataclasses.replace(OUTCOME, recompute_ns=10)
     asked = asked_of(monkeypatch, lambda _: cheap)
     ways().choose(RECORD, cheap, MODULE)
     as_it_is = dataclasses.replace(OUTCOME, changed=False, recompute_ns=0, cost_ns=5000)
     larger = dataclasses.replace(RECORD, budget_bytes=10 * BUDGET)
-    plain = SimpleNamespace(memory=SimpleNamespace(total_bytes=plain_bytes))
+    plain = SimpleNamespace(memory=SimpleNamespace(total_bytes=plain_bytes), cost_ns=plain_ns)
     monkeypatch.setattr(again, "plain_program", lambda *_: plain)
-    taken = ways().choose(larger, as_it_is, MODULE).module
-    # Unless it is not the plain program that keeps it.
-    assert taken == (None if plain_bytes == BUDGET else MODULE)
-    assert len(asked) == (0 if plain_bytes == BUDGET else 1)
+    assert ways().choose(larger, as_it_is, MODULE).module == (MODULE if taken else None)
+    assert asked == taken
 
 
 def test_a_refusal_names_the_least_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

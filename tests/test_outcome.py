@@ -16,13 +16,19 @@ def _steps(*ids: int) -> list[OpId]:
 def test_every_re_run_is_listed_once_in_order() -> None:
     program = example()
     assert recomputed_by(program, _steps(0, 1, 2, 3, 4, 5), "hlo") == ()
-    again = recomputed_by(program, _steps(0, 1, 2, 1, 3, 0, 1, 4, 5), "jaxpr")
-    assert [r.op for r in again] == [program.ops[i].name for i in (1, 0, 1)]
-    op = program.ops[1]
+    again = recomputed_by(program, _steps(0, 1, 2, 3, 0, 1, 4, 0, 5), "jaxpr")
+    assert [r.op for r in again] == [program.ops[i].name for i in (0, 1, 0)]
+    op = program.ops[0]
     nbytes = sum(program.buffers[b].nbytes for b in op.outputs)
     assert again[0] == Recomputed(
         op=op.name, source=op.source, nbytes=nbytes, cost_ns=op.cost_ns, stage="jaxpr"
     )
+
+
+def test_an_op_that_has_only_moved_does_not_run_again() -> None:
+    program = example()
+    # Nothing reads the first run of 1, nor that of 0 which only that one reads.
+    assert recomputed_by(program, _steps(0, 1, 0, 1, 2, 3, 4, 5), "hlo") == ()
 
 
 def test_the_tightest_values_add_up_to_the_peak() -> None:

@@ -19,7 +19,7 @@ from passes.cost import DeviceModel
 from passes.hlo import graph, proto
 from passes.hlo.assign import Assigner
 from passes.hlo.barriers import drop_barriers
-from passes.hlo.cost import computation_ns
+from passes.hlo.cost import computation_ns, program_cost_ns
 from passes.hlo.fit import Task, Written, fit
 from passes.hlo.heap import HeapPrediction, packing_saves, predict_assigned
 from passes.hlo.lift import lift
@@ -89,17 +89,19 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
     written = fit(task)
     if task.excess_bytes(written):
         return module_bytes, _refusal(request, task, written, begin)
-    outcome = _outcome(request, prediction, written.prediction, lifted.program.cost_ns, begin)
-    again = recomputed_by(lifted.program, written.plan.steps, "hlo")
+    cost_ns = lifted.program.cost_ns
+    outcome = _outcome(request, prediction, written.prediction, cost_ns, begin)
+    recompute_ns = program_cost_ns(written.module, request.device) - cost_ns
     return proto.serialize(written.module), replace(
         outcome,
         changed=True,
-        recompute_ns=sum(r.cost_ns for r in again),
-        lower_bound_ratio=written.plan.lower_bound_ratio,
+        recompute_ns=recompute_ns,
+        # Proved for plans that re-run what they move.
+        lower_bound_ratio=max(0.0, min(written.plan.lower_bound_ratio, recompute_ns / max(cost_ns, 1))),
         status=Status.FEASIBLE,
         planner=written.plan.planner,
         seconds=time.perf_counter() - begin,
-        recomputed=again,
+        recomputed=recomputed_by(lifted.program, written.plan.steps, "hlo"),
         planned_temp_bytes=written.needed_bytes - task.fixed_bytes + prediction.constant_bytes,
         needs_pinning=written.prediction.total_bytes > request.budget_bytes,
     )

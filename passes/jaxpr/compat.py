@@ -751,7 +751,7 @@ def _being_lowered(jaxpr: Any, mesh: Any, lower: Callable[[], Any]) -> BeingLowe
 
 
 def _outside(mesh: Any, lower: Callable[[], Any]) -> Any:
-    """`lower()` with mesh, axis names and checks as at the call of `jit`; inside `shard_map` JAX sets others."""
+    """`lower()` with mesh, axis names and checks as at the call of `jit`: `shard_map` sets its own."""
     axes = core.get_axis_env()
     core.trace_ctx.set_axis_env(core.top_axis_env)
     try:

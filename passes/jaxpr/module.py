@@ -8,6 +8,7 @@ all there is before the rules of the other equations have run.
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -173,6 +174,16 @@ def python_calls(ctx: Any) -> list[Any]:
 def python_calls_of(lowered: Any) -> list[Any]:
     """The Python functions that a lowered program calls, by number."""
     return list(lowered._lowering.compile_args["host_callbacks"])
+
+
+def with_own_module(lowered: Any) -> Any:
+    """A lowered program with a module of its own: JAX remembers what it lowered, and what it made of it."""
+    found, lowering = copy.copy(lowered), copy.copy(lowered._lowering)
+    whole = lowering._hlo.operation
+    lowering._hlo = ir.Module.parse(whole.get_asm(binary=True, enable_debug_info=True), whole.context)
+    lowering._executable = None
+    found._lowering = lowering
+    return found
 
 
 def module_attributes(ctx: Any) -> dict[str, str]:
