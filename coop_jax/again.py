@@ -19,7 +19,7 @@ import jax
 
 from coop_jax import aot, xla
 from coop_jax.record import Record
-from coop_jax.replacing import Calls
+from coop_jax.replacing import Calls, signature
 from passes.cost import DEVICES
 from passes.jaxpr import compat, module
 from passes.jaxpr.compat import BeingLowered
@@ -63,10 +63,12 @@ class Plain:
     Attributes:
         memory: XLA's count.
         cost_ns: estimated time of its kernels.
+        signature: what it takes and returns, see `coop_jax.replacing`.
     """
 
     memory: aot.Memory
     cost_ns: int
+    signature: list[tuple[int, bytes]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +110,11 @@ def _plain(program: BeingLowered, device: str) -> Plain | None:
         compiled = _quietly(lowered.compile)
     except jax.errors.JaxRuntimeError:
         return None
-    return Plain(memory=aot.memory(compiled), cost_ns=aot.kernels_ns(compiled, DEVICES[device]))
+    return Plain(
+        memory=aot.memory(compiled),
+        cost_ns=aot.kernels_ns(compiled, DEVICES[device]),
+        signature=signature(aot.final_module(compiled)),
+    )
 
 
 def variant(

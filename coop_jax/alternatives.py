@@ -22,9 +22,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from coop_jax import again, xla
-from coop_jax.again import Variant, Wish
+from coop_jax.again import Plain, Variant, Wish
 from coop_jax.record import Record
-from coop_jax.replacing import Calls, in_place_of
+from coop_jax.replacing import Calls, in_place_of, signature
 from passes.ir import Status
 from passes.jaxpr.compat import BeingLowered
 from passes.outcome import StageOutcome
@@ -154,7 +154,7 @@ class _Search:
         limit_ns = CHEAPER_RATIO * _cost_ns(first.hlo)
         known = [k.wish for k in self._known() if k.cost_ns is not None and k.cost_ns < limit_ns]
         if known and not _is_changed(first):
-            plain = again.plain_program(self.ways.program, self.record.device_name)
+            plain = self._plain()
             if plain is not None and plain.memory.total_bytes <= self.record.budget_bytes:
                 known = [again.PLAIN] if plain.cost_ns < limit_ns else []
         for asked in known:
@@ -216,16 +216,15 @@ class _Search:
 
     def _look(self, asked: Wish) -> Variant | None:
         """The program as it is with a wish; what it needs is known afterwards."""
-        record = self.record
-        if asked.plain and record.baseline_compiled and record.baseline_total_bytes is not None:
-            total, cost = record.baseline_total_bytes, record.baseline_cost_ns
-            MEMORY.learn(self.ways.key, Known(wish=asked, total_bytes=total, cost_ns=cost))
-            if total > record.budget_bytes:
-                return None
-        plain = dataclasses.replace(record, jaxpr=None, budget_bytes=asked.budget_bytes)
-        found = again.variant(self.ways.program, asked, plain, skip=self._is_seen)
+        plain = self._plain() if asked.plain else None
+        if plain is not None and not self._is_met_by(plain):
+            return None
+        record = dataclasses.replace(self.record, jaxpr=None, budget_bytes=asked.budget_bytes)
+        found = again.variant(self.ways.program, asked, record, skip=self._is_seen)
         if found is None:
             return None
+        if plain is not None:
+            found = _as_counted(found, plain)
         if self.module is not None:
             fit = in_place_of(found.module, found.calls, self.module, self.ways.calls)
             if fit is None:
@@ -233,6 +232,18 @@ class _Search:
             found = dataclasses.replace(found, module=fit)
         self.ways.learn(asked, _hlo(found))
         return found
+
+    def _plain(self) -> Plain | None:
+        """The program without `coop.remat`, as XLA counts it; None where it cannot be had."""
+        return again.plain_program(self.ways.program, self.record.device_name)
+
+    def _is_met_by(self, plain: Plain) -> bool:
+        """True if the program without `coop.remat` keeps the budget; what it needs is known afterwards."""
+        if self.module is not None and signature(self.module) != plain.signature:
+            return False
+        known = Known(wish=again.PLAIN, total_bytes=plain.memory.total_bytes, cost_ns=plain.cost_ns)
+        MEMORY.learn(self.ways.key, known)
+        return known.total_bytes <= self.record.budget_bytes
 
     def _is_seen(self, record: Record) -> bool:
         """True for a plan that was looked at before, asked for in other words."""
@@ -255,6 +266,13 @@ class _Search:
 def _hlo(found: Variant) -> StageOutcome:
     assert found.record.hlo is not None, "a variant was looked at"
     return found.record.hlo
+
+
+def _as_counted(found: Variant, plain: Plain) -> Variant:
+    """The plain program with XLA's own count in the place of what was predicted."""
+    temp_bytes = plain.memory.total_bytes - _hlo(found).fixed_bytes
+    counted = dataclasses.replace(_hlo(found), planned_temp_bytes=temp_bytes)
+    return dataclasses.replace(found, record=xla.with_hlo(found.record, counted))
 
 
 def _is_changed(record: Record) -> bool:

@@ -95,8 +95,12 @@ def kernels_ns(compiled: Any, device: DeviceModel) -> int:
         compiled: what `lower(...).compile()` returned.
         device: cost model.
     """
-    data = compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
-    return program_cost_ns(proto.parse(data), device)
+    return program_cost_ns(proto.parse(final_module(compiled)), device)
+
+
+def final_module(compiled: Any) -> bytes:
+    """The HloModuleProto that a compiled program runs, serialized."""
+    return bytes(compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
 
 
 def target(name: str) -> Target:

@@ -37,7 +37,7 @@ def in_place_of(one: bytes, calls: Calls, other: bytes, other_calls: Calls) -> b
         one, other: serialized HloModuleProtos.
         calls, other_calls: the Python functions that they call, by number.
     """
-    if _signature(one) != _signature(other):
+    if signature(one) != signature(other):
         return None
     if not calls:
         return one
@@ -56,7 +56,8 @@ def in_place_of(one: bytes, calls: Calls, other: bytes, other_calls: Calls) -> b
     return proto.serialize(module)
 
 
-def _signature(data: bytes) -> list[tuple[int, bytes]]:
+def signature(data: bytes) -> list[tuple[int, bytes]]:
+    """What a serialized module takes and returns: equal for those that may stand in each other's place."""
     found = [(number, value) for number, value in wire.contents(data) if number in _SIGNATURE_FIELDS]
     return sorted(found, key=lambda field: field[0])  # whoever wrote a module chose an order of its fields
 

@@ -145,14 +145,15 @@ def _tried(case: Case, undecorated: Plain, what: str, budget: int | float, progr
         total = aot.memory(compiled).total_bytes
         found = Ask(what=what, budget=budget, verdict="kept", total_bytes=total)
         if isinstance(budget, int) and total > budget:
-            return dataclasses.replace(
-                found, verdict="kept" if _is_gone(what, undecorated, compiled) else "over"
-            )
+            return dataclasses.replace(found, verdict="kept" if _is_gone(case, budget) else "over")
         wrong = difference(case, undecorated, compiled)
         if wrong:
             return dataclasses.replace(found, verdict="wrong", note=wrong)
-        if not _is_gone(what, undecorated, compiled):
+        try:
             report(compiled)
+        except UnsupportedError:
+            if not _is_gone(case, budget):
+                raise
         return dataclasses.replace(found, cost_ns=aot.kernels_ns(compiled, DEVICES["cpu"]))
     except CoopError as error:
         return _refusal(what, budget, error)
@@ -160,19 +161,11 @@ def _tried(case: Case, undecorated: Plain, what: str, budget: int | float, progr
         return Ask(what=what, budget=budget, verdict="crashed", note=_trace(error))
 
 
-def _is_gone(what: str, undecorated: Plain, compiled: Any) -> bool:
+def _is_gone(case: Case, budget: int | float) -> bool:
     """True if nothing decorated is left: JAX drops what no result needs, such as a gradient that is zero."""
-    if undecorated.memory.temp_bytes:
-        return False
-    if what == "exported":
-        return True  # had there been anything, it would have been refused
-    try:
-        report(compiled)
-    except UnsupportedError:
-        return True
-    except CoopError:
-        pass
-    return False
+    programs = (ways.program(case, ways.decorator(budget, case)), ways.program(case, lambda f: f))
+    within, plain_text = (_lowered(case, p).as_text() for p in programs)
+    return bool(within == plain_text)
 
 
 def difference(case: Case, undecorated: Plain, compiled: Any) -> str:
@@ -309,10 +302,12 @@ def _jitted(case: Case, program: Any) -> Any:
     return jax.jit(lambda *args: program(*args), donate_argnums=ways.donated(case))
 
 
+def _lowered(case: Case, program: Any) -> Any:
+    return _jitted(case, program).lower(*ways.arguments(case))
+
+
 def _compiled(case: Case, program: Any) -> Any:
-    return (
-        _jitted(case, program).lower(*ways.arguments(case)).compile({"xla_backend_optimization_level": "0"})
-    )
+    return _lowered(case, program).compile({"xla_backend_optimization_level": "0"})
 
 
 def _outcome(compiled: Any, args: Any) -> tuple[Any, list[int]]:
