@@ -29,7 +29,7 @@ import jax
 
 from coop_jax import lowering
 from coop_jax.lowering import Planned, RematConfig
-from coop_jax.pairs import Pair, Pullback, make_pair, pull_jaxpr
+from coop_jax.pairs import Pair, Pullback, make_pair, once_more, pull_jaxpr
 from coop_jax.sizes import check_sizes
 from coop_jax.source import Source
 from passes.jaxpr import compat
@@ -162,7 +162,7 @@ def _saved(
     if len(jaxpr.out_avals) == source.n_results:
         return []
     copies = [jax.new_ref(x[...]) if compat.is_ref(compat.typeof(x)) else x for x in operands]
-    return _bind_part(jaxpr, config, planned, source, copies)[source.n_results :]
+    return _bind_part(once_more(jaxpr), config, planned, source, copies)[source.n_results :]
 
 
 def _derived(config: RematConfig) -> RematConfig:
@@ -176,6 +176,7 @@ def _no_tangent(value: Any) -> Any:
 @compat.cached_by_jaxpr
 def _push_jaxpr(jaxpr: Any, pair: Pair) -> Any:
     """(*args, *what references held, *tangents) -> tangents of the outs: everything is computed anew."""
+    jaxpr = once_more(jaxpr)
     n_args, n_refs = len(pair.differentiated), len(pair.references)
 
     def push(*values: Any) -> list[Any]:

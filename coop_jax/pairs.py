@@ -22,11 +22,13 @@ from typing import Any
 import jax
 
 from coop_jax import lowering
+from coop_jax.errors import UnsupportedError
 from coop_jax.lowering import Planned, RematConfig
 from coop_jax.source import Source
 from passes.jaxpr import compat
 from passes.jaxpr.inline import inline_calls
-from passes.jaxpr.rewrite import reads_input, with_results, with_unread_inputs
+from passes.jaxpr.quiet import ToldTwiceError, quiet
+from passes.jaxpr.rewrite import reads_input, with_results, with_unread_inputs, without_inputs
 
 compat.hide_frames(__file__)
 
@@ -128,12 +130,28 @@ def _primal_jaxpr(jaxpr: Any, asked: Primal) -> Any:
     return compat.trace(run, jaxpr.in_avals)
 
 
+def once_more(jaxpr: Any) -> Any:
+    """`jaxpr` where it is run again, to compute anew what it gave: see `passes.jaxpr.quiet`.
+
+    Raises:
+        UnsupportedError: what an `io_callback` gave back is needed.
+    """
+    try:
+        return quiet(jaxpr)
+    except ToldTwiceError as error:
+        raise UnsupportedError(
+            f"a derivative of a derivative would make the call of io_callback at {error} once more, and what "
+            "it gives back is used. Call it outside of the decorated function."
+        ) from None
+
+
 @compat.cached_by_jaxpr
 def pull_jaxpr(jaxpr: Any, asked: Pullback) -> tuple[Any, Any]:
     """The jaxpr of a pullback and the tree of its logs.
 
     Forward is run once more: on copies of the references that it uses, with what these held at first.
     """
+    jaxpr = once_more(jaxpr)
     n_args, trees = len(asked.differentiated), []
 
     def pull(*values: Any) -> list[Any]:
@@ -164,6 +182,8 @@ def make_pair(jaxpr: Any, differentiated: tuple[bool, ...], config: RematConfig)
     cotangents = _expected_cotangents(jaxpr, tangents_out)
     halves = _halves(jaxpr, differentiated, cotangents)
     n_firsts = len(jaxpr.out_avals) + len(halves.references)
+    if not halves.reads_cotangents(sum(cotangents)):
+        tangents_out = _nonzero_tangents(jaxpr, differentiated)
     joint, planned = lowering.plan_pair(halves.forward, halves.backward, n_firsts, config)
     forward, saved = _forwarded(joint.forward, n_firsts)
     n_saved = len(saved)
@@ -185,10 +205,13 @@ def make_pair(jaxpr: Any, differentiated: tuple[bool, ...], config: RematConfig)
 def _tangents_out(jaxpr: Any, differentiated: tuple[bool, ...]) -> tuple[bool, ...]:
     """Which outs have a tangent; of several some may be cut off from what is differentiated."""
     possible = tuple(map(compat.has_tangents, jaxpr.out_avals))
-    if sum(possible) < 2:
-        return possible
+    return possible if sum(possible) < 2 else _nonzero_tangents(jaxpr, differentiated)
+
+
+def _nonzero_tangents(jaxpr: Any, differentiated: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Which outs have a tangent that is not zero, by the rules of forward mode."""
     nonzero = compat.jvp_jaxpr(jaxpr, differentiated)[1]
-    return tuple(p and n for p, n in zip(possible, nonzero, strict=True))
+    return tuple(n and compat.has_tangents(a) for n, a in zip(nonzero, jaxpr.out_avals, strict=True))
 
 
 def _expected_cotangents(jaxpr: Any, tangents_out: tuple[bool, ...]) -> tuple[bool, ...]:
@@ -205,9 +228,10 @@ class _Halves:
 
     Attributes:
         forward: args -> (*outs, *last values of references, *residuals).
-        backward: (*residuals, *references, *cotangents) -> (*gradients, *logs, *last values of references).
+        backward: (*residuals, *references that it uses, *cotangents) -> (*gradients, *logs, *last values of
+            these references).
         references: which arguments are references.
-        used_forward: which of these forward reads or writes.
+        used_forward, used_backward: which of these forward and backward read or write.
         logs: the tree of the logs.
     """
 
@@ -215,7 +239,15 @@ class _Halves:
     backward: Any
     references: tuple[int, ...]
     used_forward: tuple[int, ...]
+    used_backward: tuple[int, ...]
     logs: Any
+
+    def reads_cotangents(self, n: int) -> bool:
+        """False if none of the `n` cotangents takes part in a gradient: then all may be zero."""
+        jaxpr, _ = compat.open_jaxpr(self.backward)
+        last = set(jaxpr.invars[len(jaxpr.invars) - n :])
+        read = {v for eqn in jaxpr.eqns for v in compat.variables(eqn.invars)}
+        return not last.isdisjoint(read | set(compat.variables(jaxpr.outvars)))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -265,13 +297,19 @@ def _halves(jaxpr: Any, differentiated: Sequence[bool], cotangents: Sequence[boo
         *(jaxpr.in_avals[i] for i in references),
         *map(compat.cotangent_aval, _where(jaxpr.out_avals, cotangents)),
     ]
-    flat, pulled = inline_calls(traced), inline_calls(compat.trace(backward, given))
+    pulled = compat.trace(backward, given)
+    first = len(traced.out_avals) - n_outs  # of the references among backward's inputs
+    unused = [n for n in range(first, first + len(references)) if not reads_input(pulled, n)]
+    flat, pulled = inline_calls(traced), inline_calls(pulled)
+    last = len(pulled.out_avals) - len(references) - first
+    pulled = without_inputs(pulled, unused, [last + n for n in unused])
     cut = len(flat.out_avals) - len(references)
     return _Halves(
         forward=with_results(flat, [*range(n_outs), *range(cut, len(flat.out_avals)), *range(n_outs, cut)]),
         backward=pulled,
         references=references,
         used_forward=tuple(i for i in references if reads_input(traced, i)),
+        used_backward=tuple(i for n, i in enumerate(references, first) if n not in unused),
         logs=seen.logs,
     )
 
@@ -339,22 +377,21 @@ def _forward_on_references(
 
 def _backward_with_arguments(backward: Any, n_saved: int, jaxpr: Any, halves: _Halves) -> Any:
     """`backward` with all arguments as its first operands, and references as such."""
-    refs, n_args, used = halves.references, len(jaxpr.in_avals), halves.used_forward
-    if not refs:
+    refs, n_args, held = halves.used_backward, len(jaxpr.in_avals), halves.used_forward
+    if not halves.references:
         return with_unread_inputs(backward, compat.open_jaxpr(jaxpr)[0].invars)
 
     def run(*values: Any) -> list[Any]:
         args, rest = values[:n_args], values[n_args:]
-        saved, cotangents = rest[:n_saved], rest[n_saved + len(used) :]
+        saved, cotangents = rest[:n_saved], rest[n_saved + len(held) :]
         results = compat.evaluate(backward, [*saved, *(args[i][...] for i in refs), *cotangents])
         cut = len(results) - len(refs)
         for i, x in zip(refs, results[cut:], strict=True):
             args[i][...] = x
         return results[:cut]
 
-    held = [jaxpr.in_avals[i].inner_aval for i in used]
-    given = backward.in_avals
-    return compat.trace(run, [*jaxpr.in_avals, *given[:n_saved], *held, *given[n_saved + len(refs) :]])
+    given, held_avals = backward.in_avals, [jaxpr.in_avals[i].inner_aval for i in held]
+    return compat.trace(run, [*jaxpr.in_avals, *given[:n_saved], *held_avals, *given[n_saved + len(refs) :]])
 
 
 def _value(x: Any) -> Any:

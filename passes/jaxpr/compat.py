@@ -84,6 +84,20 @@ def inner_jaxprs(eqn: Any) -> list[Any]:
     return list(core.jaxprs_in_params(eqn.params))
 
 
+def with_inner_jaxprs(eqn: Any, change: Callable[[Any], Any]) -> Any:
+    """`eqn` with every open jaxpr in its parameters changed."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, tuple) and any(isinstance(v, core.Jaxpr) for v in value):
+            return tuple(map(changed, value))
+        if not isinstance(value, core.Jaxpr):
+            return value
+        jaxpr, consts = open_jaxpr(value)
+        return close_jaxpr(change(jaxpr), consts)
+
+    return eqn.replace(params={name: changed(value) for name, value in eqn.params.items()})
+
+
 def dce_jaxpr(jaxpr: Any, used_outputs: Sequence[bool]) -> Any:
     """`jaxpr` without the equations that `used_outputs` do not need; inputs are kept."""
     return pe.dce_jaxpr(jaxpr, list(used_outputs), instantiate=True)[0]

@@ -64,6 +64,17 @@ def with_unread_inputs(closed: Any, like: Sequence[Any]) -> Any:
     return compat.close_jaxpr(rebuilt, consts)
 
 
+def without_inputs(closed: Any, unread: Sequence[int], results: Sequence[int]) -> Any:
+    """`closed` without inputs that no equation reads, and without these results."""
+    if not unread and not results:
+        return closed
+    jaxpr, consts = compat.open_jaxpr(closed)
+    invars = [v for i, v in enumerate(jaxpr.invars) if i not in unread]
+    outvars = [v for i, v in enumerate(jaxpr.outvars) if i not in results]
+    rebuilt = compat.rebuild(jaxpr, eqns=jaxpr.eqns, outvars=outvars, invars=invars)
+    return compat.close_jaxpr(rebuilt, consts)
+
+
 def reads_input(closed: Any, i: int) -> bool:
     """True if some equation of `closed` has its input `i` as an operand."""
     jaxpr, _ = compat.open_jaxpr(closed)

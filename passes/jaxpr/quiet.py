@@ -1,0 +1,52 @@
+"""A function as it is computed anew: what its first run told Python is not told again.
+
+A derivative of a derivative is taken from the arguments, so it runs what the call of the function has run.
+Calls into Python that give nothing back (`jax.debug.print`, `jax.debug.callback`, `io_callback`) would then
+be made once more. Effects on references stay: the caller runs on copies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from passes.jaxpr import compat
+
+_TELLING = frozenset({"debug_callback", "debug_print", "io_callback"})
+
+
+class ToldTwiceError(Exception):
+    """What an `io_callback` gave back is needed again."""
+
+
+@compat.cached_by_jaxpr
+def quiet(closed: Any) -> Any:
+    """`closed` without the calls into Python whose results nothing reads, in inner jaxprs too.
+
+    Raises:
+        ToldTwiceError: something reads them.
+    """
+    jaxpr, consts = compat.open_jaxpr(closed)
+    found = _quiet(jaxpr)
+    return closed if found is jaxpr else compat.close_jaxpr(found, consts)
+
+
+def _quiet(jaxpr: Any) -> Any:
+    if not jaxpr.effects:
+        return jaxpr
+    needed = set(compat.variables(jaxpr.outvars))
+    eqns: list[Any] = []
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.primitive.name in _TELLING:
+            if not needed.isdisjoint(eqn.outvars):
+                raise ToldTwiceError(compat.source_line(eqn))
+            continue
+        needed.update(compat.variables(eqn.invars))
+        eqns.append(_quiet_eqn(eqn) if eqn.effects else eqn)
+    return compat.rebuild(jaxpr, eqns=eqns[::-1], outvars=jaxpr.outvars)
+
+
+def _quiet_eqn(eqn: Any) -> Any:
+    before = set().union(*(inner.effects for inner in compat.inner_jaxprs(eqn)))
+    found = compat.with_inner_jaxprs(eqn, _quiet)
+    after = set().union(*(inner.effects for inner in compat.inner_jaxprs(found)))
+    return found.replace(effects=eqn.effects - (before - after))
