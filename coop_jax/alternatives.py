@@ -174,6 +174,8 @@ class _Search:
                 found = self._try(asked)
                 if found is not None:
                     return self._choice(found)
+        else:
+            self.explore(refused)
         return xla.Choice(record=xla.with_hlo(self.record, self.named(refused)))
 
     def named(self, refused: StageOutcome) -> StageOutcome:

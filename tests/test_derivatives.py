@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 
 from coop_jax import aot
+from coop_jax.errors import UnsupportedError
 from coop_jax.remat import remat
 
 W = jnp.array([0.3, -0.7])
@@ -378,3 +380,59 @@ def test_a_reference_takes_what_a_derivative_does_not_pass_through() -> None:
         found.append((jax.grad(function, argnums=1)(ref, w), ref[...]))
     for a, b in zip(*found, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [
+        lambda f: lambda w: jax.jvp(jax.grad(f), (w,), (V,))[1],
+        lambda f: jax.grad(lambda w: jax.jvp(f, (w,), (V,))[1]),
+        jax.hessian,
+    ],
+    ids=["forward over reverse", "reverse over forward", "hessian"],
+)
+@pytest.mark.parametrize("within", [kept, recomputed])
+def test_no_derivative_tells_python_anything_twice(taken: Any, within: Any) -> None:
+    told: list[float] = []
+
+    def tells(w: Any) -> Any:
+        def turn(c: Any, _: Any) -> tuple[Any, None]:
+            jax.debug.callback(lambda x: told.append(float(x)), jnp.round(lax.stop_gradient(c[0])) + 7)
+            return jnp.sin(c) * c, None
+
+        return lax.scan(turn, w, length=2)[0].sum()
+
+    expected = jax.jit(taken(tells))(W)
+    jax.effects_barrier()
+    plain, told[:] = sorted(told), []
+    found = jax.jit(taken(within(tells)))(W)
+    jax.effects_barrier()
+    assert sorted(told) == plain
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_what_python_gave_back_is_not_asked_for_again() -> None:
+    def asks(w: Any) -> Any:
+        scale = io_callback(lambda: np.float32(3), jax.ShapeDtypeStruct((), np.float32))
+        return (scale * jnp.sin(w)).sum()
+
+    np.testing.assert_allclose(jax.jit(jax.grad(kept(asks)))(W), 3 * jnp.cos(W), rtol=1e-6)
+    with pytest.raises(UnsupportedError, match="test_derivatives.py.*outside of the decorated function"):
+        jax.jit(jax.grad(lambda w: (jax.grad(kept(asks))(w) ** 2).sum()))(W)
+
+
+def test_a_gradient_that_is_zero_needs_no_arguments() -> None:
+    def counts(seen: Any, w: Any) -> Any:
+        seen[...] = seen[...] + 1.0
+        return jnp.sign(lax.stop_gradient(w)).sum()
+
+    def step(f: Fn) -> Fn:
+        def run(w: Any) -> Any:
+            seen = jax.new_ref(0.0)
+            return jax.grad(lambda w: f(seen, w))(w), seen[...]
+
+        return run
+
+    plain, within = (jax.jit(step(f)).lower(W).compile() for f in (counts, kept(counts)))
+    assert aot.memory(within).argument_bytes == aot.memory(plain).argument_bytes == 0
+    jax.tree.map(np.testing.assert_array_equal, within(W), plain(W))
