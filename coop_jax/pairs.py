@@ -24,7 +24,7 @@ import jax
 from coop_jax import lowering
 from coop_jax.errors import UnsupportedError
 from coop_jax.lowering import Planned, RematConfig
-from coop_jax.source import Source
+from coop_jax.source import Needed, Source
 from passes.jaxpr import compat
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.quiet import ToldTwiceError, quiet
@@ -46,6 +46,7 @@ class Pair:
         differentiated: for every argument whether it has a tangent.
         tangents_out: for every out whether it has a tangent.
         cotangents: for every out whether backward takes its cotangent.
+        needed: for every argument whether backward's results depend on it.
         logs: the tree of what the backward rules log.
         planned: the plan's outcome.
     """
@@ -57,6 +58,7 @@ class Pair:
     differentiated: tuple[bool, ...]
     tangents_out: tuple[bool, ...]
     cotangents: tuple[bool, ...]
+    needed: tuple[bool, ...]
     logs: Any
     planned: Planned
 
@@ -77,13 +79,15 @@ class Pair:
         """Of the backward part, if `jaxpr` is what the pair was made of."""
         n_args, n_refs = len(self.differentiated), len(self.references)
         n_operands = n_args + len(self.saved) + sum(self.cotangents)
-        step = Pullback(
+        pull = Pullback(
             differentiated=self.differentiated, cotangents=self.cotangents, references=self.references
         )
+        rest = range(n_args + len(self.saved) - n_refs, n_operands)
+        needed = Needed(operands=(*self.needed, *(True for _ in rest)))
         return Source(
             jaxpr=jaxpr,
-            steps=(step,),
-            operands=(*range(n_args), *range(n_args + len(self.saved) - n_refs, n_operands)),
+            steps=(pull,) if all(self.needed) else (pull, needed),
+            operands=(*_where(range(n_args), self.needed), *rest),
             n_results=len(self.backward.out_avals),
         )
 
@@ -197,6 +201,7 @@ def make_pair(jaxpr: Any, differentiated: tuple[bool, ...], config: RematConfig)
         differentiated=differentiated,
         tangents_out=tangents_out,
         cotangents=cotangents,
+        needed=halves.needed,
         logs=halves.logs,
         planned=planned,
     )
@@ -232,6 +237,7 @@ class _Halves:
             these references).
         references: which arguments are references.
         used_forward, used_backward: which of these forward and backward read or write.
+        needed: for every argument whether backward's results depend on it.
         logs: the tree of the logs.
     """
 
@@ -240,6 +246,7 @@ class _Halves:
     references: tuple[int, ...]
     used_forward: tuple[int, ...]
     used_backward: tuple[int, ...]
+    needed: tuple[bool, ...]
     logs: Any
 
     def reads_cotangents(self, n: int) -> bool:
@@ -299,6 +306,8 @@ def _halves(jaxpr: Any, differentiated: Sequence[bool], cotangents: Sequence[boo
     ]
     pulled = compat.trace(backward, given)
     first = len(traced.out_avals) - n_outs  # of the references among backward's inputs
+    read = compat.needed_inputs(pulled, [True] * len(pulled.out_avals))
+    needed = compat.needed_inputs(traced, [*(False for _ in range(n_outs)), *read[:first]])
     unused = [n for n in range(first, first + len(references)) if not reads_input(pulled, n)]
     flat, pulled = inline_calls(traced), inline_calls(pulled)
     last = len(pulled.out_avals) - len(references) - first
@@ -310,6 +319,7 @@ def _halves(jaxpr: Any, differentiated: Sequence[bool], cotangents: Sequence[boo
         references=references,
         used_forward=tuple(i for i in references if reads_input(traced, i)),
         used_backward=tuple(i for n, i in enumerate(references, first) if n not in unused),
+        needed=tuple(n or i in references for i, n in enumerate(needed)),
         logs=seen.logs,
     )
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 
 from passes.jaxpr import compat
-from passes.jaxpr.rewrite import with_results
+from passes.jaxpr.rewrite import with_results, without_inputs
 
 
 class Step(Protocol):
@@ -99,6 +99,20 @@ class Kept:
     def __call__(self, closed: Any) -> Any:
         """`closed` without the others."""
         return with_results(closed, [i for i, kept in enumerate(self.results) if kept])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needed:
+    """Some of the operands: no result depends on the others."""
+
+    operands: tuple[bool, ...]
+
+    def __call__(self, closed: Any) -> Any:
+        """`closed` without the others."""
+        jaxpr, consts = compat.open_jaxpr(closed)
+        pruned = compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+        unread = [i for i, needed in enumerate(self.operands) if not needed]
+        return without_inputs(compat.close_jaxpr(pruned, consts), unread, [])
 
 
 @dataclass(frozen=True, slots=True)

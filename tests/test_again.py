@@ -132,3 +132,19 @@ def test_an_argument_that_nothing_reads_is_none_of_the_program() -> None:
     whole = jax.jit(jax.grad(remat(reads_two, budget=1.0))).lower(*arguments).compile()
     assert aot.memory(whole).argument_bytes == aot.memory(plain).argument_bytes
     assert aot.memory(whole).total_bytes <= aot.memory(plain).total_bytes
+
+
+def test_an_argument_that_no_gradient_depends_on_is_none_of_the_program() -> None:
+    def shifted(ws: list[Any], x: Any, shift: Any) -> Any:
+        return loss(ws, x) + jnp.tanh(shift).sum()
+
+    arguments = (WEIGHTS, BATCHES[0], jnp.arange(1000.0))
+    plain = jax.jit(jax.grad(shifted)).lower(*arguments).compile()
+    whole = jax.jit(jax.grad(remat(shifted, budget=1.0))).lower(*arguments).compile()
+    assert aot.memory(whole).argument_bytes == aot.memory(plain).argument_bytes
+    assert aot.memory(whole).total_bytes <= aot.memory(plain).total_bytes
+    second = jax.jit(jax.grad(lambda *a: (jax.grad(remat(shifted, budget=1.0))(*a)[0] ** 2).sum()))
+    expected = jax.grad(lambda *a: (jax.grad(shifted)(*a)[0] ** 2).sum())(*arguments)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), second(*arguments), expected
+    )

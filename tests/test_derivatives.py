@@ -417,7 +417,7 @@ def test_what_python_gave_back_is_not_asked_for_again() -> None:
         return (scale * jnp.sin(w)).sum()
 
     np.testing.assert_allclose(jax.jit(jax.grad(kept(asks)))(W), 3 * jnp.cos(W), rtol=1e-6)
-    with pytest.raises(UnsupportedError, match="test_derivatives.py.*outside of the decorated function"):
+    with pytest.raises(UnsupportedError, match=r"test_derivatives\.py.*outside of the decorated function"):
         jax.jit(jax.grad(lambda w: (jax.grad(kept(asks))(w) ** 2).sum()))(W)
 
 

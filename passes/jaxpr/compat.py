@@ -296,6 +296,11 @@ def _without_unread(closed: Any) -> tuple[Any, tuple[bool, ...]]:
     return (closed if all(read) else close_jaxpr(pruned, [])), tuple(read)
 
 
+def needed_inputs(closed: Any, results: Sequence[bool]) -> tuple[bool, ...]:
+    """For every input of `closed` whether these of its results, or an effect, depend on it."""
+    return tuple(pe.dce_jaxpr(closed.jaxpr, list(results))[1])
+
+
 def is_ref(aval: Any) -> bool:
     """True for the abstract value of a mutable reference (`jax.new_ref`)."""
     return isinstance(aval, AbstractRef)

@@ -69,6 +69,7 @@ def without_inputs(closed: Any, unread: Sequence[int], results: Sequence[int]) -
     if not unread and not results:
         return closed
     jaxpr, consts = compat.open_jaxpr(closed)
+    assert not any(reads_input(closed, i) for i in unread), "an input that is read is needed"
     invars = [v for i, v in enumerate(jaxpr.invars) if i not in unread]
     outvars = [v for i, v in enumerate(jaxpr.outvars) if i not in results]
     rebuilt = compat.rebuild(jaxpr, eqns=jaxpr.eqns, outvars=outvars, invars=invars)
