@@ -22,6 +22,7 @@ from coop_jax.record import Record
 from coop_jax.replacing import Calls, signature
 from passes.cost import DEVICES
 from passes.jaxpr import compat, module
+from passes.jaxpr.calibration import UNCALIBRATED, Calibration
 from passes.jaxpr.compat import BeingLowered
 
 
@@ -33,13 +34,15 @@ class Wish:
         plain: True for the program without `coop.remat`.
         budget_bytes: what the enforcing stage holds the program to.
         aim_bytes: what the jaxpr stage is asked for instead, in the place of the user's budget.
-        temp_ratio: the jaxpr stage aims for that part of a function's own temporaries; nothing is tried out.
+        temp_ratio: the jaxpr stage aims for that part of a function's own temporaries.
+        calibration: what it should know of XLA.
     """
 
     plain: bool = False
     budget_bytes: int = xla.UNLIMITED_BYTES
     aim_bytes: int | None = None
     temp_ratio: float | None = None
+    calibration: Calibration = UNCALIBRATED
 
 
 PLAIN = Wish(plain=True)

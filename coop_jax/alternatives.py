@@ -26,12 +26,15 @@ from coop_jax.again import Plain, Variant, Wish
 from coop_jax.record import Record
 from coop_jax.replacing import Calls, in_place_of, signature
 from passes.ir import Status
+from passes.jaxpr.calibration import UNCALIBRATED, Calibration
 from passes.jaxpr.compat import BeingLowered
 from passes.outcome import StageOutcome
 
 RATIOS = (0.85, 0.65, 0.5, 0.35, 0.25, 0.15, 0.08)
 # Costs are estimates; what is cheaper by less is not worth a compile.
 CHEAPER_RATIO = 0.999
+# How often a program is compiled once more after the first plan, and if that kept the budget.
+MOST_LOOKS, MOST_LOOKS_IF_KEPT = 3, 1
 MOST_PROGRAMS = 256
 MOST_KNOWN = 32
 
@@ -102,17 +105,22 @@ class OtherWays:
     def choose(self, record: Record, outcome: StageOutcome, module: bytes) -> xla.Choice:
         """What to take, when the enforcing stage has said `outcome` of the scheduled `module`."""
         first = xla.Choice(record=xla.with_hlo(record, outcome))
+        first_wish = Wish(budget_bytes=record.budget_bytes, aim_bytes=record.budget_bytes)
         if again.wish() is not None or self.settings != self.program.settings():
             return first
         search = _Search(ways=self, record=record, module=module)
-        if not outcome.status.found:
+        search.is_seen(record, first_wish)
+        tuned = search.tuned(first)
+        hlo = tuned.record.hlo
+        assert hlo is not None, "the enforcing stage has spoken"
+        if not hlo.status.found:
             return search.instead_of(outcome)
-        taken = search.cheaper_than(first.record)
+        taken = search.cheaper_than(tuned.record)
         if taken is not None:
             return taken
-        asked = Wish(budget_bytes=record.budget_bytes, aim_bytes=record.budget_bytes)
-        self.learn(asked, outcome)
-        return first
+        if tuned is first:
+            self.learn(first_wish, outcome)
+        return tuned
 
     def refusal(self, record: Record, outcome: StageOutcome) -> StageOutcome:
         """What to say of a budget that cannot be kept, before the program is compiled."""
@@ -143,6 +151,31 @@ class _Search:
     record: Record
     module: bytes | None = None
     seen: set[Hashable] = field(default_factory=set)
+
+    def tuned(self, first: xla.Choice) -> xla.Choice:
+        """The best of the plans that follow one from the other from what XLA made of the first.
+
+        Best is what keeps the budget at the least estimated time of its kernels, else what comes nearest.
+        """
+        best, planned, verdict = first, first.record.jaxpr, first.record.hlo
+        calibration: Calibration | None = UNCALIBRATED
+        for n in range(MOST_LOOKS):
+            assert verdict is not None, "the enforcing stage has spoken"
+            kept = best.record.hlo is not None and best.record.hlo.status.found
+            if planned is None or verdict.needs_pinning or (kept and n >= MOST_LOOKS_IF_KEPT):
+                break
+            calibration = calibration.after(planned, verdict)
+            if calibration is None:
+                break
+            budget_bytes = self.record.budget_bytes
+            asked = Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes, calibration=calibration)
+            found = self._look(asked)
+            if found is None:
+                break
+            planned, verdict = found.record.jaxpr, _hlo(found)
+            if _rank(verdict) < _rank_of(best):
+                best = self._choice(found)
+        return best
 
     def cheaper_than(self, first: Record) -> xla.Choice | None:
         """What is known to keep the budget for less time, if anything is.
@@ -222,7 +255,7 @@ class _Search:
         if plain is not None and not self._is_met_by(plain):
             return None
         record = dataclasses.replace(self.record, jaxpr=None, budget_bytes=asked.budget_bytes)
-        found = again.variant(self.ways.program, asked, record, skip=self._is_seen)
+        found = again.variant(self.ways.program, asked, record, skip=lambda r: self.is_seen(r, asked))
         if found is None:
             return None
         if plain is not None:
@@ -247,12 +280,15 @@ class _Search:
         MEMORY.learn(self.ways.key, known)
         return known.total_bytes <= self.record.budget_bytes
 
-    def _is_seen(self, record: Record) -> bool:
+    def is_seen(self, record: Record, asked: Wish) -> bool:
         """True for a plan that was looked at before, asked for in other words."""
         made = record.jaxpr
         if made is None:
             return False
-        key = (made.planner, made.planned_temp_bytes, made.recompute_ns, record.budget_bytes)
+        key = (
+            made.changed, made.planner, made.planned_temp_bytes, made.recompute_ns,
+            record.budget_bytes, asked.calibration.strict,
+        )  # fmt: skip
         if key in self.seen:
             return True
         self.seen.add(key)
@@ -263,6 +299,19 @@ class _Search:
         outcome = dataclasses.replace(_hlo(found), budget_bytes=self.record.budget_bytes)
         record = dataclasses.replace(self.record, jaxpr=found.record.jaxpr, hlo=outcome)
         return xla.Choice(record=record, module=found.module)
+
+
+def _rank(verdict: StageOutcome) -> tuple[bool, int]:
+    """Within the budget by time, else by bytes; smaller is better."""
+    if verdict.status.found:
+        return False, _cost_ns(verdict)
+    least = verdict.least_total_bytes
+    return True, verdict.fixed_bytes + verdict.before_temp_bytes if least is None else least
+
+
+def _rank_of(choice: xla.Choice) -> tuple[bool, int]:
+    assert choice.record.hlo is not None, "the enforcing stage has spoken"
+    return _rank(choice.record.hlo)
 
 
 def _hlo(found: Variant) -> StageOutcome:

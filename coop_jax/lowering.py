@@ -21,7 +21,6 @@ from coop_jax.alternatives import OtherWays
 from coop_jax.baseline import Baseline, Part, baseline, is_whole, joined_programs, pinned_plain_bytes
 from coop_jax.budget import Budget
 from coop_jax.errors import ConstraintError, InfeasibleBudgetError, UnsupportedError
-from coop_jax.trial import Attempt, Partition, settle
 from passes.cost import DEVICES, DeviceModel
 from passes.hlo.enforce import OnFragmentation
 from passes.ir import Status
@@ -206,17 +205,8 @@ def plan_pair(forward: Any, backward: Any, n_outs: int, config: RematConfig) -> 
     except ConstraintUnsupported as impossible:
         raise ConstraintError(str(impossible)) from None
 
-    def attempt(asked: JaxprRequest) -> Attempt:
-        joint = plan_joint(*halves, n_outs, asked)
-        return Attempt(
-            made=joint,
-            outcome=joint.outcome,
-            trace=lambda: joined_programs(joint.forward, joint.backward, n_outs)[0],
-        )
-
-    device = _expected_device(forward.in_avals)
-    joint, outcome = settle(attempt, request, _trial_record(config, request), device)
-    return joint, Planned(outcome=outcome, forward=forward, backward=backward, n_outs=n_outs)
+    joint = plan_joint(*halves, n_outs, request)
+    return joint, Planned(outcome=joint.outcome, forward=forward, backward=backward, n_outs=n_outs)
 
 
 def _constrained(plain: Any, config: RematConfig) -> Any:
@@ -238,26 +228,11 @@ def _plan_whole(
     if request is None:
         return _plan_partitioned(plain, facts, config, budget_bytes)
     request = _as_wished(request, lambda: plan_program(plain, _unlimited(request))[1])
-    if facts.device is None or not is_whole(plain, facts):
-        return plan_program(plain, request)
-    donated = facts.donated
-    may_pin = config.on_fragmentation == "pin" and facts.device.platform == "cpu"
-    if may_pin and pinned_plain_bytes(plain, facts.device, donated) <= budget_bytes:
+    may_pin = config.on_fragmentation == "pin" and facts.platforms == ("cpu",) and is_whole(plain, facts)
+    if may_pin and pinned_plain_bytes(plain, facts.device, facts.donated) <= budget_bytes:
         kept, outcome = plan_program(plain, _unlimited(request))
         return kept, dataclasses.replace(outcome, budget_bytes=budget_bytes)
-
-    made, outcome = settle(_attempts(plain), request, _trial_record(config, request), facts.device, donated)
-    return made, outcome
-
-
-def _attempts(plain: Any) -> Callable[[JaxprRequest], Attempt]:
-    """The jaxpr stage's answers for a whole function."""
-
-    def attempt(asked: JaxprRequest) -> Attempt:
-        jaxpr, outcome = plan_program(plain, asked)
-        return Attempt(made=jaxpr, outcome=outcome, trace=lambda: jaxpr)
-
-    return attempt
+    return plan_program(plain, request)
 
 
 def _plan_partitioned(
@@ -266,7 +241,7 @@ def _plan_partitioned(
     """Plan a program over several devices, of which only the whole's sizes are known here.
 
     XLA decides how temporaries are split. They are taken to be split as finely as the argument that is split
-    most, which a batch usually is; a trial and the enforcing stage see the real sizes.
+    most, which a batch usually is; the enforcing stage sees the real sizes.
     """
     parts = max(facts.argument_parts, default=1)
     arguments = [n // p for n, p in zip(facts.argument_nbytes, facts.argument_parts, strict=True)]
@@ -282,13 +257,7 @@ def _plan_partitioned(
     request = _as_wished(request, lambda: plan_program(plain, _unlimited(request))[1], parts)
     if request.temp_budget_bytes <= 0:
         return plain, None
-    if not facts.argument_shardings or not is_whole(plain, facts):
-        made, outcome = plan_program(plain, request)
-        return made, scaled(outcome, over=parts) if outcome.changed else None
-
-    partition = Partition(arguments=facts.argument_shardings, outputs=facts.output_shardings, parts=parts)
-    record = dataclasses.replace(_trial_record(config, request), budget_bytes=request.budget_bytes // parts)
-    made, outcome = settle(_attempts(plain), request, record, facts.device, facts.donated, partition)
+    made, outcome = plan_program(plain, request)
     return made, scaled(outcome, over=parts) if outcome.changed else None
 
 
@@ -306,21 +275,11 @@ def _as_wished(request: JaxprRequest, unplanned: Callable[[], StageOutcome], par
         aim_bytes = request.fixed_bytes + max(1, int(asked.temp_ratio * unplanned().before_temp_bytes))
     else:
         aim_bytes = parts * (asked.aim_bytes or asked.budget_bytes)
-    return dataclasses.replace(request, budget_bytes=aim_bytes)
+    return dataclasses.replace(request, budget_bytes=aim_bytes, calibration=asked.calibration.of_parts(parts))
 
 
 def _unlimited(request: JaxprRequest) -> JaxprRequest:
     return dataclasses.replace(request, budget_bytes=xla.UNLIMITED_BYTES)
-
-
-def _trial_record(config: RematConfig, request: JaxprRequest) -> xla.Record:
-    return xla.Record(
-        budget=str(config.budget),
-        budget_bytes=request.budget_bytes,
-        planner=config.planner,
-        device_name=request.device.name,
-        on_fragmentation=config.on_fragmentation,
-    )
 
 
 def _as_planned(planned: Planned, request: JaxprRequest | None) -> StageOutcome:

@@ -109,6 +109,44 @@ def test_before_a_refusal_the_plain_program_and_every_deeper_plan_is_tried(
     assert {w.budget_bytes for w in asked} == {BUDGET}
 
 
+def planned(record: Record = RECORD, **changes: Any) -> Record:
+    """A record of a program that the jaxpr stage has planned."""
+    made = dataclasses.replace(OUTCOME, stage="jaxpr", planned_temp_bytes=900, **changes)
+    return dataclasses.replace(record, jaxpr=made)
+
+
+def test_a_plan_that_xla_makes_larger_is_asked_for_with_fewer_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = asked_of(monkeypatch, lambda w: OUTCOME if w.calibration.bytes_ratio > 1.1 else None)
+    over = dataclasses.replace(REFUSED, before_temp_bytes=1080)
+    choice = ways().choose(planned(), over, MODULE)
+    assert choice.module == MODULE
+    assert [w.calibration.bytes_ratio for w in asked] == [1.2]
+
+
+def test_a_plan_whose_repair_is_dear_is_asked_for_once_more_and_the_cheaper_one_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for other_ns, is_taken in ((10, True), (500, False)):
+        other = dataclasses.replace(OUTCOME, recompute_ns=other_ns)
+        asked = asked_of(monkeypatch, lambda _, other=other: other)  # type: ignore[misc]
+        choice = ways(key=str(other_ns)).choose(planned(), OUTCOME, MODULE)
+        assert len(asked) == 1
+        assert (choice.module is not None) == is_taken
+
+
+def test_a_plan_that_was_seen_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Wish] = []
+
+    def variant(program: Any, wish: Wish, plain: Record, *, skip: Any) -> None:
+        asked.append(wish)
+        assert skip(planned())
+
+    asked_of(monkeypatch)
+    monkeypatch.setattr(again, "variant", variant)
+    ways().choose(planned(), dataclasses.replace(OUTCOME, before_temp_bytes=1080), MODULE)
+    assert [w.calibration.strict for w in asked] == [False]
+
+
 def test_a_larger_budget_tries_all_that_a_smaller_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
     for budget in (600, 1100, 3000):

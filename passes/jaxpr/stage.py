@@ -18,11 +18,11 @@ from passes.cost import DeviceModel
 from passes.ir import OpId, Plan, Status
 from passes.jaxpr import compat
 from passes.jaxpr.bodies import has_control_flow
+from passes.jaxpr.calibration import SCANS, UNCALIBRATED, Calibration
 from passes.jaxpr.emit import EmitConfig, emit, emit_split
 from passes.jaxpr.freedom import emit_config
 from passes.jaxpr.joint import Joined, closed_halves, join
 from passes.jaxpr.lift import LiftedJaxpr, lift
-from passes.jaxpr.measured import Measured
 from passes.jaxpr.scan_choice import Rung, all_remade
 from passes.jaxpr.simplify import scatter_in_place
 from passes.jaxpr.structured import Tools, search_structured
@@ -44,11 +44,8 @@ class JaxprRequest:
         device: cost model.
         planner: one of `passes.planners.config.PLANNERS`.
         baseline_total_bytes: what the program needs without this stage, where that was compiled.
-        bytes_ratio: XLA's bytes of temporaries over this stage's estimate, where a trial has told.
-        measured: candidates with rewritten scans that were tried out.
+        calibration: what XLA made of other plans of this program.
         inside: True for a body of a program whose scans, inner ones, too, are rewritten already.
-        strict: True to leave XLA no freedom to merge small dots or to reorder re-runs: every such kernel is
-            behind a barrier of its own, which costs time and is for programs that do not fit without.
     """
 
     budget_bytes: int
@@ -58,10 +55,8 @@ class JaxprRequest:
     device: DeviceModel
     planner: str = "auto"
     baseline_total_bytes: int | None = None
-    bytes_ratio: float = 1.0
-    measured: tuple[Measured, ...] = ()
+    calibration: Calibration = UNCALIBRATED
     inside: bool = False
-    strict: bool = False
 
     @property
     def fixed_bytes(self) -> int:
@@ -180,7 +175,7 @@ class Candidate:
     @property
     def planner(self) -> str:
         """What was done to scans and bodies, and whose plan is run."""
-        scans = "scan segments" if any(choice.in_segments for choice in self.scans) else "scan"
+        scans = f"{SCANS} segments" if any(choice.in_segments for choice in self.scans) else SCANS
         names = [scans] * self.rewritten + ["bodies"] * self.bodies
         names += [] if self.plan is None else [self.plan.planner]
         return "+".join(names) or "none"
@@ -213,16 +208,16 @@ def _identity(lifted: LiftedJaxpr) -> tuple[OpId, ...]:
 
 
 def _fits_as_it_is(peak_bytes: int, request: JaxprRequest) -> bool:
-    if request.strict:
+    if request.calibration.strict:
         return False
     if request.baseline_total_bytes is not None:
         return request.baseline_total_bytes <= request.budget_bytes
-    return peak_bytes * request.bytes_ratio <= request.temp_budget_bytes
+    return peak_bytes * request.calibration.bytes_ratio <= request.temp_budget_bytes
 
 
 def _scale(peak_bytes: int, request: JaxprRequest) -> float:
     """Estimated over real bytes of temporaries, where XLA is known to need more than estimated."""
-    ratio = request.bytes_ratio
+    ratio = request.calibration.bytes_ratio
     if request.baseline_total_bytes is not None:
         ratio = max(ratio, (request.baseline_total_bytes - request.fixed_bytes) / max(peak_bytes, 1))
     return 1 / max(ratio, 1.0)
@@ -269,7 +264,7 @@ def _search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidat
     lifted = lift(as_is.jaxpr, request.device, as_xla=False)
     peak_bytes = simulate(lifted.program, _identity(lifted)).peak_bytes
     target_bytes = max(int(request.temp_budget_bytes * scale), 1)
-    written = emit_config(lifted, as_is, request.device, strict=request.strict)
+    written = emit_config(lifted, as_is, request.device, strict=request.calibration.strict)
     config = PlannerConfig(planner=request.planner, bound=False, quick=True)
     best: Candidate | None = None
     rung = _rungs_down(target_bytes / max(peak_bytes, 1))

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from passes.cost import DeviceModel
 from passes.jaxpr import compat
 from passes.jaxpr.bodies import fit_bodies
+from passes.jaxpr.calibration import expected_ratio, tried
 from passes.jaxpr.lift import LiftedJaxpr, lift
-from passes.jaxpr.measured import expected_ratio, tried
 from passes.jaxpr.scan_choice import Rung
 from passes.jaxpr.scan_emit import rewrite
 from passes.jaxpr.scan_ladder import ladder, segment_ladder
@@ -30,11 +30,8 @@ WAYS = (ALONE, RERUNS, BODIES, TIGHTER) = (0, 1, 2, 3)
 BODIES_RATIO = 0.9
 # An estimate may be off by as much, if XLA has seen nothing of the kind, or something.
 UNKNOWN_RATIO, KNOWN_RATIO = 1.25, 1.05
-# What is expected to cost more than this of the best is not worth a trial.
+# What is expected to cost more than this of the best is not worth another compile.
 CHEAPER_RATIO = 0.95
-# Where trials are cheap, one of a kind that was not tried is worth one at up to this of the best estimate.
-EXPLORED_RATIO = 1.05
-EXPLORED_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +53,7 @@ def search_structured(jaxpr: Any, request: JaxprRequest, scale: float, tools: To
     """The cheapest candidate that fits, among the rungs of the scans' ladder and what can be done beside it.
 
     A rung alone, with re-runs beside the scans, with the bodies of control flow planned, too, and planned
-    tighter; then scans in segments. What was tried out (`request.measured`) counts as measured, the others
+    tighter; then scans in segments. What was compiled counts as measured (`request.calibration`), the others
     as estimated times what their like turned out to need.
     """
     search = _Search(original=jaxpr, request=request, scale=scale, tools=tools)
@@ -118,7 +115,7 @@ class _Search:
 
     Attributes:
         original: the program as it came.
-        scale: estimated over real bytes of temporaries, before anything was tried out.
+        scale: estimated over real bytes of temporaries, before anything was compiled.
     """
 
     original: Any
@@ -156,14 +153,11 @@ class _Search:
                 best = min(found, key=lambda at: _rank(found[at]))
                 if BODIES in ways:  # planned bodies may be cheaper even where nothing asks for fewer bytes
                     look(best[0], BODIES)
-                    if found[best].candidate.peak_bytes <= EXPLORED_BYTES:
-                        for k in (*above, *below):
-                            look(k, BODIES)
                 break
         return list(found.values())
 
     def _look(self, rung: _Rewritten, way: int, *, lowest: bool) -> _Look:
-        """One rung in one of the `WAYS`; the lowest is not given up before it was tried out itself."""
+        """One rung in one of the `WAYS`; the lowest is not given up before it was compiled itself."""
         request = self.request
         program, as_is = rung.program, rung.lifted
         if way in (BODIES, TIGHTER):
@@ -202,13 +196,13 @@ class _Search:
         return planned, lifted
 
     def _expect(self, made: Candidate, ratio: float) -> _Look:
-        known = tried(self.request.measured, made.planner, made.peak_bytes)
+        known = tried(self.request.calibration.measured, made.planner, made.peak_bytes)
         nbytes = round(made.peak_bytes * ratio) if known is None else known.temp_bytes
         over = nbytes > self.request.temp_budget_bytes
         return _Look(candidate=made, expected_bytes=nbytes, over=over, tried=known is not None)
 
     def _ratio(self, planner: str, estimated_bytes: int, prior_ratio: float) -> float:
-        return expected_ratio(self.request.measured, planner, estimated_bytes, prior_ratio)
+        return expected_ratio(self.request.calibration.measured, planner, estimated_bytes, prior_ratio)
 
 
 def _next(looks: Sequence[_Look], request: JaxprRequest) -> _Look:
@@ -218,16 +212,12 @@ def _next(looks: Sequence[_Look], request: JaxprRequest) -> _Look:
         return best
 
     def may_fit(look: _Look) -> bool:
-        known = any(m.planner == look.candidate.planner for m in request.measured)
+        known = any(m.planner == look.candidate.planner for m in request.calibration.measured)
         return look.expected_bytes <= (KNOWN_RATIO if known else UNKNOWN_RATIO) * request.temp_budget_bytes
 
-    tried_kinds = {m.planner for m in request.measured}
-    explored = EXPLORED_RATIO if best.candidate.peak_bytes <= EXPLORED_BYTES else CHEAPER_RATIO
-
     def is_worth_it(look: _Look) -> bool:
-        unknown = look.candidate.bodies and look.candidate.planner not in tried_kinds
-        ratio = explored if unknown else CHEAPER_RATIO
-        return not look.tried and look.candidate.cost_ns <= ratio * best.candidate.cost_ns and may_fit(look)
+        cheaper = look.candidate.cost_ns <= CHEAPER_RATIO * best.candidate.cost_ns
+        return not look.tried and cheaper and may_fit(look)
 
     return min(filter(is_worth_it, looks), key=lambda look: look.expected_bytes, default=best)
 

@@ -1,0 +1,83 @@
+"""What follows from what XLA made of a plan: how the next one is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from passes.ir import Status
+from passes.jaxpr.calibration import (
+    CHEAP_REPAIR_RATIO,
+    UNCALIBRATED,
+    Calibration,
+    Measured,
+    expected_ratio,
+    tried,
+)
+from passes.outcome import StageOutcome
+
+PLANNED = StageOutcome(
+    stage="jaxpr",
+    changed=True,
+    budget_bytes=1000,
+    argument_bytes=0,
+    output_bytes=0,
+    alias_bytes=0,
+    before_temp_bytes=4000,
+    planned_temp_bytes=1000,
+    cost_ns=100,
+    recompute_ns=0,
+    lower_bound_ratio=0.0,
+    status=Status.FEASIBLE,
+    planner="auto",
+    seconds=0.0,
+)
+
+
+def needing(nbytes: int, *, found: bool = False, repair_ns: int = 0) -> StageOutcome:
+    """A verdict: XLA made `nbytes` of temporaries of a plan."""
+    status = Status.FEASIBLE if found or nbytes <= 1000 else Status.UNKNOWN
+    return replace(PLANNED, stage="hlo", before_temp_bytes=nbytes, recompute_ns=repair_ns, status=status)
+
+
+def test_a_plan_that_fits_or_is_repaired_cheaply_has_no_successor() -> None:
+    cheap_ns = int(CHEAP_REPAIR_RATIO * PLANNED.cost_ns)
+    assert UNCALIBRATED.after(PLANNED, needing(900)) is None
+    assert UNCALIBRATED.after(PLANNED, needing(1100, found=True, repair_ns=cheap_ns)) is None
+    assert UNCALIBRATED.after(PLANNED, needing(1100, found=True, repair_ns=cheap_ns + 1)) is not None
+
+
+def test_a_plan_that_is_too_large_is_followed_by_one_for_fewer_bytes() -> None:
+    second = UNCALIBRATED.after(PLANNED, needing(1200))
+    assert second == Calibration(bytes_ratio=1.2)
+    third = second.after(PLANNED, needing(1010))
+    assert third is not None
+    assert third.bytes_ratio > second.bytes_ratio
+
+
+def test_xla_is_left_less_freedom_once_where_it_makes_something_else_of_a_plan() -> None:
+    assert UNCALIBRATED.after(PLANNED, needing(2000)) == Calibration(strict=True)
+    assert UNCALIBRATED.after(replace(PLANNED, changed=False), needing(2000)) == Calibration(bytes_ratio=2.0)
+    assert Calibration(strict=True).after(PLANNED, needing(2000)) == Calibration(strict=True, bytes_ratio=2.0)
+
+
+def test_of_rewritten_scans_it_is_remembered_what_each_needs() -> None:
+    scan = replace(PLANNED, planner="scan+auto", planned_temp_bytes=800)
+    known = UNCALIBRATED.after(scan, needing(1400))
+    assert known is not None
+    assert known.measured == (Measured(planner="scan+auto", estimated_bytes=800, temp_bytes=1400),)
+    repaired = UNCALIBRATED.after(scan, needing(1400, found=True))
+    assert repaired is not None
+    assert repaired.measured[0].temp_bytes == 1000
+    assert tried(known.of_parts(8).measured, "scan+auto", 8 * 800 + 5) is not None
+    assert tried(known.measured, "scan+auto", 900) is None
+    assert tried(known.measured, "scan", 800) is None
+
+
+def test_an_estimate_is_corrected_by_the_nearest_of_its_kind() -> None:
+    measured = (
+        Measured(planner="scan", estimated_bytes=100, temp_bytes=110),
+        Measured(planner="scan", estimated_bytes=1000, temp_bytes=900),
+    )
+    assert expected_ratio(measured, "scan", 120) == 1.1
+    assert expected_ratio(measured, "scan", 800) == 0.9
+    assert expected_ratio(measured, "scan segments", 800, 1.5) == 1.5
