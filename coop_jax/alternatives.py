@@ -202,13 +202,10 @@ class _Search:
         if refused.needs_pinning:
             return xla.Choice(record=xla.with_hlo(self.record, refused))
         self.ways.learn(Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes), refused)
-        if refused.fixed_bytes < budget_bytes:
-            for asked in (*(k.wish for k in self._known()), *self._wishes(refused)):
-                found = self._try(asked)
-                if found is not None:
-                    return self._choice(found)
-        else:
-            self.explore(refused)
+        for asked in (*(k.wish for k in self._known()), *self._wishes(refused)):
+            found = self._try(asked)
+            if found is not None:
+                return self._choice(found)
         return xla.Choice(record=xla.with_hlo(self.record, self.named(refused)))
 
     def named(self, refused: StageOutcome) -> StageOutcome:
