@@ -206,7 +206,7 @@ class _Search:
 
 
 def _next(looks: Sequence[_Look], request: JaxprRequest) -> _Look:
-    """What to try out: what is expected to be best; once that was tried, what may be better still."""
+    """What to compile: what is expected to be best; once that was compiled, what may be better still."""
     best = min(looks, key=_rank)
     if best.over or not best.tried:
         return best
