@@ -7,8 +7,8 @@
 
 Rows: the plain program; the scan's body under `jax.checkpoint` with three policies; XLA's own pass (the
 device's memory made small; GPUs only); coop with 0.6, 0.4 and 0.25 of the plain total, with the totals of the
-policies, and with the least budget that it reaches. Planning seconds count all plans and the compiles that look at them.
-Bytes are XLA's, the time is the roofline cost of the
+policies, and with the least budget that it reaches. Planning seconds count all plans, and the compiles that
+look at them. Bytes are XLA's, the time is the roofline cost of the
 final kernels, loops counted as often as they run. Seconds are of a machine that others may use.
 """
 

@@ -17,14 +17,17 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from coop_jax import again, xla
 from coop_jax.again import Plain, Variant, Wish
+from coop_jax.progress import progress
 from coop_jax.record import Record
 from coop_jax.replacing import Calls, in_place_of, signature
+from coop_jax.text import format_bytes
 from passes.ir import Status
 from passes.jaxpr.calibration import UNCALIBRATED, Calibration
 from passes.jaxpr.compat import BeingLowered
@@ -104,11 +107,22 @@ class OtherWays:
 
     def choose(self, record: Record, outcome: StageOutcome, module: bytes) -> xla.Choice:
         """What to take, when the enforcing stage has said `outcome` of the scheduled `module`."""
+        begin = time.perf_counter()
+        with progress() as tell:
+            search = _Search(ways=self, record=record, module=module, tell=tell)
+            choice = self._chosen(search, outcome)
+        hlo = choice.record.hlo
+        assert hlo is not None, "the enforcing stage has spoken"
+        seconds = outcome.seconds + time.perf_counter() - begin
+        counted = dataclasses.replace(hlo, seconds=seconds, looks=search.looks)
+        return dataclasses.replace(choice, record=xla.with_hlo(choice.record, counted))
+
+    def _chosen(self, search: _Search, outcome: StageOutcome) -> xla.Choice:
+        record = search.record
         first = xla.Choice(record=xla.with_hlo(record, outcome))
         first_wish = Wish(budget_bytes=record.budget_bytes, aim_bytes=record.budget_bytes)
         if again.wish() is not None or self.settings != self.program.settings():
             return first
-        search = _Search(ways=self, record=record, module=module)
         search.is_seen(record, first_wish)
         tuned = search.tuned(first)
         hlo = tuned.record.hlo
@@ -124,8 +138,9 @@ class OtherWays:
 
     def refusal(self, record: Record, outcome: StageOutcome) -> StageOutcome:
         """What to say of a budget that cannot be kept, before the program is compiled."""
-        search = _Search(ways=self, record=record)
-        search.explore(outcome)
+        with progress() as tell:
+            search = _Search(ways=self, record=record, tell=tell)
+            search.explore(outcome)
         return search.named(dataclasses.replace(outcome, least_total_bytes=None))
 
     def learn(self, asked: Wish, outcome: StageOutcome) -> None:
@@ -144,13 +159,18 @@ class _Search:
     """The search for another way to keep one budget.
 
     Attributes:
+        tell: is told of everything that takes long.
         module: the scheduled module that another one must be able to replace; None if there is none yet.
+        seen: the plans that were looked at.
+        looks: how often something was compiled.
     """
 
     ways: OtherWays
     record: Record
+    tell: Callable[[str], None]
     module: bytes | None = None
     seen: set[Hashable] = field(default_factory=set)
+    looks: int = 0
 
     def tuned(self, first: xla.Choice) -> xla.Choice:
         """The best of the plans that follow one from the other from what XLA made of the first.
@@ -252,9 +272,11 @@ class _Search:
         if plain is not None and not self._is_met_by(plain):
             return None
         record = dataclasses.replace(self.record, jaxpr=None, budget_bytes=asked.budget_bytes)
+        self._tell(asked)
         found = again.variant(self.ways.program, asked, record, skip=lambda r: self.is_seen(r, asked))
         if found is None:
             return None
+        self.looks += 1
         if plain is not None:
             found = _as_counted(found, plain)
         if self.module is not None:
@@ -264,6 +286,15 @@ class _Search:
             found = dataclasses.replace(found, module=fit)
         self.ways.learn(asked, _hlo(found))
         return found
+
+    def _tell(self, asked: Wish) -> None:
+        within = f"for {format_bytes(self.record.budget_bytes, exact=False)}"
+        if asked.plain:
+            self.tell(f"compiling the program as it is, {within}")
+        elif asked.temp_ratio is not None:
+            self.tell(f"planning for {asked.temp_ratio:.0%} of the temporaries, {within}")
+        else:
+            self.tell(f"planning once more, {within}")
 
     def _plain(self) -> Plain | None:
         """The program without `coop.remat`, as XLA counts it; None where it cannot be had."""

@@ -54,6 +54,7 @@ class Report:
             `live_temp_bytes` alive at once; `packed_temp_bytes` with the best packing that was found;
             whether the program is `pinned` to that, and `pin_reason` if it was asked to and is not.
         seconds: planning time by stage; 0.0 where the program came from JAX's compilation cache.
+        looks: how often the program was planned and compiled once more, as far as XLA's schedule.
         constraints: what was asked about single values, such as "save=('h',)". What they alone make the
             program compute again is not among `recomputed`.
     """
@@ -78,6 +79,7 @@ class Report:
     recomputed: tuple[Recomputed, ...]
     offsets: Offsets
     seconds: dict[str, float]
+    looks: int
     constraints: str = ""
     changed: bool = False
 
@@ -112,6 +114,9 @@ class Report:
             )
         stages = ", ".join(f"{name} {value:.2f} s" for name, value in self.seconds.items())
         lines.append(_address_text(self.offsets))
+        if self.looks:
+            times = "once" if self.looks == 1 else f"{self.looks} times"
+            stages += f", in which the program was planned and compiled {times} more"
         lines.append(f"planning: {stages or 'none'} (costs are estimates for {self.device_name})")
         return "\n".join(lines)
 
@@ -210,6 +215,7 @@ def _assemble(record: xla.Record, memory: aot.Memory, offsets: Offsets) -> Repor
         recomputed=tuple(r for s in stages for r in s.recomputed),
         offsets=offsets,
         seconds={s.stage: s.seconds for s in stages},
+        looks=0 if record.hlo is None else record.hlo.looks,
         constraints=record.constraints,
         changed=bool(changed),
     )

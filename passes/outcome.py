@@ -64,7 +64,8 @@ class StageOutcome:
         lower_bound_ratio: no plan of this stage's program costs less (0.0: nothing proved).
         status: see `Status`.
         planner: which planner's plan was taken.
-        seconds: wall time of this stage.
+        seconds: wall time of this stage, all looks at other plans included.
+        looks: how often the program was planned and compiled once more to look at another plan.
         recomputed: what is run again, in program order.
         tightest: the largest values alive at the tightest point, largest first.
         least_total_bytes: the least whole-program budget that this stage could meet; filled when
@@ -94,6 +95,7 @@ class StageOutcome:
     least_proved: bool = False
     needs_pinning: bool = False
     constraints: str = ""
+    looks: int = 0
 
     @property
     def fixed_bytes(self) -> int:

@@ -91,7 +91,8 @@ def test_what_was_found_is_taken_and_remembered(monkeypatch: pytest.MonkeyPatch)
     asked = asked_of(monkeypatch)
     choice = ways().choose(RECORD, OUTCOME, MODULE)
     assert choice.module is None
-    assert choice.record.hlo is OUTCOME
+    assert choice.record.hlo is not None
+    assert dataclasses.replace(choice.record.hlo, seconds=0.0) == OUTCOME
     assert asked == []
     wish = Wish(budget_bytes=BUDGET, aim_bytes=BUDGET)
     assert alternatives.MEMORY.of("one program") == (Known(wish=wish, total_bytes=1000, cost_ns=1100),)
