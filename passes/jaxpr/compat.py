@@ -312,6 +312,23 @@ def without_refs(closed: Any) -> Any:
     return discharge_state(closed) if internal or any(map(is_ref, closed.in_avals)) else closed
 
 
+def is_array(aval: Any) -> bool:
+    """True for the abstract value of a plain array or of keys; False for tokens, references and others."""
+    return isinstance(aval, core.ShapedArray)
+
+
+def side_effects(eqn: Any) -> frozenset[Any]:
+    """The effects of an equation that are no mere use of a mesh axis, as collectives have."""
+    return frozenset(e for e in eqn.effects if not isinstance(e, core.NamedAxisEffect))
+
+
+def claims_side_effect(eqn: Any) -> bool:
+    """True for a kernel whose maker says in its parameters that it must not be merged or dropped."""
+    claims = getattr(eqn.params.get("compiler_params"), "has_side_effects", False)
+    claims = getattr(claims, "value", claims) not in (False, "pure")
+    return claims or bool(eqn.params.get("has_side_effect", False))
+
+
 def varies_over_mesh(aval: Any) -> bool:
     """True inside `shard_map` for a value that differs from device to device."""
     return bool(getattr(getattr(aval, "manual_axis_type", None), "varying", ()))
