@@ -1,7 +1,7 @@
 """What equations cost: 2 matrix flops per multiply-add of dots and convolutions; what kernels of others say.
 
 A Pallas kernel may carry its maker's estimate; if it does not, the dots of its body count, once for every
-point of its grid and turn of a loop that is known. Attention as one primitive (cuDNN) tells by its shapes. All
+point of its grid and turn of a loop that is known. Attention as one primitive (cuDNN) tells by shapes. All
 else that XLA sees from outside is as dear as its bytes. What a collective sends is told by its shapes, too.
 """
 
@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 from passes.jaxpr import compat
+from passes.jaxpr.primitives import Kind, is_expensive
 
 EXPENSIVE_FLOPS = 16
 """Elementwise flops that a transcendental function counts as."""
@@ -38,10 +39,14 @@ def matrix_work(eqns: Sequence[Any]) -> tuple[int, int]:
     return total, bits
 
 
-def said_vector_flops(eqn: Any) -> int:
-    """Elementwise flops that a kernel's maker says it does; 0 if nothing is said."""
-    said = eqn.params.get("cost_estimate")
-    return 0 if said is None else EXPENSIVE_FLOPS * int(said.transcendentals)
+def vector_work(eqn: Any, kind: Kind) -> int:
+    """Elementwise flops of one equation; of a kernel only what its maker says of it."""
+    if kind not in (Kind.FUSIBLE, Kind.REDUCTION):
+        said = eqn.params.get("cost_estimate")
+        return 0 if said is None else EXPENSIVE_FLOPS * int(said.transcendentals)
+    per_element = EXPENSIVE_FLOPS if is_expensive(eqn.primitive.name) else 1
+    avals = [v.aval for v in (*compat.variables(eqn.invars), *eqn.outvars)]
+    return per_element * max((int(getattr(a, "size", 0)) for a in avals), default=0)
 
 
 def said_bytes(eqn: Any) -> int | None:

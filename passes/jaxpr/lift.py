@@ -21,7 +21,7 @@ from typing import Any
 from passes.cost import DeviceModel, kernel_ns
 from passes.ir import Buffer, BufferId, Op, OpId, Program
 from passes.jaxpr import compat
-from passes.jaxpr.flops import EXPENSIVE_FLOPS, matrix_work, said_bytes, said_vector_flops, sent_bytes
+from passes.jaxpr.flops import matrix_work, said_bytes, sent_bytes, vector_work
 from passes.jaxpr.in_place import (
     IN_PLACE,
     aliased,
@@ -102,7 +102,7 @@ class _Lift:
 
     def run(self) -> LiftedJaxpr:
         self._index()
-        self.vector_flops = [self._vector_flops(i) for i in range(len(self.jaxpr.eqns))]
+        self.vector_flops = list(map(vector_work, self.jaxpr.eqns, self.kinds))
         needed = self._needed_in_memory()
         self.kernels = self._reading_kernels(needed)
         for i, eqn in enumerate(self.jaxpr.eqns):
@@ -379,14 +379,6 @@ class _Lift:
             for leaf, nbytes in self.reads[v].items():
                 reads[leaf] = max(reads.get(leaf, 0), nbytes if limit is None else min(nbytes, limit))
         return reads
-
-    def _vector_flops(self, i: int) -> int:
-        eqn = self.jaxpr.eqns[i]
-        if self.kinds[i] not in (Kind.FUSIBLE, Kind.REDUCTION):
-            return said_vector_flops(eqn)
-        per_element = EXPENSIVE_FLOPS if is_expensive(eqn.primitive.name) else 1
-        avals = [v.aval for v in (*compat.variables(eqn.invars), *eqn.outvars)]
-        return per_element * max((int(getattr(a, "size", 0)) for a in avals), default=0)
 
     def _may_share(
         self, root: int, outvars: list[Any], buffer_of: dict[Any, BufferId], leaves: tuple[BufferId, ...]

@@ -21,7 +21,7 @@ from passes.saved import SAVED
 # Python is told nothing twice; generators with hidden state; what crosses memories, devices or programs;
 # functions that hold a budget of their own.
 ONCE = frozenset(
-    {"pure_callback", "rng_uniform", "infeed", "outfeed", "psend", "precv", "device_put", "inspect_sharding",
+    {"pure_callback", "rng_uniform", "psend", "precv", "device_put", "inspect_sharding",
      "coop_remat", "coop_remat_part", "coop_linear", "coop_trial"}
 )  # fmt: skip
 
