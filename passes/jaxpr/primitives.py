@@ -31,7 +31,7 @@ class Kind(enum.Enum):
     OPAQUE = enum.auto()
 
 
-_VIEW = "copy name reshape sharding_constraint squeeze stop_gradient transpose"
+_VIEW = "copy name pvary reshape sharding_constraint squeeze stop_gradient transpose"
 
 _FUSIBLE = """
     abs add add_any and bitcast_convert_type broadcast_in_dim ceil clamp clz complex concatenate conj

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+
 from passes.jaxpr import compat
 from passes.jaxpr.primitives import CALLS, CONTROL_FLOW, Kind, kind_of
 from passes.saved import SAVED
@@ -48,7 +50,11 @@ def has_effect(eqn: Any) -> bool:
 def is_pure_kernel(eqn: Any) -> bool:
     """True for an equation of whatever primitive that may run again; see the head of this file."""
     atoms = (*eqn.invars, *eqn.outvars)
-    return not has_effect(eqn) and all(compat.is_array(v.aval) for v in atoms) and _claims_nothing(eqn)
+    return (
+        not has_effect(eqn)
+        and all(isinstance(v.aval, jax.core.ShapedArray) for v in atoms)
+        and _claims_nothing(eqn)
+    )
 
 
 def _claims_nothing(eqn: Any) -> bool:
