@@ -67,20 +67,19 @@ def test_forward_and_backward_are_one_body_of_one_devices_sizes(check: bool):
 
 
 @pytest.mark.parametrize("check", [True, False])
-def test_a_forward_part_that_the_cotangent_needs_stays_and_runs_again_behind_a_barrier(check: bool):
+def test_a_forward_part_that_the_cotangent_needs_stays_and_is_planned_with_the_other(check: bool):
     found = entered(inside=False, check=check)
     compat.check(found.jaxpr)
     assert names(found.jaxpr).count("shard_map") == 2
     assert names(found.body).count("scan") == 2
-    assert names(found.body)[0] == "optimization_barrier"
-    (first,) = (e for e in found.jaxpr.eqns if e.primitive.name == "shard_map" and e is not found.eqn)
-    assert [v.aval.shape for v in first.outvars] == [(ROWS, WIDTH)], "it passes on no residuals"
+    assert found.pair is not None
+    assert len(found.pair.joint.kept) == 1, "what the loss reads; the rest is passed on inside"
 
 
 def test_collectives_may_run_again_at_the_price_of_what_they_send():
     found = entered(inside=True, check=False)
     ops = lift(found.body, DEVICES["h200"], as_xla=False).program.ops
-    (reduced,) = (op for op in ops if op.name == "psum" and op.cost_ns > 2 * DEVICES["h200"].launch_ns)
+    reduced = max((op for op in ops if op.name == "psum"), key=lambda op: op.cost_ns)
     sent = 2 * N_LAYERS * WIDTH * WIDTH * 4
     assert reduced.recomputable
     assert reduced.cost_ns > 1e9 * sent / DEVICES["h200"].link_bytes_per_second

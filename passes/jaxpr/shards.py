@@ -6,8 +6,8 @@ leaves the first whole and enters the second. As one equation they pass it on in
     outs, residuals = shard_map(f)(args)
     grads = shard_map(b)(residuals, cts)       ->     outs, grads = shard_map(f, then b)(args, cts)
 
-Where the cotangents come from the forward results by equations outside, the first stays for these, and the
-second runs the first's body again behind a barrier. The body's sizes are those of one device, and its
+Where the cotangents come from the forward results by equations outside, both stay, and the plan of their
+joint body is written in two (`passes.jaxpr.shard_pairs`). The body's sizes are those of one device, and its
 collectives are kernels with a price. What is outside stays as it is.
 """
 
@@ -20,26 +20,30 @@ from typing import Any
 from passes.jaxpr import compat
 from passes.jaxpr.flops import matrix_work
 from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.joint import Split
 from passes.jaxpr.primitives import CONTROL_FLOW, Kind
 from passes.jaxpr.purity import eqn_kind
 from passes.jaxpr.rewrite import consts_as_literals, renewed
+from passes.jaxpr.shard_pairs import Joint, Pair, write_pair
 
 SHARD_MAP = "shard_map"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Inside:
-    """A program with one `shard_map` that holds its work.
+    """A program with one `shard_map`, or a pair of them, that holds its work.
 
     Attributes:
         jaxpr: the open jaxpr of the program.
-        place: which of its equations it is.
-        body: its body, open: values of one device, calls inlined, constants written in.
+        place: which of its equations it is; of a pair the second.
+        body: what is planned, open: values of one device, calls inlined, constants written in.
+        pair: how the body is of a pair; None if it is of one equation.
     """
 
     jaxpr: Any
     place: int
     body: Any
+    pair: Pair | None = None
 
     @property
     def eqn(self) -> Any:
@@ -47,10 +51,15 @@ class Inside:
         return self.jaxpr.eqns[self.place]
 
     def written(self, body: Any) -> Any:
-        """The program's open jaxpr with another body."""
+        """The program's open jaxpr with another body of its one equation."""
         eqns = list(self.jaxpr.eqns)
         eqns[self.place] = _with_body(self.eqn, body)
         return compat.rebuild(self.jaxpr, eqns=eqns, outvars=self.jaxpr.outvars)
+
+    def written_in_two(self, halves: Split) -> Any:
+        """The program's open jaxpr with other bodies of its pair."""
+        assert self.pair is not None, "only asked of a pair"
+        return write_pair(self.jaxpr, self.place, self.pair, halves)
 
 
 @compat.cached_by_jaxpr
@@ -59,24 +68,40 @@ def enter(closed: Any) -> Inside | None:
     jaxpr = compat.open_jaxpr(closed)[0]
     if not any(_is_shard_map(eqn) for eqn in jaxpr.eqns):
         return None
-    jaxpr = _merged(compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars)))
-    found = [i for i, eqn in enumerate(jaxpr.eqns) if _is_shard_map(eqn)]
-    if not found:
+    found = _found(_merged(compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))))
+    if found is None:
         return None
-    place = max(found, key=lambda i: (_work(jaxpr.eqns[i]), i))
-    others = [eqn for eqn in jaxpr.eqns if not _is_shard_map(eqn)]
-    work = int(jaxpr.eqns[place].params["mesh"].size) * _work(jaxpr.eqns[place])
-    if any(eqn.primitive.name in CONTROL_FLOW for eqn in others) or matrix_work(others)[0] > work:
+    mine = {found.place} if found.pair is None else {found.place, found.pair.place}
+    others = [eqn for i, eqn in enumerate(found.jaxpr.eqns) if i not in mine]
+    work = found.eqn.params["mesh"].size * matrix_work(found.body.eqns)[0]
+    loops = any(eqn.primitive.name in CONTROL_FLOW for eqn in others)
+    return None if loops or matrix_work(others)[0] > work else found
+
+
+def _found(jaxpr: Any) -> Inside | None:
+    """The pair, if there is one, else the `shard_map` with most work."""
+    if (places := _next_pair(jaxpr)) is not None:
+        i, j = places
+        joint = _joint(jaxpr.eqns[i], jaxpr.eqns[j], _read_beside(jaxpr, i, j))
+        if joint is None or eqn_kind(jaxpr.eqns[i]) is Kind.OPAQUE:
+            return None
+        return Inside(jaxpr=jaxpr, place=j, body=joint.body, pair=Pair(place=i, joint=joint))
+    places_of = [i for i, eqn in enumerate(jaxpr.eqns) if _is_shard_map(eqn)]
+    if not places_of:
         return None
+    place = max(places_of, key=lambda i: (matrix_work([jaxpr.eqns[i]])[0], i))
     return Inside(jaxpr=jaxpr, place=place, body=_body(jaxpr.eqns[place]))
+
+
+def _read_beside(jaxpr: Any, i: int, j: int) -> list[int]:
+    """Which results of equation `i` are read by others than `j`."""
+    others = [v for k, eqn in enumerate(jaxpr.eqns) if k != j for v in eqn.invars]
+    read = set(compat.variables([*others, *jaxpr.outvars]))
+    return [k for k, v in enumerate(jaxpr.eqns[i].outvars) if v in read]
 
 
 def _is_shard_map(eqn: Any) -> bool:
     return bool(eqn.primitive.name == SHARD_MAP) and not any(compat.is_ref(v.aval) for v in eqn.invars)
-
-
-def _work(eqn: Any) -> int:
-    return matrix_work([eqn])[0]
 
 
 def _body(eqn: Any) -> Any:
@@ -127,54 +152,58 @@ def _joined(eqns: Sequence[Any], i: int, j: int) -> list[Any] | None:
             after.append(eqn)
             reached.update(eqn.outvars)
     own = set(first.outvars)
-    again = any(v in reached and v not in own for v in compat.variables(second.invars))
-    if again:
-        one = None if eqn_kind(first) is Kind.OPAQUE else _as_one(first, second, again=True)
-        return None if one is None else [*eqns[:j], one, *eqns[j + 1 :]]
-    one = _as_one(first, second, again=False)
+    if any(v in reached and v not in own for v in compat.variables(second.invars)):
+        return None
+    kept = [k for k, v in enumerate(first.outvars) if not isinstance(v, compat.DropVar)]
+    joint = _joint(first, second, kept)
+    if joint is None or len(joint.places) + joint.n_passed != len(second.invars):
+        return None
     moved = set(map(id, after))
     before = [eqn for eqn in eqns[i + 1 : j] if id(eqn) not in moved]
-    return None if one is None else [*eqns[:i], *before, one, *after, *eqns[j + 1 :]]
+    return [*eqns[:i], *before, _as_one(first, second, joint), *after, *eqns[j + 1 :]]
 
 
-def _as_one(first: Any, second: Any, *, again: bool) -> Any:
-    """Both as one equation; with `again` of the second's results only. None if nothing is passed inside."""
+def _as_one(first: Any, second: Any, joint: Joint) -> Any:
+    """Both as one equation."""
+    heads, tails = first.params, second.params
+    params = {
+        **tails,
+        "in_specs": (*heads["in_specs"], *(tails["in_specs"][k] for k in joint.places)),
+        "out_specs": (*(heads["out_specs"][k] for k in joint.kept), *tails["out_specs"]),
+    }
+    one = second.replace(
+        invars=[*first.invars, *(second.invars[k] for k in joint.places)],
+        outvars=[*(first.outvars[k] for k in joint.kept), *second.outvars],
+        params=params,
+    )
+    return _with_body(one, joint.body)
+
+
+def _joint(first: Any, second: Any, kept: Sequence[int]) -> Joint | None:
+    """One body of both; None if nothing is passed on inside.
+
+    Args:
+        kept: which results of the first stay results.
+    """
     head, tail = renewed(_body(first)), _body(second)
     made = {v: k for k, v in enumerate(first.outvars) if not isinstance(v, compat.DropVar)}
     known: dict[Any, Any] = {}
     for v, inner, spec in zip(second.invars, tail.invars, second.params["in_specs"], strict=True):
         k = compat.of_variable(made, v)
-        if k is None:
+        given = None if k is None else head.outvars[k]
+        if given is None or not compat.is_variable(given) or spec != first.params["out_specs"][k]:
             continue
-        given = head.outvars[k]
-        fits = compat.is_variable(given) and spec == first.params["out_specs"][k]
-        if fits and given.aval == inner.aval:
+        if given.aval == inner.aval:
             known[inner] = given
-        elif not again:
-            return None
     if not known:
         return None
     places = [k for k, inner in enumerate(tail.invars) if inner not in known]
     tail = renewed(tail, known)
-    invars = [*head.invars, *(tail.invars[k] for k in places)]
-    eqns = [*head.eqns, *tail.eqns]
-    if again:
-        given = {v: compat.fresh_var(v) for v in invars if v.aval.shape}
-        eqns = [compat.barrier_eqn(list(given.values()), list(given)), *eqns]
-        invars = [given.get(v, v) for v in invars]
-    kept = [] if again else sorted(made.values())
-    params = {
-        **second.params,
-        "in_specs": (*first.params["in_specs"], *(second.params["in_specs"][k] for k in places)),
-        "out_specs": (*(first.params["out_specs"][k] for k in kept), *second.params["out_specs"]),
-    }
-    outvars = [*(head.outvars[k] for k in kept), *tail.outvars]
-    body = compat.rebuild(tail, eqns=eqns, outvars=outvars, invars=invars, constvars=[])
-    return _with_body(
-        second.replace(
-            invars=[*first.invars, *(second.invars[k] for k in places)],
-            outvars=[*(first.outvars[k] for k in kept), *second.outvars],
-            params=params,
-        ),
-        body,
+    body = compat.rebuild(
+        tail,
+        eqns=[*head.eqns, *tail.eqns],
+        outvars=[*(head.outvars[k] for k in kept), *tail.outvars],
+        invars=[*head.invars, *(tail.invars[k] for k in places)],
+        constvars=[],
     )
+    return Joint(body=body, kept=tuple(kept), places=tuple(places), n_passed=len(known))

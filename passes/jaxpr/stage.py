@@ -24,7 +24,7 @@ from passes.jaxpr.joint import Joined, closed_halves, join
 from passes.jaxpr.lift import LiftedJaxpr, lift
 from passes.jaxpr.measured import Measured
 from passes.jaxpr.scan_choice import Rung, all_remade
-from passes.jaxpr.shards import enter
+from passes.jaxpr.shards import Inside, enter
 from passes.jaxpr.simplify import scatter_in_place
 from passes.jaxpr.structured import Tools, search_structured
 from passes.outcome import StageOutcome, recomputed_by, tightest_values
@@ -101,11 +101,23 @@ def plan_program(closed_jaxpr: Any, request: JaxprRequest) -> tuple[Any, StageOu
     else:
         with compat.inside_shard_map(inside.eqn):
             choice = _choose(_simplified(inside.body), request)
-        emitted = inside.written(choice.candidate.emitted)
+        emitted = _written(inside, choice.candidate)
     if not choice.outcome.changed:
         return closed_jaxpr, choice.outcome
     consts = compat.open_jaxpr(closed_jaxpr)[1]
     return compat.close_jaxpr(emitted, consts), choice.outcome
+
+
+def _written(inside: Inside, made: Candidate) -> Any:
+    """The program around a `shard_map` whose body was planned."""
+    if inside.pair is None or not made.changed:
+        return inside.written(made.emitted)
+    n_arguments, n_kept = len(inside.jaxpr.eqns[inside.pair.place].invars), len(inside.pair.joint.kept)
+    with compat.inside_shard_map(inside.eqn):
+        halves = emit_split(
+            made.lifted, made.steps, made.config, n_arguments=n_arguments, n_forward_results=n_kept
+        )
+    return inside.written_in_two(halves)
 
 
 @compat.cached_by_jaxpr
