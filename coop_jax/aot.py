@@ -20,6 +20,7 @@ from importlib import resources
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import topologies
 
 from coop_jax.errors import UnsupportedError
@@ -209,7 +210,19 @@ def lower_for(
         return jitted.lower(*specs, **(kwargs or {}))
     (where,) = devices(device)
     placed = sharded_specs(tuple(specs), where, static_argnums=static_argnums)
-    return jitted.lower(*placed, **sharded_specs(dict(kwargs or {}), where))
+    with _told_to_kernels(where):
+        return jitted.lower(*placed, **sharded_specs(dict(kwargs or {}), where))
+
+
+def _told_to_kernels(device: Any) -> Any:
+    """A context in which Pallas, which writes its kernels when they are lowered, finds an absent device.
+
+    The mesh has no axes, so it is none to anything else.
+    """
+    like = jax.sharding.Mesh(np.array([device]), ("device",)).abstract_mesh
+    return jax.sharding.use_abstract_mesh(
+        jax.sharding.AbstractMesh((), (), abstract_device=like.abstract_device)
+    )
 
 
 def memory(compiled: Any) -> Memory:

@@ -27,6 +27,7 @@ from passes.ir import Status
 from passes.jaxpr import compat, module
 from passes.jaxpr.constraints import constrain_pair, constrain_program
 from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.shards import enter
 from passes.jaxpr.stage import JaxprRequest, JointResult, plan_joint, plan_program
 from passes.jaxpr.values import Constraints, ConstraintUnsupported
 from passes.outcome import StageOutcome, scaled
@@ -241,9 +242,10 @@ def _plan_partitioned(
     """Plan a program over several devices, of which only the whole's sizes are known here.
 
     XLA decides how temporaries are split. They are taken to be split as finely as the argument that is split
-    most, which a batch usually is; the enforcing stage sees the real sizes.
+    most, which a batch usually is; the enforcing stage sees the real sizes. Inside `shard_map` the sizes are
+    one device's.
     """
-    parts = max(facts.argument_parts, default=1)
+    parts = 1 if enter(plain) is not None else max(facts.argument_parts, default=1)
     arguments = [n // p for n, p in zip(facts.argument_nbytes, facts.argument_parts, strict=True)]
     outputs = [n // p for n, p in zip(facts.output_nbytes, facts.output_parts, strict=True)]
     request = JaxprRequest(

@@ -22,6 +22,7 @@ class DeviceModel:
             XLA runs f32 dots by default on the device).
         vector_flops: elementwise flop/s.
         bytes_per_second: memory bandwidth.
+        link_bytes_per_second: what a device sends to others at a time, one way.
         launch_ns: fixed time of a kernel.
     """
 
@@ -31,6 +32,7 @@ class DeviceModel:
     flops_64bit: float
     vector_flops: float
     bytes_per_second: float
+    link_bytes_per_second: float
     launch_ns: int
 
 
@@ -39,23 +41,28 @@ DEVICES: dict[str, DeviceModel] = {
     for d in (
         DeviceModel(
             name="h200", flops_16bit=989 * TERA, flops_32bit=494 * TERA, flops_64bit=67 * TERA,
-            vector_flops=67 * TERA, bytes_per_second=4.8 * TERA, launch_ns=2000,
+            vector_flops=67 * TERA, bytes_per_second=4.8 * TERA, link_bytes_per_second=0.45 * TERA,
+            launch_ns=2000,
         ),
         DeviceModel(
             name="h100", flops_16bit=989 * TERA, flops_32bit=494 * TERA, flops_64bit=67 * TERA,
-            vector_flops=67 * TERA, bytes_per_second=3.35 * TERA, launch_ns=2000,
+            vector_flops=67 * TERA, bytes_per_second=3.35 * TERA, link_bytes_per_second=0.45 * TERA,
+            launch_ns=2000,
         ),
         DeviceModel(
             name="a100", flops_16bit=312 * TERA, flops_32bit=156 * TERA, flops_64bit=19.5 * TERA,
-            vector_flops=19.5 * TERA, bytes_per_second=2.039 * TERA, launch_ns=2500,
+            vector_flops=19.5 * TERA, bytes_per_second=2.039 * TERA, link_bytes_per_second=0.3 * TERA,
+            launch_ns=2500,
         ),
         DeviceModel(
             name="b200", flops_16bit=2250 * TERA, flops_32bit=1125 * TERA, flops_64bit=37 * TERA,
-            vector_flops=75 * TERA, bytes_per_second=8.0 * TERA, launch_ns=2000,
+            vector_flops=75 * TERA, bytes_per_second=8.0 * TERA, link_bytes_per_second=0.9 * TERA,
+            launch_ns=2000,
         ),
         DeviceModel(
             name="cpu", flops_16bit=0.05 * TERA, flops_32bit=0.1 * TERA, flops_64bit=0.05 * TERA,
-            vector_flops=0.01 * TERA, bytes_per_second=0.01 * TERA, launch_ns=1000,
+            vector_flops=0.01 * TERA, bytes_per_second=0.01 * TERA, link_bytes_per_second=0.01 * TERA,
+            launch_ns=1000,
         ),
     )
 }  # fmt: skip

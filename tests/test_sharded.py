@@ -56,6 +56,21 @@ for weights in (P(), P(None, None, "d")):
     for a, b in zip(limited(w, x), plain(w, x)):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
+def mapped(layer, w, x):
+    local = lambda w, x: jax.lax.pmean((lax.scan(layer, x, w)[0] ** 2).mean(), "d")
+    value = lambda w: jax.shard_map(local, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())(w, x)
+    return jax.value_and_grad(value)(w)
+
+body = lambda h, w: (layer(w, h), None)
+w = jax.device_put(w, NamedSharding(mesh, P()))
+plain = jax.jit(lambda w, x: mapped(body, w, x)).lower(w, x).compile()
+hand = jax.jit(lambda w, x: mapped(jax.checkpoint(body), w, x)).lower(w, x).compile()
+budget = aot.memory(hand).total_bytes
+limited = jax.jit(remat(lambda w, x: mapped(body, w, x), budget=budget)).lower(w, x).compile()
+assert aot.memory(limited).total_bytes <= budget < aot.memory(plain).total_bytes
+for a, b in zip(limited(w, x), plain(w, x)):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
 ws = [jax.random.normal(k, (64, 64)) / 8 for k in jax.random.split(jax.random.key(2), 6)]
 ws = [jax.device_put(w, NamedSharding(mesh, P())) for w in ws]
 

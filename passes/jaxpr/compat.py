@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from jax._src import (
     dispatch,
     monitoring,
     pjit,
+    shard_map,
     source_info_util,
     stages,
     traceback_util,
@@ -40,6 +42,7 @@ from jax._src.dtypes import float0
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lax.lax import optimization_barrier_p as optimization_barrier_p
+from jax._src.mesh import use_abstract_mesh
 from jax._src.sharding_impls import UnspecifiedValue
 from jax._src.state.discharge import discharge_state, register_discharge_rule
 from jax._src.state.types import AbstractRef
@@ -310,6 +313,32 @@ def without_refs(closed: Any) -> Any:
     """`closed` without mutable references: those that are inputs become values, and as many last results."""
     internal = any(isinstance(e, core.InternalMutableArrayEffect) for e in closed.effects)
     return discharge_state(closed) if internal or any(map(is_ref, closed.in_avals)) else closed
+
+
+def side_effects(eqn: Any) -> frozenset[Any]:
+    """The effects of an equation that are no mere use of a mesh axis, as collectives have."""
+    return frozenset(e for e in eqn.effects if not isinstance(e, core.NamedAxisEffect))
+
+
+def claims_side_effect(eqn: Any) -> bool:
+    """True for a kernel whose maker says in its parameters that it must not be merged or dropped."""
+    claims = getattr(eqn.params.get("compiler_params"), "has_side_effects", False)
+    claims = getattr(claims, "value", claims) not in (False, "pure")
+    return claims or bool(eqn.params.get("has_side_effect", False))
+
+
+@contextmanager
+def inside_shard_map(eqn: Any) -> Iterator[None]:
+    """A context in which what is traced is part of the body of this `shard_map`."""
+    mesh, axes = eqn.params["mesh"], eqn.params["newly_manual_axes"]
+    manual = use_abstract_mesh(shard_map._as_manual_mesh(mesh, axes))
+    with shard_map._extend_axis_env(mesh, axes), manual, config._check_vma(eqn.params["check_vma"]):
+        yield
+
+
+def without_axis_effects(body: Any, eqn: Any) -> Any:
+    """The open body of a `shard_map` without the effects of naming the axes that this equation binds."""
+    return core.remove_named_axis_effects(body, eqn.params["mesh"].axis_names)
 
 
 def varies_over_mesh(aval: Any) -> bool:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from passes.jaxpr import compat
-from passes.jaxpr.lift import eqn_kind
 from passes.jaxpr.primitives import Kind
+from passes.jaxpr.purity import eqn_kind, has_effect
 from passes.jaxpr.rewrite import consts_as_literals
 
 
@@ -27,7 +27,7 @@ def rerun_in_second_cond(jaxpr: Any) -> Any:
     elsewhere = _read_elsewhere(jaxpr)
     eqns = list(jaxpr.eqns)
     for j, second in enumerate(jaxpr.eqns):
-        if second.primitive.name != "cond" or second.effects:
+        if second.primitive.name != "cond" or has_effect(second):
             continue
         sources = {producer[v] for v in second.invars if compat.is_variable(v) and v in producer}
         for i in sorted(sources):

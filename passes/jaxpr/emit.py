@@ -20,8 +20,9 @@ from typing import Any
 from passes.ir import BufferId, OpId
 from passes.jaxpr import compat
 from passes.jaxpr.joint import Split, split
-from passes.jaxpr.lift import LiftedJaxpr, eqn_kind
+from passes.jaxpr.lift import LiftedJaxpr
 from passes.jaxpr.primitives import Kind
+from passes.jaxpr.purity import eqn_kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

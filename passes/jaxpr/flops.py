@@ -1,4 +1,9 @@
-"""Matrix work of equations: 2 flops per multiply-add of dots and convolutions."""
+"""What equations cost: 2 matrix flops per multiply-add of dots and convolutions; what kernels of others say.
+
+A Pallas kernel may carry its maker's estimate; if it does not, the dots of its body count, once for every
+point of its grid and turn of a loop that is known. Attention as one primitive (cuDNN) tells by shapes. All
+else that XLA sees from outside is as dear as its bytes. What a collective sends is told by its shapes, too.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,20 @@ from math import prod
 from typing import Any
 
 from passes.jaxpr import compat
+from passes.jaxpr.primitives import Kind, is_expensive
+
+EXPENSIVE_FLOPS = 16
+"""Elementwise flops that a transcendental function counts as."""
+
+# Of the forward pass two products of (queries, keys, head size), of the backward pass five.
+_ATTENTION = {"dot_product_attention": 2, "dot_product_attention_bwd": 5, "dot_product_attention_fp8_bwd": 5}
+_BNTH = 1
+# How often a collective sends its operand (negative: its result) over the slowest link of a ring.
+_SENT = {
+    "psum": 2, "psum_invariant": 2, "pmax": 2, "pmin": 2, "ppermute": 1, "pbroadcast": 1, "all_to_all": 1,
+    "ragged_all_to_all": 1, "reduce_scatter": 1, "all_gather": -1, "all_gather_invariant": -1,
+    "all_gather_reduced": -1,
+}  # fmt: skip
 
 
 def matrix_work(eqns: Sequence[Any]) -> tuple[int, int]:
@@ -18,6 +37,28 @@ def matrix_work(eqns: Sequence[Any]) -> tuple[int, int]:
         if flops > largest:
             largest, bits = flops, width
     return total, bits
+
+
+def vector_work(eqn: Any, kind: Kind) -> int:
+    """Elementwise flops of one equation; of a kernel only what its maker says of it."""
+    if kind not in (Kind.FUSIBLE, Kind.REDUCTION):
+        said = eqn.params.get("cost_estimate")
+        return 0 if said is None else EXPENSIVE_FLOPS * int(said.transcendentals)
+    per_element = EXPENSIVE_FLOPS if is_expensive(eqn.primitive.name) else 1
+    avals = [v.aval for v in (*compat.variables(eqn.invars), *eqn.outvars)]
+    return per_element * max((int(getattr(a, "size", 0)) for a in avals), default=0)
+
+
+def said_bytes(eqn: Any) -> int | None:
+    """Bytes that a kernel's maker says it moves; None if nothing is said."""
+    said = eqn.params.get("cost_estimate")
+    return None if said is None else int(said.bytes_accessed)
+
+
+def sent_bytes(eqn: Any) -> int:
+    """Bytes that each device sends in a collective; 0 for everything else."""
+    times = _SENT.get(eqn.primitive.name, 0)
+    return abs(times) * sum(compat.aval_nbytes(v.aval) for v in (eqn.invars if times > 0 else eqn.outvars))
 
 
 def _eqn_work(eqn: Any) -> tuple[int, int]:
@@ -32,8 +73,38 @@ def _eqn_work(eqn: Any) -> tuple[int, int]:
         out_features = rhs.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
         depth = prod(rhs.shape) // max(out_features, 1)
         return 2 * prod(eqn.outvars[0].aval.shape) * depth, 8 * lhs.dtype.itemsize
-    if name in ("scan", "while", "cond"):
-        work = [matrix_work(inner.eqns) for inner in compat.inner_jaxprs(eqn)]
-        flops, bits = max(work, default=(0, 32))
-        return flops * int(eqn.params.get("length") or 1), bits
-    return 0, 32
+    if name == "pallas_call":
+        return _pallas_work(eqn)
+    if name.startswith("dot_product_attention"):
+        return _attention_work(eqn)
+    if name in ("while", "cond"):
+        return max(map(_inner_work, compat.inner_jaxprs(eqn)), default=(0, 32))
+    return _of_inner(eqn, int(eqn.params.get("length") or 1) if name == "scan" else 1)
+
+
+def _inner_work(jaxpr: Any) -> tuple[int, int]:
+    return matrix_work(jaxpr.eqns)
+
+
+def _of_inner(eqn: Any, turns: int) -> tuple[int, int]:
+    """What is inside an equation, `turns` times."""
+    flops, bits = max(map(_inner_work, compat.inner_jaxprs(eqn)), default=(0, 32))
+    return flops * turns, bits
+
+
+def _pallas_work(eqn: Any) -> tuple[int, int]:
+    points = prod(n for n in eqn.params["grid_mapping"].grid if isinstance(n, int))
+    flops, bits = _of_inner(eqn, points)
+    said = eqn.params["cost_estimate"]
+    return (flops if said is None else int(said.flops)), bits
+
+
+def _attention_work(eqn: Any) -> tuple[int, int]:
+    """Products of attention: queries (B, T, N, H) or (B, N, T, H), keys the same with S for T."""
+    query, key = eqn.invars[0].aval, eqn.invars[1].aval
+    if len(query.shape) != 4 or len(key.shape) != 4:
+        return 0, 32
+    n_keys = key.shape[2 if eqn.params.get("layout") == _BNTH else 1]
+    name = eqn.primitive.name.removesuffix("_wrapper")
+    products = _ATTENTION.get(name, _ATTENTION["dot_product_attention"])
+    return 2 * products * prod(query.shape) * n_keys, 8 * query.dtype.itemsize

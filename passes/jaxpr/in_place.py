@@ -44,6 +44,21 @@ def carries_shared(
     )
 
 
+def aliased(
+    kernel: Any, buffer_of: dict[Any, BufferId], kept: set[Any]
+) -> tuple[tuple[BufferId, BufferId], ...]:
+    """Pairs (result, operand) of a kernel whose maker lets the one take the place of the other."""
+    first = kernel.params["grid_mapping"].num_dynamic_grid_bounds if "grid_mapping" in kernel.params else 0
+    return tuple(
+        (buffer_of[result], buffer_of[operand])
+        for i, k in kernel.params.get("input_output_aliases") or ()
+        if compat.is_variable(operand := kernel.invars[first + i])
+        and operand not in kept
+        and operand in buffer_of
+        and (result := kernel.outvars[k]) in buffer_of
+    )
+
+
 def updated_in_place(lifted: LiftedJaxpr, n_consts: int, n_carry: int) -> set[int]:
     """Which of a scan's carries are elementwise updates of themselves, such as a sum of gradients."""
     last_reader = {b: op.id for op in lifted.program.ops for b in op.inputs}

@@ -16,15 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from passes.jaxpr import compat
-from passes.jaxpr.primitives import CONTROL_FLOW
+from passes.jaxpr.primitives import CALLS, CONTROL_FLOW
 from passes.jaxpr.rewrite import bodies_of, with_bodies
 
 CHECKPOINT = "remat2"
-
-CALLS = {
-    "jit": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr",
-    "eval_jaxpr": "call_jaxpr", CHECKPOINT: "jaxpr",
-}  # fmt: skip
 
 
 @dataclass(slots=True, kw_only=True)

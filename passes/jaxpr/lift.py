@@ -21,12 +21,19 @@ from typing import Any
 from passes.cost import DeviceModel, kernel_ns
 from passes.ir import Buffer, BufferId, Op, OpId, Program
 from passes.jaxpr import compat
-from passes.jaxpr.flops import matrix_work
-from passes.jaxpr.in_place import IN_PLACE, carries_shared, result_storage, updated_in_place, written_over
-from passes.jaxpr.inline import CALLS, inline_calls
-from passes.jaxpr.primitives import CONTROL_FLOW, SLICING, Kind, is_expensive, kind_of
+from passes.jaxpr.flops import matrix_work, said_bytes, sent_bytes, vector_work
+from passes.jaxpr.in_place import (
+    IN_PLACE,
+    aliased,
+    carries_shared,
+    result_storage,
+    updated_in_place,
+    written_over,
+)
+from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.primitives import CONTROL_FLOW, SLICING, Kind, is_expensive
+from passes.jaxpr.purity import eqn_kind, has_effect
 from passes.jaxpr.simplify import without_literal_barriers
-from passes.saved import SAVED
 from passes.simulate import simulate
 
 # A value with several readers is stored if reading its leaves costs more than this many times its own
@@ -37,6 +44,8 @@ ONE_READER_RATIO = 2.5
 SLICE_PASSES = 2
 # XLA:GPU stores an expensive value for several readers, unless reading its leaves is that much cheaper.
 SHARED_RATIO = 0.75
+# Kernels whose operands are in memory.
+_WHOLE = (Kind.KERNEL, Kind.FOREIGN, Kind.OPAQUE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +102,7 @@ class _Lift:
 
     def run(self) -> LiftedJaxpr:
         self._index()
-        self.vector_flops = [self._vector_flops(i) for i in range(len(self.jaxpr.eqns))]
+        self.vector_flops = list(map(vector_work, self.jaxpr.eqns, self.kinds))
         needed = self._needed_in_memory()
         self.kernels = self._reading_kernels(needed)
         for i, eqn in enumerate(self.jaxpr.eqns):
@@ -116,7 +125,7 @@ class _Lift:
         needed = set(self.results)
         for i in reversed(range(len(self.jaxpr.eqns))):
             eqn, kind = self.jaxpr.eqns[i], self.kinds[i]
-            if kind in (Kind.KERNEL, Kind.OPAQUE, Kind.BARRIER) or (
+            if kind in (*_WHOLE, Kind.BARRIER) or (
                 kind is Kind.VIEW and any(v in needed for v in eqn.outvars)
             ):
                 needed.update(compat.variables(eqn.invars))
@@ -166,7 +175,7 @@ class _Lift:
         readers = self.readers.get(v, [])
         if v in self.results:
             return True
-        if kind in (Kind.KERNEL, Kind.OPAQUE, Kind.REDUCTION):
+        if kind in (*_WHOLE, Kind.REDUCTION):
             return not self._is_epilogue(i, v, readers)
         if v in needed and (kind is not Kind.VIEW or self._is_held(readers)):
             return True
@@ -218,7 +227,8 @@ class _Lift:
 
     def _is_epilogue(self, i: int, v: Any, readers: Sequence[int]) -> bool:
         """True for a kernel's wide result that its one reader converts to something narrower."""
-        if len(readers) != 1 or len(self.jaxpr.eqns[i].outvars) != 1 or self.kinds[i] is Kind.OPAQUE:
+        sealed = self.kinds[i] in (Kind.OPAQUE, Kind.FOREIGN)
+        if len(readers) != 1 or len(self.jaxpr.eqns[i].outvars) != 1 or sealed:
             return False
         reader = self.jaxpr.eqns[readers[0]]
         if reader.primitive.name != "convert_element_type":
@@ -272,7 +282,7 @@ class _Lift:
 
     def _is_root(self, i: int) -> bool:
         eqn = self.jaxpr.eqns[i]
-        if self.kinds[i] is Kind.OPAQUE or eqn.effects:
+        if self.kinds[i] is Kind.OPAQUE or has_effect(eqn):
             return True
         if self.kinds[i] is Kind.BARRIER:
             return False
@@ -307,7 +317,7 @@ class _Lift:
         for root in reversed(roots):
             place[root] = (float(root), root)
             eqn = self.jaxpr.eqns[root]
-            if self.kinds[root] not in (Kind.FUSIBLE, Kind.VIEW) or eqn.effects:
+            if self.kinds[root] not in (Kind.FUSIBLE, Kind.VIEW) or has_effect(eqn):
                 continue
             if any(v in self.results or v not in readers for v in eqn.outvars):
                 continue
@@ -328,30 +338,37 @@ class _Lift:
     ) -> Op:
         eqn = self.jaxpr.eqns[root]
         outvars = [v for v in eqn.outvars if not isinstance(v, compat.DropVar)]
-        out_bytes = sum(compat.aval_nbytes(v.aval) for v in outvars)
-        is_saved = compat.checkpoint_name_of(eqn) is not None and self.kinds[root] is Kind.OPAQUE
-        traffic = 0 if is_saved else sum(self._kernel_reads(eqn).values()) + out_bytes
-        flops, bits = matrix_work([self.jaxpr.eqns[i] for i in body if self.kinds[i] is Kind.KERNEL])
-        opaque = any(self.kinds[i] is Kind.OPAQUE or self.jaxpr.eqns[i].effects for i in body)
+        opaque = any(self.kinds[i] is Kind.OPAQUE or has_effect(self.jaxpr.eqns[i]) for i in body)
         return Op(
             id=op_id,
             inputs=leaves,
             outputs=tuple(buffer_of[v] for v in outvars),
             cost_ns=self._inner_ns(eqn)
             if eqn.primitive.name in CONTROL_FLOW
-            else kernel_ns(
-                self.device,
-                nbytes=traffic,
-                matrix_flops=flops,
-                bits=bits,
-                vector_flops=sum(self.vector_flops[i] for i in body),
-            ),
+            else self._kernel_ns(root, body, outvars),
             recomputable=not opaque,
             may_share=self._may_share(root, outvars, buffer_of, leaves),
             workspace_bytes=sum(self._workspace(self.jaxpr.eqns[i]) for i in body),
             name=eqn.primitive.name,
             source=compat.source_line(eqn),
         )
+
+    def _kernel_ns(self, root: int, body: tuple[int, ...], outvars: list[Any]) -> int:
+        """Time of one kernel, of what it sends to other devices, too."""
+        eqn = self.jaxpr.eqns[root]
+        is_saved = compat.checkpoint_name_of(eqn) is not None and self.kinds[root] is Kind.OPAQUE
+        nbytes = said_bytes(eqn)
+        if nbytes is None:
+            nbytes = sum(self._kernel_reads(eqn).values()) + sum(compat.aval_nbytes(v.aval) for v in outvars)
+        flops, bits = matrix_work([self.jaxpr.eqns[i] for i in body if self.kinds[i] in _WHOLE])
+        kernel = kernel_ns(
+            self.device,
+            nbytes=0 if is_saved else nbytes,
+            matrix_flops=flops,
+            bits=bits,
+            vector_flops=sum(self.vector_flops[i] for i in body),
+        )
+        return kernel + round(1e9 * sent_bytes(eqn) / self.device.link_bytes_per_second)
 
     def _kernel_reads(self, eqn: Any) -> dict[Any, int]:
         reads: dict[Any, int] = {}
@@ -363,14 +380,6 @@ class _Lift:
                 reads[leaf] = max(reads.get(leaf, 0), nbytes if limit is None else min(nbytes, limit))
         return reads
 
-    def _vector_flops(self, i: int) -> int:
-        eqn = self.jaxpr.eqns[i]
-        if self.kinds[i] not in (Kind.FUSIBLE, Kind.REDUCTION):
-            return 0
-        per_element = 16 if is_expensive(eqn.primitive.name) else 1
-        avals = [v.aval for v in (*compat.variables(eqn.invars), *eqn.outvars)]
-        return per_element * max((int(getattr(a, "size", 0)) for a in avals), default=0)
-
     def _may_share(
         self, root: int, outvars: list[Any], buffer_of: dict[Any, BufferId], leaves: tuple[BufferId, ...]
     ) -> tuple[tuple[BufferId, BufferId], ...]:
@@ -379,6 +388,8 @@ class _Lift:
         kept = {*self.jaxpr.constvars, *self.jaxpr.invars, *self.results}
         if eqn.primitive.name == "scan":
             return carries_shared(eqn, buffer_of, kept)
+        if self.kinds[root] is Kind.FOREIGN:
+            return aliased(eqn, buffer_of, kept)
         if self.kinds[root] is not Kind.FUSIBLE and eqn.primitive.name not in IN_PLACE:
             return ()
         free = {v: b for v in self._eqn_reads(eqn) if v not in kept and (b := buffer_of[v]) in leaves}
@@ -430,14 +441,3 @@ def inner_work(jaxpr: Any, device: DeviceModel, carried: tuple[int, int] = (0, 0
     results = sum(compat.aval_nbytes(v.aval) for k, v in enumerate(flat.outvars) if k not in in_place)
     peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
     return InnerWork(peak_bytes=int(peak_bytes) + results, cost_ns=program.cost_ns)
-
-
-def eqn_kind(eqn: Any) -> Kind:
-    """The kind of one equation: effects, unknown inner primitives and `passes.saved` make it opaque."""
-    kind = kind_of(eqn.primitive.name)
-    if eqn.effects or compat.checkpoint_name_of(eqn) == SAVED:
-        return Kind.OPAQUE
-    if eqn.primitive.name in CONTROL_FLOW or eqn.primitive.name in CALLS:
-        inner = [e for j in compat.inner_jaxprs(eqn) for e in j.eqns]
-        return Kind.OPAQUE if any(eqn_kind(e) is Kind.OPAQUE for e in inner) else Kind.KERNEL
-    return kind

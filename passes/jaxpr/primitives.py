@@ -1,8 +1,8 @@
 """What each JAX primitive is to the fusion model: one line per fact, a conservative default.
 
 A primitive that is not named here is `OPAQUE`: it keeps its operands in memory, is never run again and
-never moved. Naming a primitive states that running it twice gives the same value twice and does
-nothing else.
+never moved, unless its equation shows that it may be (`passes.jaxpr.purity`). Naming a primitive states
+that running it twice gives the same value twice and does nothing else.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ class Kind(enum.Enum):
     FUSIBLE: computed inside the kernels that read it.
     REDUCTION: computes its operands inside its own kernel; its result is stored.
     KERNEL: a kernel of its own whose operands and results are stored.
+    FOREIGN: a kernel that XLA sees only from outside, such as Pallas's: nothing is fused into it.
     BARRIER: `optimization_barrier`: its results are views of its stored operands.
     OPAQUE: unknown; stored operands and results, runs exactly once.
     """
@@ -25,11 +26,12 @@ class Kind(enum.Enum):
     FUSIBLE = enum.auto()
     REDUCTION = enum.auto()
     KERNEL = enum.auto()
+    FOREIGN = enum.auto()
     BARRIER = enum.auto()
     OPAQUE = enum.auto()
 
 
-_VIEW = "copy name reshape sharding_constraint squeeze stop_gradient transpose"
+_VIEW = "copy name pvary reshape sharding_constraint squeeze stop_gradient transpose"
 
 _FUSIBLE = """
     abs add add_any and bitcast_convert_type broadcast_in_dim ceil clamp clz complex concatenate conj
@@ -37,7 +39,7 @@ _FUSIBLE = """
     is_finite le le_to lt lt_to max min mul mulhi ne neg nextafter not one_minus_square or pad
     population_count real reduce_precision rem rev round select_n shift_left shift_right_arithmetic
     shift_right_logical sign slice split square stack sub tile unstack xor div sqrt rsqrt
-    random_clone random_wrap random_unwrap
+    random_clone random_wrap random_unwrap axis_index
 """
 
 # Elementwise, but many instructions per element: XLA:CPU stores them when several kernels read them.
@@ -79,6 +81,12 @@ SLICING = frozenset({"slice", "dynamic_slice", "gather"})
 
 RESHAPES = frozenset({"copy", "reshape", "squeeze"})
 """Views whose result lies in memory as their operand does."""
+
+CALLS = {
+    "jit": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr", "remat2": "jaxpr",
+}  # fmt: skip
+"""Primitives that only group equations, with the parameter that holds them."""
 
 CONTROL_FLOW = frozenset({"scan", "cond", "while"})
 """Primitives that carry jaxprs and are planned as one kernel each."""

@@ -17,8 +17,10 @@ from typing import Any
 from passes.cost import DeviceModel
 from passes.ir import Op
 from passes.jaxpr import compat
+from passes.jaxpr.flops import EXPENSIVE_FLOPS
 from passes.jaxpr.lift import SLICE_PASSES, lift
 from passes.jaxpr.primitives import is_expensive
+from passes.jaxpr.purity import has_effect
 from passes.jaxpr.rewrite import defined
 from passes.jaxpr.scan_choice import Choice
 from passes.jaxpr.scans import ScanPair
@@ -26,7 +28,6 @@ from passes.outcome import Recomputed
 from passes.planners.closure import MadeBy, cheapest_to_keep
 
 PICO = 1000
-EXPENSIVE_FLOPS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +156,7 @@ def _ops(
         cost = _fused_ps(eqn, device) if kernel is None else PICO * kernel.cost_ns
         if kernel is not None:
             kernels[len(ops)] = _recomputed(eqn, kernel, pair.length)
-        once = eqn.effects or (kernel is not None and not kernel.recomputable)
+        once = has_effect(eqn) or (kernel is not None and not kernel.recomputable)
         inputs = tuple(index[v] for v in eqn.invars if compat.is_variable(v))
         ops.append(MadeBy(cost=None if once else cost, inputs=inputs, outputs=outputs))
     return ops, kernels

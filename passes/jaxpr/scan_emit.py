@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from passes.jaxpr import compat, scan_segments
+from passes.jaxpr.purity import has_effect
 from passes.jaxpr.rewrite import run_scan, splice, with_bodies
 from passes.jaxpr.scan_choice import Choice, Inside
 from passes.jaxpr.scans import Body, ScanPair
@@ -152,7 +153,9 @@ def _write_second(choice: Choice, eqn: Any, first: _First, rename: dict[Any, Any
         *(first.at_hand[v] for v in slices), *(x for _, x in others),
     ]  # fmt: skip
     kept = set(choice.kept)
-    again = [_without(e, kept) for e in make.jaxpr.eqns if not e.effects and not kept.issuperset(e.outvars)]
+    again = [
+        _without(e, kept) for e in make.jaxpr.eqns if not has_effect(e) and not kept.issuperset(e.outvars)
+    ]
     body = compat.rebuild(
         take.jaxpr,
         eqns=when_needed(again, take.jaxpr.eqns),

@@ -14,8 +14,8 @@ from typing import Any
 
 from passes.cost import DeviceModel
 from passes.jaxpr import compat
-from passes.jaxpr.lift import eqn_kind
 from passes.jaxpr.primitives import Kind
+from passes.jaxpr.purity import eqn_kind
 from passes.jaxpr.scan_choice import Choice, Inside, Rung
 from passes.jaxpr.scan_cut import choose, joined_body, kernels_of, turn_of
 from passes.jaxpr.scan_emit import rewrite, with_inner

@@ -12,6 +12,7 @@ from typing import Any
 from passes.jaxpr import compat
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.primitives import Kind, kind_of
+from passes.jaxpr.purity import has_effect
 from passes.jaxpr.rewrite import consts_as_literals, renewed, run_scan, splice
 
 GROWTH = 8
@@ -59,7 +60,7 @@ def _chain(jaxpr: Any, v: Any, producer: dict[Any, int]) -> set[int]:
         if u is not v and compat.aval_nbytes(u.aval) <= limit:
             continue
         i = producer.get(u)
-        if i is None or jaxpr.eqns[i].effects or not _is_cheap(jaxpr.eqns[i]):
+        if i is None or has_effect(jaxpr.eqns[i]) or not _is_cheap(jaxpr.eqns[i]):
             return set()
         if i not in chain:
             chain.add(i)

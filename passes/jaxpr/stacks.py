@@ -16,6 +16,7 @@ import jax
 
 from passes.jaxpr import compat
 from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.purity import has_effect
 from passes.jaxpr.rewrite import consts_as_literals, renewed, run_scan, splice
 from passes.saved import SAVED
 
@@ -63,7 +64,7 @@ def _chain(jaxpr: Any, v: Any, producer: dict[Any, int]) -> list[Any]:
     while (i := producer.get(v)) is not None:
         eqn = jaxpr.eqns[i]
         if eqn.primitive.name == "scan":
-            plain = not eqn.effects and not any(compat.is_ref(u.aval) for u in eqn.invars)
+            plain = not has_effect(eqn) and not any(compat.is_ref(u.aval) for u in eqn.invars)
             return chain[::-1] if plain and v in eqn.outvars[compat.scan_sizes(eqn)[1] :] else []
         if on_slice(eqn) is None:
             return []

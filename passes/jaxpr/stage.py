@@ -24,6 +24,7 @@ from passes.jaxpr.freedom import emit_config
 from passes.jaxpr.joint import Joined, closed_halves, join
 from passes.jaxpr.lift import LiftedJaxpr, lift
 from passes.jaxpr.scan_choice import Rung, all_remade
+from passes.jaxpr.shards import Inside, enter
 from passes.jaxpr.simplify import scatter_in_place
 from passes.jaxpr.structured import Tools, search_structured
 from passes.outcome import StageOutcome, recomputed_by, tightest_values
@@ -83,16 +84,35 @@ def plan_program(closed_jaxpr: Any, request: JaxprRequest) -> tuple[Any, StageOu
     """Rewrite one whole program so that it needs less memory.
 
     Args:
-        closed_jaxpr: calls inlined.
+        closed_jaxpr: calls inlined. Where its work is inside a `shard_map` its body is planned, and the
+            request's bytes are those of one device.
 
     Returns:
         The closed jaxpr to run (the same object if the program fits as it is) and what was done.
     """
-    choice = _choose(_prepared(closed_jaxpr), request)
+    if (inside := enter(closed_jaxpr)) is None:
+        choice = _choose(_prepared(closed_jaxpr), request)
+        emitted = choice.candidate.emitted
+    else:
+        with compat.inside_shard_map(inside.eqn):
+            choice = _choose(_simplified(inside.body), request)
+        emitted = _written(inside, choice.candidate)
     if not choice.outcome.changed:
         return closed_jaxpr, choice.outcome
     consts = compat.open_jaxpr(closed_jaxpr)[1]
-    return compat.close_jaxpr(choice.candidate.emitted, consts), choice.outcome
+    return compat.close_jaxpr(emitted, consts), choice.outcome
+
+
+def _written(inside: Inside, made: Candidate) -> Any:
+    """The program around a `shard_map` whose body was planned."""
+    if inside.pair is None or not made.changed:
+        return inside.written(made.emitted)
+    n_arguments, n_kept = len(inside.jaxpr.eqns[inside.pair.place].invars), len(inside.pair.joint.kept)
+    with compat.inside_shard_map(inside.eqn):
+        halves = emit_split(
+            made.lifted, made.steps, made.config, n_arguments=n_arguments, n_forward_results=n_kept
+        )
+    return inside.written_in_two(halves)
 
 
 @compat.cached_by_jaxpr
@@ -101,6 +121,7 @@ def _prepared(closed_jaxpr: Any) -> Any:
     return _simplified(compat.open_jaxpr(closed_jaxpr)[0])
 
 
+@compat.cached_by_jaxpr
 def _simplified(jaxpr: Any) -> Any:
     return scatter_in_place(compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars)))
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from passes.jaxpr import compat
-from passes.jaxpr.lift import eqn_kind
 from passes.jaxpr.primitives import CONTROL_FLOW, Kind, kind_of
+from passes.jaxpr.purity import eqn_kind
 from passes.saved import SAVED
 
 

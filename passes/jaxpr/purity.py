@@ -1,0 +1,67 @@
+"""Which equations may run twice, and what kind of kernel each one is.
+
+The rule is JAX's own, by which `jax.checkpoint` runs anything again: an equation does nothing but return its
+results unless it declares an effect. So a kernel of another maker (Pallas, an FFI call, cuDNN, a
+partitioning of one's own) is pure if its equation has no effect and its parameters claim none, if all it
+reads and returns are plain arrays, and if nothing inside it must run once. In-place kernels are pure here:
+an equation never changes its operands, XLA copies what is still read. Semaphores, seeds and dropout masks
+of a kernel are its operands or its own.
+
+Not trusted are the few primitives that declare no effect and have one, or that somebody outside sees.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from passes.jaxpr import compat
+from passes.jaxpr.primitives import CALLS, CONTROL_FLOW, Kind, kind_of
+from passes.saved import SAVED
+
+# Python is told nothing twice; generators with hidden state; what crosses memories, devices or programs;
+# functions that hold a budget of their own.
+ONCE = frozenset(
+    {"pure_callback", "rng_uniform", "psend", "precv", "device_put", "inspect_sharding",
+     "coop_remat", "coop_remat_part", "coop_linear", "coop_trial"}
+)  # fmt: skip
+
+
+def eqn_kind(eqn: Any) -> Kind:
+    """The kind of one equation: effects, impure insides and `passes.saved` make it opaque."""
+    if has_effect(eqn) or compat.checkpoint_name_of(eqn) == SAVED:
+        return Kind.OPAQUE
+    name = eqn.primitive.name
+    if name in CONTROL_FLOW or name in CALLS:
+        inner = [e for j in compat.inner_jaxprs(eqn) for e in j.eqns]
+        return Kind.OPAQUE if any(eqn_kind(e) is Kind.OPAQUE for e in inner) else Kind.KERNEL
+    kind = kind_of(name)
+    if kind is Kind.OPAQUE and is_pure_kernel(eqn):
+        return Kind.FOREIGN
+    return kind
+
+
+def has_effect(eqn: Any) -> bool:
+    """True for an equation that does something besides returning its results, as far as it declares it."""
+    return bool(compat.side_effects(eqn))
+
+
+def is_pure_kernel(eqn: Any) -> bool:
+    """True for an equation of whatever primitive that may run again; see the head of this file."""
+    atoms = (*eqn.invars, *eqn.outvars)
+    return (
+        not has_effect(eqn)
+        and all(isinstance(v.aval, jax.core.ShapedArray) for v in atoms)
+        and _claims_nothing(eqn)
+    )
+
+
+def _claims_nothing(eqn: Any) -> bool:
+    """True if neither an equation's parameters nor what is inside it claims to be run once.
+
+    Effects inside are those of references that a kernel makes for itself; others are the equation's, too.
+    """
+    if eqn.primitive.name in ONCE or compat.claims_side_effect(eqn):
+        return False
+    return all(_claims_nothing(inner) for jaxpr in compat.inner_jaxprs(eqn) for inner in jaxpr.eqns)
