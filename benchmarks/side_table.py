@@ -1,4 +1,4 @@
-"""What `side_by_side` measured, as tables and pictures: who loses to whom, and how good the plan's numbers were."""
+"""What `side_by_side` measured, as tables and pictures: who loses, and how good the plan's numbers are."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ TIE_RATIO = 1.01
 NEAR_LEAST_RATIO = 1.05
 COLOURS = {"plain": "black", "hand": "C1", "xla": "C2", "coop": "C0"}
 HEADER = (
-    "way", "asked", "total", "planned", "off", "cost ms", "change", "planned", "wall x", "CPU x", "planning s",
-    "step x", "note",
+    "way", "asked", "total", "planned", "off", "cost ms", "change", "planned", "wall x", "CPU x",
+    "planning s", "step x", "note",
 )  # fmt: skip
 
 
@@ -207,9 +207,9 @@ def document(comparisons: Sequence[Comparison]) -> str:
     parts = [
         "# Side by side",
         "Bytes are XLA's totals, costs the roofline estimate of the final kernels, changes against the plain "
-        'program. "planned" is what the first stage\'s plan expected; "x" is over the plain program in the same '
-        "process. A rival is lost to where coop, asked for the rival's bytes, is refused or more than 1 % dearer. "
-        "Compile ratios leave out budgets within 5 % of the least.",
+        'program. "planned" is what the first stage\'s plan expected; "x" is over the plain program in the '
+        "same process. Coop loses to a rival where, asked for the rival's bytes, it is refused or more than "
+        "1 % dearer. Compile ratios leave out budgets within 5 % of the least.",
         summary(comparisons),
         "## Lost",
         lost_table(comparisons),

@@ -1,9 +1,10 @@
 """One program of the corpus, compiled in every way: plain, by hand, by XLA's own pass, and within budgets.
 
-`rows_of` yields a `Row` for each, the plain one first. Bytes are XLA's, costs are the roofline estimate of the
-final kernels; what the plan expected of both is beside them. On this machine's CPU each program also runs.
+`rows_of` yields a `Row` for each, the plain one first. Bytes are XLA's, costs are the roofline estimate of
+the final kernels; what the plan expected of both is beside them. On this machine's CPU each program also
+runs.
 
-Not done: `everything_saveable` keeps what the plain program keeps, and policies that offload page to the host.
+Not done: `everything_saveable`, which keeps what the plain program keeps, and policies that offload.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Row:
         kind: "plain", "hand" (a policy or the package's own option), "xla" or "coop".
         budget_bytes: what coop was asked for.
         rivals: whose bytes that is.
-        total_bytes, fixed_bytes: XLA's count, and the arguments and outputs in it; None if there is no program.
+        total_bytes, fixed_bytes: XLA's count, and the arguments and outputs in it; None without a program.
         cost_ns: estimated time of the final kernels.
         wall_s, cpu_s: tracing, planning and compiling: wall time, and CPU time of this process.
         planning_s: of which coop says it planned and tried out; None if it says nothing.
@@ -111,7 +112,10 @@ class Compiler:
             if kind == "plain":
                 self.plain = compiled
             elif self.target == "cpu" and self.options.runs:
-                row = self._run(row, compiled, made)
+                try:
+                    row = self._run(row, compiled, made)
+                except Exception as error:  # what it would need and cost is known all the same
+                    row = replace(row, error=f"does not run: {str(error).strip().splitlines()[-1]}")
         self.made.append(row)
         return row
 
@@ -131,7 +135,8 @@ class Compiler:
         return compiled, replace(row, **seconds, **failure)
 
     def _run(self, row: Row, compiled: Any, made: Program) -> Row:
-        pairs = paired(self.plain, compiled, lambda: made.arguments(jax.random.key(0)), self.options.runs)
+        arguments = jax.jit(made.arguments)  # much faster than op by op
+        pairs = paired(self.plain, compiled, lambda: arguments(jax.random.key(0)), self.options.runs)
         return replace(
             row,
             step_ratio=statistics.median(p.wall_ratio for p in pairs),
@@ -232,7 +237,7 @@ def _within(compiler: Compiler, budget: int, rivals: tuple[str, ...]) -> Row:
 def budgets_of(rows: Sequence[Row], fractions: Sequence[float]) -> list[tuple[int, tuple[str, ...]]]:
     """Budgets to ask coop for, largest first, and the rivals whose bytes each is.
 
-    Rivals whose bytes are nearly the same are one budget, the smallest of them; so is a fraction close to them.
+    Rivals whose bytes are nearly the same are one budget, the smallest of them; so is a fraction close by.
     What needs as much as the plain program is no rival.
     """
     most = rows[0].total_bytes

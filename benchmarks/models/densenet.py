@@ -13,7 +13,15 @@ import optax
 from jax import lax
 
 from benchmarks.models.layers import (
-    batch_norm, conv, cross_entropy, dense, dense_weights, filters, image_batch, keys_of, scale_bias,
+    batch_norm,
+    conv,
+    cross_entropy,
+    dense,
+    dense_weights,
+    filters,
+    image_batch,
+    keys_of,
+    scale_bias,
 )  # fmt: skip
 from benchmarks.models.model import Blocks, Model, Net
 

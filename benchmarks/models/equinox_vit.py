@@ -1,4 +1,4 @@
-"""A vision transformer of Equinox's layers; its option is `eqx.filter_checkpoint`, which takes policies, too."""
+"""A vision transformer of Equinox's layers; `eqx.filter_checkpoint`, its option, takes policies, too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flax modules of other packages, each block under `nn.remat` with a policy, without a line of theirs changed."""
+"""Flax modules of other packages, each block under `nn.remat` with a policy; nothing of theirs is changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A language model in Flax with its layers in `nn.scan`, its blocks under `nn.remat` where that is asked for."""
+"""A language model in Flax: its layers in `nn.scan`, its blocks under `nn.remat` where that is asked for."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ScannedLM(nn.Module):
             block = nn.remat(Block, policy=self.blocks.policy, prevent_cse=False)
         scanned = nn.scan(block, {"params": 0}, split_rngs={"params": True}, length=self.layers)
         x = embed(tokens) + position.astype(self.dtype)
-        x, _ = scanned(self.heads, self.dtype)(x, None)
+        x, _ = scanned(self.heads, self.dtype, name="layers")(x, None)
         return embed.attend(nn.LayerNorm(dtype=self.dtype)(x))
 
 

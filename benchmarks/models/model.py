@@ -1,8 +1,8 @@
 """What every program of the corpus looks like from outside, and the training step that is made of it.
 
-A `Model` is a name, sizes for each target and one function, `net(blocks, **sizes)`, which says how parameters,
-a batch and the loss are made. `blocks` says what happens to the model's repeated blocks: nothing, the
-package's own option, or `jax.checkpoint` with a ready policy. `program` makes the whole step of it.
+A `Model` is a name, sizes for each target and one function, `net(blocks, **sizes)`, which says how
+parameters, a batch and the loss are made. `blocks` says what happens to the model's repeated blocks: nothing,
+the package's own option, or `jax.checkpoint` with a ready policy. `program` makes the whole step of it.
 """
 
 from __future__ import annotations

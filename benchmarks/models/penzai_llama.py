@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ class Wrapped(pz.nn.Layer):
     """A layer whose call is under `wrap`."""
 
     inner: Any
-    wrap: Callable[..., Any] = pz.dataclasses.field(metadata={"pytree_node": False})
+    wrap: Callable[..., Any] = dataclasses.field(metadata={"pytree_node": False})
 
     def __call__(self, x: Any, /, **side: Any) -> Any:
         """The layer's result."""

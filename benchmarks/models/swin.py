@@ -9,7 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.models.layers import (
-    attend, conv, cross_entropy, dense, dense_weights, filters, image_batch, keys_of, layer_norm, scale_bias,
+    attend,
+    conv,
+    cross_entropy,
+    dense,
+    dense_weights,
+    filters,
+    image_batch,
+    keys_of,
+    layer_norm,
+    scale_bias,
 )  # fmt: skip
 from benchmarks.models.model import Blocks, Model, Net
 

@@ -1,6 +1,7 @@
 """GPT-2, BERT-Large and ViT: the Flax classes of transformers 4.53 (version 5 has none).
 
-They import and train with flax 0.12 and jax 0.12. Only BERT has an option of its own (`gradient_checkpointing`).
+They import and train with flax 0.12 and jax 0.12. Only BERT has an option of its own
+(`gradient_checkpointing`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A U-Net that denoises images: residual blocks with group norm, self-attention where the image is small.
 
-After Ho et al. (2020) at the sizes of its LSUN model, without dropout: what is long alive is what goes across.
+After Ho et al. (2020) at the sizes of its LSUN model, without dropout. What goes across lives long.
 """
 
 from __future__ import annotations
@@ -11,7 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.models.layers import (
-    attend, conv, dense, dense_weights, filters, group_norm, keys_of, scale_bias,
+    attend,
+    conv,
+    dense,
+    dense_weights,
+    filters,
+    group_norm,
+    keys_of,
+    scale_bias,
 )  # fmt: skip
 from benchmarks.models.model import Blocks, Model, Net
 
