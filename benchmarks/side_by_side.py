@@ -19,6 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +36,22 @@ TARGETS = ("cpu", "h200")
 
 
 def measure(name: str, target: str, options: Options, path: Path) -> None:
-    """In a process of its own: compile every way of one program and append each row to a file."""
-    with path.open("a") as file:
-        for row in rows_of(models.find(name), target, options):
+    """In a process of its own: compile every way of one program and write each row to a file.
+
+    What is in the file before are rivals' rows of an earlier run.
+    """
+    known = read_rows(path)
+    with path.open("w") as file:
+        for row in rows_of(models.find(name), target, options, known):
             file.write(json.dumps(dataclasses.asdict(row)) + "\n")
             file.flush()
 
 
-def compare(name: str, target: str, args: argparse.Namespace) -> Comparison:
-    """One program for one target, whatever happens to it."""
+def compare(name: str, target: str, args: argparse.Namespace, rivals: Sequence[Row]) -> Comparison:
+    """One program for one target, whatever happens to it; `rivals` are not compiled again."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.jsonl"
+        path.write_text("".join(json.dumps(dataclasses.asdict(row)) + "\n" for row in rivals))
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.side_by_side", *asked(args)]
         command += ["--models", name, "--targets", target, "--rows", str(path)]
         failure = ""
@@ -58,13 +64,18 @@ def compare(name: str, target: str, args: argparse.Namespace) -> Comparison:
                 failure = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         except subprocess.TimeoutExpired:
             failure = f"stopped after {args.timeout} s"
-        lines = path.read_text().splitlines() if path.exists() else []
-    rows = tuple(row_of(json.loads(line)) for line in lines)
+        rows = read_rows(path)
     words = ["python -m benchmarks.side_by_side", *asked(args), "--models", name, "--targets", target]
     return Comparison(
         model=name, target=target, source=source_of(name), rows=rows, failure=failure,
-        command=f"{' '.join(words)} # jax {jax.__version__}",
+        command=f"{' '.join(words)} # jax {jax.__version__}, commit {commit()}",
     )  # fmt: skip
+
+
+def commit() -> str:
+    """What is checked out, such as "0f3a5b1"; empty outside a repository."""
+    words = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def environment(name: str) -> dict[str, str]:
@@ -85,6 +96,11 @@ def source_of(name: str) -> str:
         return models.find(name).source
     except ModuleNotFoundError as error:
         return f"needs {error.name}: pip install -e '.[models]'"
+
+
+def read_rows(path: Path) -> tuple[Row, ...]:
+    """The rows in a file of lines."""
+    return tuple(row_of(json.loads(line)) for line in path.read_text().splitlines())
 
 
 def row_of(data: dict[str, Any]) -> Row:
@@ -135,7 +151,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=default.runs, help="pairs of CPU steps; 0 for none")
     parser.add_argument("--no-least", action="store_true", help="do not look for the least budget")
     parser.add_argument("--timeout", type=int, default=3600, help="seconds for each program and target")
-    parser.add_argument("--again", action="store_true", help="also what was measured before")
+    parser.add_argument(
+        "--again", choices=("all", "coop"), help="what was measured before: all of it, or all but the rivals"
+    )
     parser.add_argument("--list", action="store_true", help="name the programs and stop")
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/side_by_side.json"))
@@ -164,7 +182,8 @@ def main() -> None:
                 continue
             if not has_size(name, target):
                 continue
-            result = compare(name, target, args)
+            before = found.get((name, target)) if args.again == "coop" else None
+            result = compare(name, target, args, before.of("hand", "xla") if before else ())
             found[name, target] = result
             with lines.open("a") as file:
                 file.write(json.dumps(dataclasses.asdict(result)) + "\n")

@@ -15,7 +15,7 @@ NEAR_LEAST_RATIO = 1.05
 COLOURS = {"plain": "black", "hand": "C1", "xla": "C2", "coop": "C0"}
 HEADER = (
     "way", "asked", "total", "planned", "off", "cost ms", "change", "planned", "wall x", "CPU x",
-    "planning s", "step x", "note",
+    "planning s", "looks", "step x", "note",
 )  # fmt: skip
 
 
@@ -138,6 +138,7 @@ def detail(found: Comparison) -> str:
                 over(row.wall_s, found.plain.wall_s),
                 over(row.cpu_s, found.plain.cpu_s),
                 number(row.planning_s, 1),
+                "" if row.looks is None else str(row.looks),
                 number(row.step_ratio, 2),
                 row.error[:70] + (f" least {size(row.least_bytes)}" if row.least_bytes else ""),
             )

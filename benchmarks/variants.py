@@ -59,7 +59,8 @@ class Row:
         total_bytes, fixed_bytes: XLA's count, and the arguments and outputs in it; None without a program.
         cost_ns: estimated time of the final kernels.
         wall_s, cpu_s: tracing, planning and compiling: wall time, and CPU time of this process.
-        planning_s: of which coop says it planned and tried out; None if it says nothing.
+        planning_s: of which coop says it planned and looked; None if it says nothing.
+        looks: how often coop compiled the program once more to look at another plan.
         planned_bytes, planned_plain_bytes: what the first stage's plan expected of the total, with and
             without itself.
         planned_change: by how much the plan expected the cost to change, 0.1 for a tenth more.
@@ -79,6 +80,7 @@ class Row:
     wall_s: float | None = None
     cpu_s: float | None = None
     planning_s: float | None = None
+    looks: int | None = None
     planned_bytes: int | None = None
     planned_plain_bytes: int | None = None
     planned_change: float | None = None
@@ -156,11 +158,12 @@ def _described(row: Row, compiled: Any, target: str) -> Row:
     record = xla.record_of(compiled)
     if record is None:
         return row
-    stages = [s for s in (record.jaxpr, record.hlo) if s is not None]
+    report = coop.report(compiled)
     row = replace(
         row,
-        planning_s=sum(s.seconds for s in stages),
-        reported_change=coop.report(compiled).overhead_ratio,
+        planning_s=sum(report.seconds.values()),
+        looks=report.looks,
+        reported_change=report.overhead_ratio,
     )
     planned = record.jaxpr
     if planned is None:
@@ -173,11 +176,12 @@ def _described(row: Row, compiled: Any, target: str) -> Row:
     )
 
 
-def rows_of(model: Model, target: str, options: Options) -> Iterator[Row]:
+def rows_of(model: Model, target: str, options: Options, known: Sequence[Row] = ()) -> Iterator[Row]:
     """Every row of one program for one target, the plain one first.
 
     Args:
         target: "cpu", or the name of a GPU that need not be here.
+        known: rivals' rows of an earlier run, which are not compiled again: coop changes nothing about them.
     """
     compiler = Compiler(model=model, target=target, options=options)
     warm_up(model, target)
@@ -185,14 +189,23 @@ def rows_of(model: Model, target: str, options: Options) -> Iterator[Row]:
     yield plain
     if plain.total_bytes is None:
         return
+    if known:
+        compiler.made += known
+        yield from known
+    else:
+        yield from _rivals(compiler, plain)
+    yield from _within_budgets(compiler, plain)
+
+
+def _rivals(compiler: Compiler, plain: Row) -> Iterator[Row]:
+    model, target = compiler.model, compiler.target
     for way in model.ways()[1:]:
         name = model.own if way == OWN else way
         yield compiler.take(program(model, target, way), name, "hand")
-    for fraction in options.xla_fractions if target != "cpu" else ():
+    for fraction in compiler.options.xla_fractions if target != "cpu" else ():
         # XLA aims at .8 of the device's memory.
-        memory_bytes = int(fraction * plain.total_bytes / 0.8)
+        memory_bytes = int(fraction * (plain.total_bytes or 0) / 0.8)
         yield compiler.take(program(model, target), f"xla {fraction:g}", "xla", memory_bytes)
-    yield from _within_budgets(compiler, plain)
 
 
 def warm_up(model: Model, target: str) -> None:
