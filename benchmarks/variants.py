@@ -9,6 +9,7 @@ Not done: `everything_saveable`, which keeps what the plain program keeps, and p
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -99,6 +100,7 @@ class Compiler:
     target: str
     options: Options
     plain: Any = None
+    arguments: Any = None
     made: list[Row] = field(default_factory=list)
 
     def take(self, made: Program, name: str, kind: str, memory_bytes: int | None = None, **facts: Any) -> Row:
@@ -137,8 +139,10 @@ class Compiler:
         return compiled, replace(row, **seconds, **failure)
 
     def _run(self, row: Row, compiled: Any, made: Program) -> Row:
-        arguments = jax.jit(made.arguments)  # much faster than op by op
-        pairs = paired(self.plain, compiled, lambda: arguments(jax.random.key(0)), self.options.runs)
+        # Every way has the same arguments; to compile what makes them takes as long as a step's compile.
+        self.arguments = self.arguments or jax.jit(made.arguments)
+        make = functools.partial(self.arguments, jax.random.key(0))
+        pairs = paired(self.plain, compiled, make, self.options.runs)
         return replace(
             row,
             step_ratio=statistics.median(p.wall_ratio for p in pairs),
