@@ -9,7 +9,6 @@ Not done: `everything_saveable`, which keeps what the plain program keeps, and p
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ import jax
 
 import coop_jax as coop
 from benchmarks.models import OWN, PLAIN, Model, Program, lower, program
-from benchmarks.timing import paired
+from benchmarks.timing import filled, paired
 from coop_jax import aot, xla
 from coop_jax.errors import CoopError, error_from_text
 from passes.cost import DEVICES
@@ -100,7 +99,6 @@ class Compiler:
     target: str
     options: Options
     plain: Any = None
-    arguments: Any = None
     made: list[Row] = field(default_factory=list)
 
     def take(self, made: Program, name: str, kind: str, memory_bytes: int | None = None, **facts: Any) -> Row:
@@ -139,10 +137,7 @@ class Compiler:
         return compiled, replace(row, **seconds, **failure)
 
     def _run(self, row: Row, compiled: Any, made: Program) -> Row:
-        # Every way has the same arguments; to compile what makes them takes as long as a step's compile.
-        self.arguments = self.arguments or jax.jit(made.arguments)
-        make = functools.partial(self.arguments, jax.random.key(0))
-        pairs = paired(self.plain, compiled, make, self.options.runs)
+        pairs = paired(self.plain, compiled, lambda: filled(made.specs()), self.options.runs)
         return replace(
             row,
             step_ratio=statistics.median(p.wall_ratio for p in pairs),

@@ -6,12 +6,12 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from benchmarks import models
 from benchmarks.side_table import Comparison, bytes_off, compile_ratios, document, losses
+from benchmarks.timing import filled
 from benchmarks.variants import Row, budgets_of
 
 TINY: dict[str, dict[str, Any]] = {
@@ -30,18 +30,6 @@ TINY: dict[str, dict[str, Any]] = {
 def tiny(name: str) -> models.Model:
     """A program of the corpus, so small that it compiles at once."""
     return dataclasses.replace(models.find(name), sizes={"tiny": TINY[name]})
-
-
-def filled(specs: Any) -> Any:
-    """Arrays of these shapes: much faster than to compile the model's own initial values."""
-    rng = np.random.default_rng(0)
-
-    def fill(spec: jax.ShapeDtypeStruct) -> np.ndarray:
-        if jnp.issubdtype(spec.dtype, jnp.integer):
-            return np.zeros(spec.shape, spec.dtype)
-        return np.square(rng.normal(size=spec.shape)).astype(spec.dtype)
-
-    return jax.tree.map(fill, specs)
 
 
 def test_a_step_under_a_policy_is_the_plain_step() -> None:
