@@ -12,39 +12,18 @@ import argparse
 import json
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import jax
 
 import coop_jax as coop
+from benchmarks.timing import paired
 from coop_jax import aot
 from coop_jax.text import format_bytes
 from examples.models import GPTConfig, adam_init, adam_step, gpt
 
 GOAL_RATIO = 1.35
-
-
-def timed(compiled: Any, state: Any, batch: Any) -> tuple[Any, float]:
-    """Run one step to its end; (new state, seconds)."""
-    start = time.perf_counter()
-    state, loss = compiled(state, batch)
-    jax.block_until_ready((state, loss))
-    return state, time.perf_counter() - start
-
-
-def paired_ratios(plain: Any, limited: Any, problem: Any, runs: int) -> list[float]:
-    """Ratios of the limited step's time to the plain step's, the order swapped every time."""
-    batch = problem.batch(jax.random.key(1))
-    states = [adam_init(problem.init(jax.random.key(0))) for _ in range(2)]
-    seconds = [0.0, 0.0]
-    ratios = []
-    for i in range(runs + 2):
-        for which in (0, 1) if i % 2 else (1, 0):
-            states[which], seconds[which] = timed((plain, limited)[which], states[which], batch)
-        ratios.append(seconds[1] / seconds[0])
-    return ratios[2:]
 
 
 def main() -> None:
@@ -66,7 +45,11 @@ def main() -> None:
     before = aot.memory(plain)
     budget = before.fixed_bytes + int(args.fraction * before.temp_bytes)
     limited = jax.jit(coop.remat(step, budget=budget), donate_argnums=0).lower(*specs).compile()
-    ratios = paired_ratios(plain, limited, problem, args.runs)
+
+    def arguments() -> tuple[Any, Any]:
+        return adam_init(problem.init(jax.random.key(0))), problem.batch(jax.random.key(1))
+
+    ratios = [pair.wall_ratio for pair in paired(plain, limited, arguments, args.runs)]
     result = {
         "config": str(config),
         "plain_temp_bytes": before.temp_bytes,
