@@ -6,7 +6,10 @@ STAMP := $(VENV)/.ready
 export JAX_PLATFORMS ?= cpu
 export JAX_SKIP_CUDA_CONSTRAINTS_CHECK ?= 1
 
-.PHONY: env demo test nightly lint format bench clean
+# Where a GPU is: on a machine that has the packages already, `make gpu PY=python3`.
+PY ?= $(BIN)/python
+
+.PHONY: env demo test gpu nightly lint format bench clean
 
 env: $(STAMP)
 
@@ -32,6 +35,11 @@ demo: env
 
 test: env
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+gpu:
+	@if [ "$(PY)" = "$(BIN)/python" ]; then $(MAKE) env; fi
+	JAX_PLATFORMS=cuda,cpu $(PY) -m pytest -m gpu
+	JAX_PLATFORMS=cuda,cpu $(PY) -m benchmarks.gpu
 
 # Random programs against the undecorated ones, for hours; EXAMPLES and SEED choose how many and which.
 nightly: env
