@@ -100,7 +100,7 @@ def _is_array(leaf: Any, in_module: bool) -> bool:
         compat.typeof(leaf)
     except TypeError:
         return False
-    except (ValueError, OverflowError):
+    except Exception:  # such as a number that is too large, or a view of a reference, which `jit` takes apart
         return True
     return True
 

@@ -251,7 +251,7 @@ def _plan_partitioned(
     request = JaxprRequest(
         budget_bytes=parts * budget_bytes,
         argument_bytes=parts * sum(arguments),
-        output_bytes=parts * sum(outputs),
+        output_bytes=parts * (sum(outputs) + facts.table_bytes),
         alias_bytes=parts * sum(arguments[i] for i in facts.donated),
         device=_model(config, facts),
         planner=config.planner,
@@ -321,7 +321,7 @@ def _request(
     return JaxprRequest(
         budget_bytes=budget_bytes,
         argument_bytes=sum(facts.argument_nbytes),
-        output_bytes=sum(facts.output_nbytes),
+        output_bytes=sum(facts.output_nbytes) + facts.table_bytes,
         alias_bytes=sum(facts.argument_nbytes[i] for i in facts.donated),
         device=device,
         planner=config.planner,

@@ -148,3 +148,11 @@ def test_an_argument_that_no_gradient_depends_on_is_none_of_the_program() -> Non
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), second(*arguments), expected
     )
+
+
+def test_one_is_met_by_programs_of_several_parts_outside_jit() -> None:
+    def twice(x: Any) -> Any:
+        return jnp.sin(jnp.sin(x))
+
+    found = jax.grad(jax.grad(remat(twice, budget=1.0)))(3.0)
+    np.testing.assert_allclose(found, jax.grad(jax.grad(twice))(3.0), rtol=1e-6)

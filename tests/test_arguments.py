@@ -276,3 +276,18 @@ def test_haiku_functions_are_functions() -> None:
 
     run, plain = (jax.jit(jax.value_and_grad(f, has_aux=True)) for f in (limited(loss), loss))
     same(run(params, state, jax.random.key(1), X), plain(params, state, jax.random.key(1), X))
+
+
+def test_a_view_of_a_reference_is_taken_apart_as_jit_does() -> None:
+    def doubled(view: Any) -> Any:
+        view[...] = 2 * view[...]
+        return view[...].sum()
+
+    @jax.jit
+    def f(x: Any) -> Any:
+        ref = jax.new_ref(x)
+        return coop.remat(doubled, budget="1MiB")(ref.at[1:3]), ref[...]
+
+    total, held = f(jnp.arange(4.0))
+    assert float(total) == 6
+    np.testing.assert_array_equal(held, [0, 2, 4, 3])

@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
 
+POINTER_BYTES = 8
 _ATTRIBUTES = "mhlo.frontend_attributes"
 
 
@@ -48,6 +49,12 @@ class ModuleFacts:
     device: Any
     argument_shardings: tuple[NamedSharding, ...]
     output_shardings: tuple[NamedSharding | None, ...]
+
+    @property
+    def table_bytes(self) -> int:
+        """The table of addresses that XLA keeps with several results."""
+        n = len(self.output_nbytes)
+        return POINTER_BYTES * n if n > 1 else 0
 
     @property
     def donated(self) -> tuple[int, ...]:
