@@ -211,7 +211,7 @@ class _Search:
             if plain is not None and plain.memory.total_bytes <= self.record.budget_bytes:
                 known = [again.PLAIN] if plain.cost_ns < limit_ns else []
         for asked in known:
-            found = self._try(asked)
+            found = self._try(asked, known=True)
             if found is not None and _cost_ns(_hlo(found)) < limit_ns:
                 return self._choice(found)
         return None
@@ -222,8 +222,9 @@ class _Search:
         if refused.needs_pinning:
             return xla.Choice(record=xla.with_hlo(self.record, refused))
         self.ways.learn(Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes), refused)
-        for asked in (*(k.wish for k in self._known()), *self._wishes(refused)):
-            found = self._try(asked)
+        ways = [(k.wish, True) for k in self._known()] + [(w, False) for w in self._wishes(refused)]
+        for asked, known in ways:
+            found = self._try(asked, known=known)
             if found is not None:
                 return self._choice(found)
         return xla.Choice(record=xla.with_hlo(self.record, self.named(refused)))
@@ -259,21 +260,23 @@ class _Search:
         deeper = [Wish(budget_bytes=self.record.budget_bytes, temp_ratio=r) for r in RATIOS[mildest:]]
         return [*plain, *deeper]
 
-    def _try(self, asked: Wish) -> Variant | None:
-        """The program as it is with a wish, if that keeps the budget."""
-        found = self._look(asked)
+    def _try(self, asked: Wish, *, known: bool) -> Variant | None:
+        """The program as it is with a wish, if that keeps the budget; `known`: though it looks seen."""
+        found = self._look(asked, known=known)
         if found is None or not _hlo(found).status.found:
             return None
         return found if _hlo(found).planned_total_bytes <= self.record.budget_bytes else None
 
-    def _look(self, asked: Wish) -> Variant | None:
+    def _look(self, asked: Wish, *, known: bool = False) -> Variant | None:
         """The program as it is with a wish; what it needs is known afterwards."""
         plain = self._plain() if asked.plain else None
         if plain is not None and not self._is_met_by(plain):
             return None
         record = dataclasses.replace(self.record, jaxpr=None, budget_bytes=asked.budget_bytes)
         self._tell(asked)
-        found = again.variant(self.ways.program, asked, record, skip=lambda r: self.is_seen(r, asked))
+        found = again.variant(
+            self.ways.program, asked, record, skip=lambda r: self.is_seen(r, asked) and not known
+        )
         if found is None:
             return None
         self.looks += 1
@@ -314,7 +317,7 @@ class _Search:
         if made is None:
             return False
         key = (
-            made.changed, made.planner, made.planned_temp_bytes, made.recompute_ns,
+            made.changed, made.planner, made.planned_temp_bytes, made.recomputed, made.tightest,
             record.budget_bytes, asked.calibration.strict,
         )  # fmt: skip
         if key in self.seen:

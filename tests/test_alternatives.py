@@ -148,6 +148,21 @@ def test_a_plan_that_was_seen_is_not_looked_at_again(monkeypatch: pytest.MonkeyP
     assert [w.calibration.strict for w in asked] == [False]
 
 
+def test_what_is_known_to_keep_a_budget_is_looked_at_though_a_plan_like_it_was_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked_of(monkeypatch)
+    known = Wish(budget_bytes=BUDGET, aim_bytes=900)
+    alternatives.MEMORY.learn("one program", Known(wish=known, total_bytes=1000, cost_ns=1))
+
+    def variant(program: Any, wish: Wish, plain: Record, *, skip: Any) -> Variant | None:
+        record = planned(plain)
+        return None if skip(record) else Variant(record=xla.with_hlo(record, OUTCOME), module=MODULE)
+
+    monkeypatch.setattr(again, "variant", variant)
+    assert ways().choose(planned(), REFUSED, MODULE).module == MODULE
+
+
 def test_a_larger_budget_tries_all_that_a_smaller_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
     for budget in (600, 1100, 3000):
