@@ -17,7 +17,7 @@ nnx = pytest.importorskip("flax.nnx", reason="needs flax: pip install -e '.[exam
 optax = pytest.importorskip("optax", reason="needs optax: pip install -e '.[examples]'")
 
 LARGE = functools.partial(coop.remat, budget="1GiB")
-TIGHT = functools.partial(coop.remat, budget="330KiB")
+TIGHT = functools.partial(coop.remat, budget="290KiB")
 X = jax.random.normal(jax.random.key(0), (16, 8))
 Decorator = Callable[[Any], Any]
 
