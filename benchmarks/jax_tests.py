@@ -118,6 +118,7 @@ RULES = (
         row="a budget that is a fraction, over several devices",
         error="UnsupportedError: .*fraction.* over .* devices",
     ),
+    Rule(row="how often a function is traced", statement=r"assertEqual\(count(\(\))?, 1\)", error="2 != 1"),
     Rule(row="an out that has no tangent", statement=r"assertNotIsInstance\(aux, core.Tracer\)"),
     Rule(row="`optimize_remat=True`", tests="test_optimize_remat_gh21303", statement=r"assertAllClose\(v, "),
     Rule(row="static arguments", error="Non-hashable static arguments|is static and .* not hashable"),
