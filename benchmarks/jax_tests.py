@@ -118,6 +118,10 @@ RULES = (
         row="a budget that is a fraction, over several devices",
         error="UnsupportedError: .*fraction.* over .* devices",
     ),
+    Rule(
+        row="a policy, and a budget that is a fraction",
+        error=r"InfeasibleBudgetError: no plan was found .* within its budget of \d+ B and policy=",
+    ),
     Rule(row="how often a function is traced", statement=r"assertEqual\(count(\(\))?, 1\)", error="2 != 1"),
     Rule(row="an out that has no tangent", statement=r"assertNotIsInstance\(aux, core.Tracer\)"),
     Rule(row="`optimize_remat=True`", tests="test_optimize_remat_gh21303", statement=r"assertAllClose\(v, "),

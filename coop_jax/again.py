@@ -120,6 +120,20 @@ def _plain(program: BeingLowered, device: str) -> Plain | None:
     )
 
 
+def written_bytes(program: BeingLowered, device: str) -> int:
+    """Bytes in total of the program with the plans that are written in it, and no more; 0 where unknown.
+
+    Args:
+        device: name of the cost model.
+    """
+    unlimited = str(xla.UNLIMITED_BYTES)
+    record = Record(budget=unlimited, budget_bytes=xla.UNLIMITED_BYTES, planner="auto", device_name=device)
+    found = variant(program, Wish(), record, skip=lambda _: False)
+    if found is None or found.record.hlo is None:
+        return 0
+    return found.record.hlo.fixed_bytes + found.record.hlo.before_temp_bytes
+
+
 def variant(
     program: BeingLowered, asked: Wish, plain_record: Record, *, skip: Callable[[Record], bool]
 ) -> Variant | None:

@@ -41,7 +41,8 @@ class Report:
         argument_bytes, output_bytes, alias_bytes, temp_bytes: XLA's parts of it.
         baseline_cost_ns, compiled_cost_ns: estimated time of all kernels without rematerialization and as
             compiled; None where that program was not compiled, or came from JAX's compilation cache.
-        overhead_ratio: estimated time of the recompute over that of the program without it.
+        overhead_ratio: estimated change of the program's time by all that was planned: 0.1 for a tenth more,
+            negative where recompute saves more traffic than it costs.
         lower_bound_ratio: no plan for this budget costs less (0.0: nothing proved).
         status: "optimal" or "feasible".
         changed: True if the program was rewritten for the budget. What then runs again inside branches, or
@@ -151,8 +152,8 @@ class Report:
         cost = format_ns(sum(r.cost_ns for r in self.recomputed))
         bound = f"{100 * self.lower_bound_ratio:.2f} %" if self.lower_bound_ratio > 0 else "not known"
         return (
-            f"recomputed: {len(self.recomputed)} ops, estimated {cost} = +{100 * self.overhead_ratio:.2f} % "
-            f"(lower bound {bound}, {self.status})"
+            f"recomputed: {len(self.recomputed)} ops, estimated {cost}; the program's time "
+            f"{100 * self.overhead_ratio:+.2f} % (lower bound {bound}, {self.status})"
         )
 
 

@@ -324,13 +324,11 @@ def _taken(choice: Choice, returned: bytes, data: bytes) -> bytes | None:
     """Go on with a choice: the bytes for XLA, or the refusal."""
     record, outcome = choice.record, choice.record.hlo
     assert outcome is not None, "the enforcing stage has spoken"
-    if choice.module is not None:
-        record, attributes = marked(record, name=record.id, digest="")
-        REGISTRY.put(record)
-        return with_attributes(choice.module, attributes)
-    if not outcome.status.found and not _leave_to_check(outcome):
+    if choice.module is None and not outcome.status.found and not _leave_to_check(outcome):
         raise RuntimeError(InfeasibleBudgetError.from_outcome(_of_the_program(outcome)).to_text())
     REGISTRY.put(record)
+    if choice.module is not None:  # the program keeps the mark that it came with, whatever is returned
+        return with_attributes(choice.module, read_attributes(data))
     return None if returned is data else returned
 
 

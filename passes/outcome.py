@@ -59,8 +59,8 @@ class StageOutcome:
         before_temp_bytes: predicted peak of temporaries without this stage's work.
         planned_temp_bytes: predicted peak of temporaries with it.
         cost_ns: estimated time of the program before this stage.
-        recompute_ns: estimated time of what this stage runs again; the enforcing stage counts the kernels
-            that it leaves, which may be a little less than before.
+        recompute_ns: estimated time of the program after this stage less `cost_ns`: negative where recompute
+            saves more traffic than it costs.
         lower_bound_ratio: no plan of this stage's program costs less (0.0: nothing proved).
         status: see `Status`.
         planner: which planner's plan was taken.

@@ -80,6 +80,22 @@ def test_a_fraction_is_of_the_whole_program_under_every_transformation(way: str)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
 
 
+def branching(x: Any) -> Any:
+    return jax.lax.cond(x.sum() > 0, lambda x: jnp.sin(jnp.sin(x)) * x.sum(), jnp.cos, x)
+
+
+def test_one_is_met_by_the_programs_that_jax_makes_on_its_way() -> None:
+    def linear(f: Callable[..., Any]) -> Any:
+        return jax.linearize(f, BATCHES[0])[1](BATCHES[1])
+
+    def second(f: Callable[..., Any]) -> Any:
+        return jax.grad(lambda x: jax.grad(lambda x: f(x).sum())(x).sum())(BATCHES[0])
+
+    for taken in (linear, second):
+        decorated = remat(jax.jit(branching), budget=1.0)
+        np.testing.assert_allclose(taken(decorated), taken(jax.jit(branching)), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("how", ["called", "lowered", "traced"])
 def test_the_plain_program_is_found_however_the_program_is_compiled(how: str) -> None:
     plain = jax.jit(chain_step).lower(WEIGHTS, BATCHES[0]).compile()

@@ -761,18 +761,30 @@ def being_lowered() -> BeingLowered | None:
 
     A lowering rule is told nothing about the program around it, and JAX has no hook that is. So the frames
     of JAX's own functions are looked at: those of `jax.jit`'s call and of its `lower`, which hold the
-    function and its arguments. The arguments are remembered as shapes. None, too, for programs that JAX
-    makes on its way, such as the forward part of a jitted function that is differentiated outside `jit`, and
-    where values that the function closes over are arguments of the program: another trace may order them
-    differently.
+    function and its arguments, which are remembered as shapes. Programs that JAX makes on its way, such as
+    a jitted function's forward part under a gradient outside `jit`, and those where values that the function
+    closes over are arguments (another trace may order them differently), are lowered again, not traced.
     """
     frames = _frames_to_jit(sys._getframe(1))
     if "_resolve_and_lower" not in frames:
         return None
-    jaxpr, mesh = (frames["_resolve_and_lower"].f_locals[name] for name in ("jaxpr", "ctx_mesh"))
+    code, given = frames["_resolve_and_lower"].f_code, frames["_resolve_and_lower"].f_locals
+    parameters = {name: given[name] for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
+    jaxpr, mesh = given["jaxpr"], given["ctx_mesh"]
+    lower = None if core.jaxpr_const_args(jaxpr) else _traced_again(frames)
+    if lower is None:  # what is compiled, never called, needs no trees of arguments and results
+        no_trees: tuple[Any, Any] = (None, None)
+        lower = lambda: stages.Lowered(pjit._resolve_and_lower(**parameters), *no_trees)  # noqa: E731
+    return BeingLowered(
+        jaxpr=jaxpr,
+        lower=lambda: _outside(mesh, lower),
+        settings=lambda: _outside(mesh, config.trace_context),
+    )
+
+
+def _traced_again(frames: dict[str, Any]) -> Callable[[], Any] | None:
+    """Traces and lowers what the user gave to `jit`; None where that is not known, or closes over values."""
     traced = frames["lower"].f_locals.get("self") if "lower" in frames else None
-    if core.jaxpr_const_args(jaxpr):
-        return None
     if "jit_lower" in frames and isinstance(traced, stages.Traced):
         given, consts = frames["jit_lower"].f_locals, traced._consts
         jitted = given["jit_func"]
@@ -780,22 +792,10 @@ def being_lowered() -> BeingLowered | None:
         given = frames["cache_miss"].f_locals
         consts = given["p"].consts
         jitted = SimpleNamespace(_fun=given["fun"], _jit_info=given["jit_info"])
-    elif isinstance(traced, stages.Traced):
-        return _being_lowered(jaxpr, mesh, traced.lower)
     else:
         return None
-    if consts:
-        return None
     args, kwargs = _as_specs(given["args"]), _as_specs(given["kwargs"])
-    return _being_lowered(jaxpr, mesh, partial(pjit.jit_lower, jitted, *args, **kwargs))
-
-
-def _being_lowered(jaxpr: Any, mesh: Any, lower: Callable[[], Any]) -> BeingLowered:
-    return BeingLowered(
-        jaxpr=jaxpr,
-        lower=lambda: _outside(mesh, lower),
-        settings=lambda: _outside(mesh, config.trace_context),
-    )
+    return None if consts else partial(pjit.jit_lower, jitted, *args, **kwargs)
 
 
 def _outside(mesh: Any, lower: Callable[[], Any]) -> Any:

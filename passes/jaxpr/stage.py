@@ -332,12 +332,16 @@ def judge(lifted: LiftedJaxpr, made: Plan, config: EmitConfig, device: DeviceMod
     )
 
 
-def _lower_bound_ratio(candidate: Candidate, cost_ns: int) -> float:
-    """The bound for what was planned, as a ratio of the program's cost as it is; 0.0 if nothing is proved."""
+def _lower_bound_ratio(candidate: Candidate, cost_ns: int, recompute_ns: int) -> float:
+    """The bound for what was planned, as a ratio of the program's cost as it is; 0.0 if nothing is proved.
+
+    It is of the recompute alone, so never more than what the plan costs with the traffic that it saves.
+    """
     if candidate.plan is None or candidate.scans or not candidate.plan.status.found:
         return 0.0
     program = candidate.lifted.program
-    return cut_bound(program, candidate.plan.budget_bytes, moments=2) * program.cost_ns / max(cost_ns, 1)
+    bound_ns = cut_bound(program, candidate.plan.budget_bytes, moments=2) * program.cost_ns
+    return max(0.0, min(bound_ns, recompute_ns)) / max(cost_ns, 1)
 
 
 def _outcome(
@@ -346,6 +350,7 @@ def _outcome(
     program = candidate.lifted.program
     inside = tuple(r for choice in candidate.scans for r in all_remade(choice))
     recomputed = inside + recomputed_by(program, candidate.steps, "jaxpr")
+    recompute_ns = candidate.cost_ns - as_is.program.cost_ns
     fits = candidate.peak_bytes <= request.temp_budget_bytes or not candidate.changed
     return StageOutcome(
         stage="jaxpr",
@@ -357,8 +362,8 @@ def _outcome(
         before_temp_bytes=before_bytes,
         planned_temp_bytes=candidate.peak_bytes,
         cost_ns=as_is.program.cost_ns,
-        recompute_ns=sum(r.cost_ns for r in recomputed),
-        lower_bound_ratio=_lower_bound_ratio(candidate, as_is.program.cost_ns),
+        recompute_ns=recompute_ns,
+        lower_bound_ratio=_lower_bound_ratio(candidate, as_is.program.cost_ns, recompute_ns),
         status=Status.FEASIBLE if fits else Status.UNKNOWN,
         planner=candidate.planner,
         seconds=0.0,
