@@ -1,16 +1,19 @@
 """The program around a decorated function, asked for again: as it is without a budget, or planned deeper.
 
 JAX traces and lowers a program once, and a decorated function sees only itself. What the whole program needs
-without a budget, and what it would be with another plan, is found by tracing and lowering the whole program
-once more with a **wish**: a setting that every cache of JAX's knows of, and that decorated functions obey.
+without a budget, and what it would be with another plan, is found by lowering the whole program once more
+with a **wish**: a setting that every cache of JAX's knows of, and that decorated functions obey.
 
-Nothing here runs a program; the user's Python code is traced once more for each wish.
+Nothing here runs a program. Where parts were planned as they were differentiated, the user's Python code is
+traced once more for each wish.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -36,6 +39,8 @@ class Wish:
         aim_bytes: what the jaxpr stage is asked for instead, in the place of the user's budget.
         temp_ratio: the jaxpr stage aims for that part of a function's own temporaries.
         calibration: what it should know of XLA.
+        traced: True where the program is traced for the wish, so that what is differentiated is planned for
+            it; else the plans that are in it already can only stay as they are.
     """
 
     plain: bool = False
@@ -43,6 +48,12 @@ class Wish:
     aim_bytes: int | None = None
     temp_ratio: float | None = None
     calibration: Calibration = UNCALIBRATED
+    traced: bool = False
+
+    @property
+    def replans(self) -> bool:
+        """True if something else is wished for than the plans that are in the program already."""
+        return self.plain or self.aim_bytes is not None or self.temp_ratio is not None
 
 
 PLAIN = Wish(plain=True)
@@ -55,8 +66,14 @@ def wish() -> Wish | None:
     return found
 
 
-class NotPlainError(Exception):
-    """A program that begins from a jaxpr in which plans are written already has no plain form."""
+def nothing_wished() -> AbstractContextManager[None]:
+    """In it nothing is wished for: what is known of a jaxpr is known whatever was wished."""
+    found: AbstractContextManager[None] = _WISH(None)
+    return found
+
+
+class PlannedAlreadyError(Exception):
+    """A jaxpr in which plans are written already cannot be lowered with other plans."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,10 +174,22 @@ def variant(
 
 
 def _lowered(program: BeingLowered, asked: Wish) -> Any:
-    """The program lowered with a wish; None where that fails: it is only an alternative."""
+    """The program lowered with a wish; None where that fails: it is only an alternative.
+
+    Its jaxpr is lowered once more, so that all that is known of it counts; it is traced once more where plans
+    are written in it already.
+    """
     try:
         with _WISH(asked):
             return module.with_own_module(_quietly(program.lower))
+    except PlannedAlreadyError:
+        if program.trace is None:
+            return None
+    except Exception:  # refused by us
+        return None
+    try:
+        with _WISH(dataclasses.replace(asked, traced=True)):
+            return module.with_own_module(_quietly(program.trace))
     except Exception:  # refused by us, or by the user's code, which is traced a second time
         return None
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from coop_jax import again, aot, xla
-from coop_jax.again import NotPlainError
+from coop_jax.again import PlannedAlreadyError, Wish
 from coop_jax.alternatives import OtherWays
 from coop_jax.baseline import Baseline, Part, baseline, is_whole, joined_programs, pinned_plain_bytes
 from coop_jax.budget import Budget
@@ -81,12 +81,21 @@ class Planned:
 
 def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Planned | None) -> Any:
     """The lowering rule: write the planned function in place and mark the program."""
-    facts = module.module_facts(ctx)
     asked = again.wish()
-    if asked is not None and asked.plain:
-        if planned is not None and planned.outcome.changed:
-            raise NotPlainError
+    if asked is not None and asked.plain and (planned is None or not planned.outcome.changed):
         return compat.lower_inline(ctx, jaxpr, operands)
+    if asked is not None and asked.replans and planned is not None and (asked.plain or not asked.traced):
+        raise PlannedAlreadyError
+    with again.nothing_wished():
+        written = _planned_and_marked(ctx, jaxpr, config, planned, asked)
+    return compat.lower_inline(ctx, written, operands)
+
+
+def _planned_and_marked(
+    ctx: Any, jaxpr: Any, config: RematConfig, planned: Planned | None, asked: Wish | None
+) -> Any:
+    """The jaxpr to write in the place of `jaxpr`, in a program that is marked."""
+    facts = module.module_facts(ctx)
     _refuse_what_cannot_be_kept(ctx, facts)
     program = None if asked is not None else compat.being_lowered()
     device = _model(config, facts)
@@ -110,7 +119,7 @@ def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Pl
     is_known = bool(found) and found[0].compiled and constrained is plain
     request = _request(facts, device, config, budget_bytes, found[0].total_bytes if is_known else None)
     if planned is None:
-        jaxpr, outcome = _plan_whole(constrained, request, facts, config, budget_bytes)
+        jaxpr, outcome = _plan_whole(constrained, request, facts, config, budget_bytes, asked)
     else:
         outcome = _as_planned(planned, request)
     record = xla.Record(
@@ -141,7 +150,7 @@ def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Pl
             refused if alternatives is None else alternatives.refusal(record, refused)
         )
     xla.mark(ctx, record, _digest(jaxpr), alternatives)
-    return compat.lower_inline(ctx, jaxpr, operands)
+    return jaxpr
 
 
 def _refuse_what_cannot_be_kept(ctx: Any, facts: module.ModuleFacts) -> None:
@@ -194,12 +203,13 @@ def plan_pair(forward: Any, backward: Any, n_outs: int, config: RematConfig) -> 
         outcome = plan_joint(forward, backward, n_outs, request).outcome
         return max(1, outcome.fixed_bytes + outcome.before_temp_bytes)
 
-    if again.wish() is None:
+    asked = again.wish()
+    if asked is None:
         memory_bytes = _expected_memory_bytes(config) if config.budget.needs_device else None
         budget_bytes = config.budget.resolve(device_bytes=memory_bytes, baseline_bytes=predicted_bytes)
         request = dataclasses.replace(request, budget_bytes=budget_bytes)
     else:
-        request = _as_wished(request, lambda: plan_joint(forward, backward, n_outs, request).outcome)
+        request = _as_wished(request, asked, lambda: plan_joint(forward, backward, n_outs, request).outcome)
 
     try:
         halves = constrain_pair(forward, backward, n_outs, config.constraints)
@@ -224,11 +234,12 @@ def _plan_whole(
     facts: module.ModuleFacts,
     config: RematConfig,
     budget_bytes: int,
+    asked: Wish | None,
 ) -> tuple[Any, StageOutcome | None]:
     """Plan a whole function."""
     if request is None:
-        return _plan_partitioned(plain, facts, config, budget_bytes)
-    request = _as_wished(request, lambda: plan_program(plain, _unlimited(request))[1])
+        return _plan_partitioned(plain, facts, config, budget_bytes, asked)
+    request = _as_wished(request, asked, lambda: plan_program(plain, _unlimited(request))[1])
     may_pin = config.on_fragmentation == "pin" and facts.platforms == ("cpu",) and is_whole(plain, facts)
     if may_pin and pinned_plain_bytes(plain, facts.device, facts.donated) <= budget_bytes:
         kept, outcome = plan_program(plain, _unlimited(request))
@@ -237,7 +248,7 @@ def _plan_whole(
 
 
 def _plan_partitioned(
-    plain: Any, facts: module.ModuleFacts, config: RematConfig, budget_bytes: int
+    plain: Any, facts: module.ModuleFacts, config: RematConfig, budget_bytes: int, asked: Wish | None
 ) -> tuple[Any, StageOutcome | None]:
     """Plan a program over several devices, of which only the whole's sizes are known here.
 
@@ -256,21 +267,22 @@ def _plan_partitioned(
         device=_model(config, facts),
         planner=config.planner,
     )
-    request = _as_wished(request, lambda: plan_program(plain, _unlimited(request))[1], parts)
+    request = _as_wished(request, asked, lambda: plan_program(plain, _unlimited(request))[1], parts)
     if request.temp_budget_bytes <= 0:
         return plain, None
     made, outcome = plan_program(plain, request)
     return made, scaled(outcome, over=parts) if outcome.changed else None
 
 
-def _as_wished(request: JaxprRequest, unplanned: Callable[[], StageOutcome], parts: int = 1) -> JaxprRequest:
+def _as_wished(
+    request: JaxprRequest, asked: Wish | None, unplanned: Callable[[], StageOutcome], parts: int = 1
+) -> JaxprRequest:
     """The request with what is wished for, if anything is, in the place of the user's budget.
 
     Args:
         unplanned: what the jaxpr stage says of the function without a plan.
         parts: how many devices' bytes the request is of.
     """
-    asked = again.wish()
     if asked is None:
         return request
     if asked.temp_ratio is not None:

@@ -116,11 +116,26 @@ def test_nothing_is_wished_for_outside_of_a_second_look() -> None:
 
     def watched(ws: list[Any], x: Any) -> Any:
         seen.append(again.wish())
+        return loss(ws, x)
+
+    jax.jit(jax.grad(remat(watched, budget=0.9))).lower(WEIGHTS, BATCHES[0]).compile()
+    assert seen[0] is None
+    assert any(wish is not None and wish.plain for wish in seen)
+    assert again.wish() is None
+
+
+def test_what_is_decorated_as_a_whole_is_traced_once_however_often_it_is_looked_at() -> None:
+    traces = []
+
+    def watched(ws: list[Any], x: Any) -> Any:
+        traces.append(again.wish())
         return chain_step(ws, x)
 
+    memory = aot.memory(jax.jit(chain_step).lower(WEIGHTS, BATCHES[0]).compile())
+    with pytest.raises(InfeasibleBudgetError):
+        jax.jit(remat(watched, budget=memory.fixed_bytes + 1)).lower(WEIGHTS, BATCHES[0]).compile()
     jax.jit(remat(watched, budget=0.9)).lower(WEIGHTS, BATCHES[0]).compile()
-    assert seen[:2] == [None, again.PLAIN]
-    assert again.wish() is None
+    assert len(traces) == 2
 
 
 def test_what_a_refusal_names_is_met_when_asked_and_no_more_than_the_plain_program_needs() -> None:

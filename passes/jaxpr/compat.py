@@ -8,6 +8,7 @@ Nothing else in this project names `jax._src`.
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import sys
@@ -748,11 +749,14 @@ class BeingLowered:
     Attributes:
         jaxpr: the program; the same object for as long as JAX remembers its trace.
         lower: lowers it once more, under the settings of now: a `jax.stages.Lowered`.
+        trace: traces what was given to `jit` once more and lowers that; None where it is not known, or closes
+            over values, which another trace may order differently.
         settings: the settings of JAX that `lower` would find now, hashable.
     """
 
     jaxpr: Any
     lower: Callable[[], Any]
+    trace: Callable[[], Any] | None
     settings: Callable[[], Any]
 
 
@@ -760,30 +764,26 @@ def being_lowered() -> BeingLowered | None:
     """The innermost program that is being lowered around the caller; None where that cannot be told.
 
     A lowering rule is told nothing about the program around it, and JAX has no hook that is. So the frames
-    of JAX's own functions are looked at: those of `jax.jit`'s call and of its `lower`, which hold the
-    function and its arguments, which are remembered as shapes. Programs that JAX makes on its way, such as
-    a jitted function's forward part under a gradient outside `jit`, and those where values that the function
-    closes over are arguments (another trace may order them differently), are lowered again, not traced.
+    of `jax.jit`'s call and of its `lower` are looked at: they hold the function and its arguments.
     """
     frames = _frames_to_jit(sys._getframe(1))
     if "_resolve_and_lower" not in frames:
         return None
-    code, given = frames["_resolve_and_lower"].f_code, frames["_resolve_and_lower"].f_locals
-    parameters = {name: given[name] for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
+    given = frames["_resolve_and_lower"].f_locals
+    parameters = {name: given[name] for name in inspect.signature(pjit._resolve_and_lower).parameters}
     jaxpr, mesh = given["jaxpr"], given["ctx_mesh"]
-    lower = None if core.jaxpr_const_args(jaxpr) else _traced_again(frames)
-    if lower is None:  # what is compiled, never called, needs no trees of arguments and results
-        no_trees: tuple[Any, Any] = (None, None)
-        lower = lambda: stages.Lowered(pjit._resolve_and_lower(**parameters), *no_trees)  # noqa: E731
+    lower = lambda: stages.Lowered(pjit._resolve_and_lower(**parameters), None, None)  # noqa: E731
+    trace = None if core.jaxpr_const_args(jaxpr) else _traced_again(frames)
     return BeingLowered(
         jaxpr=jaxpr,
         lower=lambda: _outside(mesh, lower),
+        trace=None if trace is None else lambda: _outside(mesh, trace),
         settings=lambda: _outside(mesh, config.trace_context),
     )
 
 
 def _traced_again(frames: dict[str, Any]) -> Callable[[], Any] | None:
-    """Traces and lowers what the user gave to `jit`; None where that is not known, or closes over values."""
+    """Traces and lowers what was given to `jit`; None where that is not known, or closes over values."""
     traced = frames["lower"].f_locals.get("self") if "lower" in frames else None
     if "jit_lower" in frames and isinstance(traced, stages.Traced):
         given, consts = frames["jit_lower"].f_locals, traced._consts
