@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 TERA = 10**12
+EXPENSIVE_FLOPS = 16
+"""Elementwise flops that a transcendental function counts as."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +63,7 @@ DEVICES: dict[str, DeviceModel] = {
         ),
         DeviceModel(
             name="cpu", flops_16bit=0.05 * TERA, flops_32bit=0.1 * TERA, flops_64bit=0.05 * TERA,
-            vector_flops=0.01 * TERA, bytes_per_second=0.01 * TERA, link_bytes_per_second=0.01 * TERA,
+            vector_flops=0.04 * TERA, bytes_per_second=0.01 * TERA, link_bytes_per_second=0.01 * TERA,
             launch_ns=1000,
         ),
     )

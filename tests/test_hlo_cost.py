@@ -52,6 +52,19 @@ def test_an_elementwise_kernel_costs_its_bytes_once() -> None:
     assert program_cost_ns(proto.parse(data), H200) == expected
 
 
+def test_elementwise_work_costs_where_it_takes_longer_than_the_bytes() -> None:
+    def fn(a: Any) -> Any:
+        for _ in range(9):
+            a = jnp.tanh(a)
+        return a
+
+    cpu, n = DEVICES["cpu"], 1 << 20
+    data, _ = h.scheduled(h.Example(name="tanh", fn=fn, args=(h.spec(n),)))
+    expected = kernel_ns(cpu, nbytes=2 * 4 * n, vector_flops=9 * 16 * n)
+    assert expected > kernel_ns(cpu, nbytes=2 * 4 * n)
+    assert program_cost_ns(proto.parse(data), cpu) == expected
+
+
 def test_a_slice_costs_what_it_reads_and_an_update_what_it_writes() -> None:
     def fn(big: Any, small: Any, i: Any) -> Any:
         return lax.dynamic_update_slice(big, small * 2.0, (i, 0))

@@ -18,7 +18,7 @@ from jax import lax
 
 from passes.cost import DEVICES
 from passes.ir import OpId
-from passes.jaxpr import compat, freedom, in_place, inline, primitives, purity, simplify, stacks
+from passes.jaxpr import compat, flops, freedom, in_place, inline, primitives, purity, simplify, stacks
 from passes.jaxpr.conds import rerun_in_second_cond
 from passes.jaxpr.emit import emit
 from passes.jaxpr.freedom import emit_config
@@ -120,6 +120,7 @@ def test_conds_of_as_many_branches_only_are_pairs():
 
 def test_every_named_primitive_exists():
     known = {p.name for p in gc.get_objects() if isinstance(p, jax.extend.core.Primitive)}
+    known |= primitives.SINCE_0_12 if jax.__version_info__ < (0, 12) else set()
     tables = {
         "primitives": primitives.KINDS, "slicing": primitives.SLICING, "reshapes": primitives.RESHAPES,
         "control flow": primitives.CONTROL_FLOW, "in place": in_place.IN_PLACE, "adds": simplify.ADDS,
@@ -127,6 +128,18 @@ def test_every_named_primitive_exists():
         "slices": stacks.ELEMENTWISE, "once": {n for n in purity.ONCE if not n.startswith("coop")},
     }  # fmt: skip
     assert not {table: missing for table, names in tables.items() if (missing := set(names) - known)}
+
+
+def test_gelu_is_fused_as_xla_fuses_it():
+    # Since JAX 0.12 `erf` is a polynomial; a primitive that is not known would keep its operands in memory.
+    for approximate in (True, False):
+        f = jax.grad(lambda x, a=approximate: jax.nn.gelu(x, approximate=a).sum())
+        jaxpr = inline.inline_calls(jax.make_jaxpr(f)(jnp.ones((N, N))))
+        lifted = lift(compat.open_jaxpr(jaxpr)[0], DEVICES["h200"], as_xla=True)
+        assert len(lifted.program.ops) == 1
+    eqn = jax.make_jaxpr(lambda x: jax.lax.polynomial(x, [1.0, 2.0, 3.0]))(jnp.ones(N)).eqns[-1]
+    at_each = 4 if eqn.primitive.name == "polynomial" else 1
+    assert flops.flops_per_element(eqn) == at_each
 
 
 def test_layer_norm_of_flax_is_planned_for_a_gpu():

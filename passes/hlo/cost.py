@@ -2,8 +2,9 @@
 
 A kernel moves the bytes it really reads and writes: a fusion that only slices an operand reads the slice,
 an update in place writes the update. Dots and convolutions, alone, in fusions or as library calls, add
-2 * M * N * K flops at the width of their operands. Everything else is bandwidth. Loops count their body
-times the trip count where the module says it.
+2 * M * N * K flops at the width of their operands; elementwise work and reductions add a flop for an element,
+transcendental functions `EXPENSIVE_FLOPS`. Loops count their body times the trip count where the module says
+it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from passes.cost import DeviceModel, kernel_ns
+from passes.cost import EXPENSIVE_FLOPS, DeviceModel, kernel_ns
 from passes.hlo import graph
 from passes.hlo.graph import Computation, Instruction, Module
 
@@ -20,6 +21,16 @@ _FREE = frozenset(
      "domain", "add-dependency", "async-done", "async-update", "copy-done", "partition-id", "replica-id",
      "after-all"}
 )  # fmt: skip
+_EXPENSIVE = frozenset(
+    {"acos", "acosh", "asin", "asinh", "atan2", "atanh", "cbrt", "cosine", "cosh", "erf", "exponential",
+     "exponential-minus-one", "log", "log-plus-one", "logistic", "power", "sine", "sinh", "tan", "tanh"}
+)  # fmt: skip
+# They move values, or are counted as matrix flops.
+_NO_ARITHMETIC = _FREE | {
+    "bitcast-convert", "broadcast", "concatenate", "convolution", "copy", "copy-start", "custom-call", "dot",
+    "dynamic-slice", "dynamic-update-slice", "fusion", "gather", "iota", "pad", "reshape", "reverse",
+    "scaled-dot", "slice", "transpose",
+}  # fmt: skip
 
 
 def instruction_ns(
@@ -39,7 +50,8 @@ def instruction_ns(
     nbytes = _written(module, computation, instruction)
     nbytes += sum(_read(module, computation, instruction))
     flops, bits = _flops(module, computation, instruction)
-    return kernel_ns(device, nbytes=nbytes, matrix_flops=flops, bits=bits)
+    vector_flops = _vector_flops(module, computation, instruction)
+    return kernel_ns(device, nbytes=nbytes, matrix_flops=flops, bits=bits, vector_flops=vector_flops)
 
 
 def computation_ns(module: Module, computation: Computation, device: DeviceModel) -> int:
@@ -141,6 +153,18 @@ def _touched(fused: Computation, users: dict[int, list[Instruction]], at: Instru
         else:
             return at.shape.total_nbytes
     return min(seen, at.shape.total_nbytes)
+
+
+def _vector_flops(module: Module, computation: Computation, instruction: Instruction) -> int:
+    """Elementwise flops of a kernel; a reduction works on the elements of its operands."""
+    if instruction.opcode == "fusion":
+        fused = module.computations[instruction.called[0]]
+        return sum(_vector_flops(module, fused, i) for i in fused.by_id.values())
+    if instruction.opcode in _NO_ARITHMETIC:
+        return 0
+    shapes = [instruction.shape, *(computation.by_id[o].shape for o in instruction.operands)]
+    elements = max((leaf.count for shape in shapes for _, leaf in shape.leaves()), default=0)
+    return elements * (EXPENSIVE_FLOPS if instruction.opcode in _EXPENSIVE else 1)
 
 
 def _flops(module: Module, computation: Computation, instruction: Instruction) -> tuple[int, int]:

@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+from passes.cost import EXPENSIVE_FLOPS
 from passes.jaxpr import compat
 from passes.jaxpr.primitives import Kind, is_expensive
-
-EXPENSIVE_FLOPS = 16
-"""Elementwise flops that a transcendental function counts as."""
 
 # Of the forward pass two products of (queries, keys, head size), of the backward pass five.
 _ATTENTION = {"dot_product_attention": 2, "dot_product_attention_bwd": 5, "dot_product_attention_fp8_bwd": 5}
@@ -44,9 +42,15 @@ def vector_work(eqn: Any, kind: Kind) -> int:
     if kind not in (Kind.FUSIBLE, Kind.REDUCTION):
         said = eqn.params.get("cost_estimate")
         return 0 if said is None else EXPENSIVE_FLOPS * int(said.transcendentals)
-    per_element = EXPENSIVE_FLOPS if is_expensive(eqn.primitive.name) else 1
     avals = [v.aval for v in (*compat.variables(eqn.invars), *eqn.outvars)]
-    return per_element * max((int(getattr(a, "size", 0)) for a in avals), default=0)
+    return flops_per_element(eqn) * max((int(getattr(a, "size", 0)) for a in avals), default=0)
+
+
+def flops_per_element(eqn: Any) -> int:
+    """Elementwise flops for each element of one equation."""
+    if eqn.primitive.name == "polynomial":
+        return 2 * (len(eqn.invars) - 1)  # a variable and its coefficients, by Horner's rule
+    return EXPENSIVE_FLOPS if is_expensive(eqn.primitive.name) else 1
 
 
 def said_bytes(eqn: Any) -> int | None:

@@ -34,12 +34,12 @@ class Kind(enum.Enum):
 _VIEW = "copy name pvary reshape sharding_constraint squeeze stop_gradient transpose"
 
 _FUSIBLE = """
-    abs add add_any and bitcast_convert_type broadcast_in_dim ceil clamp clz complex concatenate conj
-    convert_element_type dynamic_slice empty empty2 eq eq_to floor ge gt imag integer_pow iota iota_2x32_shape
-    is_finite le le_to lt lt_to max min mul mulhi ne neg nextafter not one_minus_square or pad
-    population_count real reduce_precision rem rev round select_n shift_left shift_right_arithmetic
-    shift_right_logical sign slice split square stack sub tile unstack xor div sqrt rsqrt
-    random_clone random_wrap random_unwrap axis_index
+    abs add add_any and bitcast_convert_type broadcast_in_dim broadcast_to ceil clamp clz complex
+    concatenate conj convert_element_type dynamic_slice empty empty2 eq eq_to floor ge gt imag integer_pow
+    iota iota_2x32_shape is_finite le le_to lt lt_to max min mul mulhi ne neg nextafter not
+    one_minus_square or pad polynomial population_count real reduce_precision rem rev round select_n
+    shift_left shift_right_arithmetic shift_right_logical sign slice split square stack sub tile unstack
+    xor div sqrt rsqrt random_clone random_wrap random_unwrap axis_index
 """
 
 # Elementwise, but many instructions per element: XLA:CPU stores them when several kernels read them.
@@ -57,11 +57,11 @@ _REDUCTION = """
 _KERNEL = """
     approx_top_k cholesky cholesky_update conv_general_dilated cumlogsumexp cummax cummin cumprod cumsum
     dot_general dynamic_update_slice eig eigh fft geqp3 geqrf hessenberg householder_product lu
-    lu_pivots_to_permutation ormqr qr ragged_dot_general random_bits random_fold_in random_gamma random_seed
-    random_split rng_bit_generator scan cond while scatter scatter-add scatter-max scatter-min scatter-mul
-    scatter-sub schur select_and_gather_add select_and_scatter select_and_scatter_add sort svd
-    symmetric_product threefry2x32 threefry4x32 top_k triangular_solve tridiagonal tridiagonal_solve
-    custom_linear_solve
+    lu_pivots_to_permutation ormqr qr ragged_dot_general random_bits random_fold_in random_gamma
+    random_seed random_split philox2x32 philox4x32 rng_bit_generator scaled_dot scaled_matmul scan cond
+    while scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub schur select_and_gather_add
+    select_and_scatter select_and_scatter_add sort svd symmetric_product threefry2x32 threefry4x32 top_k
+    triangular_solve tridiagonal tridiagonal_solve custom_linear_solve
 """
 
 KINDS: dict[str, Kind] = {
@@ -75,6 +75,9 @@ KINDS: dict[str, Kind] = {
 """All primitives that are known; each exists in every version of JAX that is supported."""
 
 _EXPENSIVE_NAMES = frozenset(_EXPENSIVE.split())
+
+SINCE_0_12 = frozenset({"polynomial"})
+"""Primitives that JAX 0.11 does not have."""
 
 SLICING = frozenset({"slice", "dynamic_slice", "gather"})
 """Primitives that read only as many bytes of their first operand as they return."""

@@ -17,9 +17,8 @@ from typing import Any
 from passes.cost import DeviceModel
 from passes.ir import Op
 from passes.jaxpr import compat
-from passes.jaxpr.flops import EXPENSIVE_FLOPS
+from passes.jaxpr.flops import flops_per_element
 from passes.jaxpr.lift import SLICE_PASSES, lift
-from passes.jaxpr.primitives import is_expensive
 from passes.jaxpr.purity import has_effect
 from passes.jaxpr.rewrite import defined
 from passes.jaxpr.scan_choice import Choice
@@ -175,5 +174,5 @@ def _recomputed(eqn: Any, op: Op, turns: int) -> Recomputed:
 def _fused_ps(eqn: Any, device: DeviceModel) -> int:
     """Time of an equation that is computed inside another kernel; never nothing, so that it is avoided."""
     size = max((int(getattr(v.aval, "size", 0)) for v in eqn.outvars), default=0)
-    flops = size * (EXPENSIVE_FLOPS if is_expensive(eqn.primitive.name) else 1)
+    flops = size * flops_per_element(eqn)
     return 1 + round(PICO * 1e9 * flops / device.vector_flops)
