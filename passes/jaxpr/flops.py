@@ -49,7 +49,7 @@ def vector_work(eqn: Any, kind: Kind) -> int:
 def flops_per_element(eqn: Any) -> int:
     """Elementwise flops for each element of one equation."""
     if eqn.primitive.name == "polynomial":
-        return 2 * (len(eqn.invars) - 1)  # a variable and its coefficients, by Horner's rule
+        return 2 * (len(eqn.invars) - 2)  # a variable and its coefficients, by Horner's rule
     return EXPENSIVE_FLOPS if is_expensive(eqn.primitive.name) else 1
 
 
