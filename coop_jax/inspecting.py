@@ -147,7 +147,9 @@ def _open_file(path: Path, platform: str | None) -> Opened:
             return _open_text(path, data, platform)
         return next(_open_bytes(data, platform))
     except StopIteration:
-        raise InputError(f"{path} is neither a module of XLA's, as text or serialized, nor an executable") from None
+        raise InputError(
+            f"{path} is neither a module of XLA's, as text or serialized, nor an executable"
+        ) from None
     except (ValueError, jax.errors.JaxRuntimeError) as error:
         raise InputError(f"{path}: {' '.join(str(error).split())[:300]}") from error
 

@@ -194,6 +194,11 @@ class Program:
         """Cost of running every op once."""
         return sum(op.cost_ns for op in self.ops)
 
+    def __str__(self) -> str:
+        from passes.listing import program_text  # which simulates, and so needs this module
+
+        return program_text(self)
+
     def to_json(self) -> str:
         """This program in the `coop-program/1` format."""
         ops = []
@@ -284,6 +289,11 @@ class Plan:
                 again.append(i)
             seen.add(op)
         return tuple(again)
+
+    def __str__(self) -> str:
+        from passes.listing import plan_text  # which simulates, and so needs this module
+
+        return plan_text(self)
 
     def to_json(self) -> str:
         """This plan in the `coop-plan/1` format."""

@@ -48,7 +48,9 @@ class Counted:
     total_bytes: int
 
 
-def describe(assigner: Assigner, *, counted: Counted | None = None, real: Assignment | None = None) -> MemoryMap:
+def describe(
+    assigner: Assigner, *, counted: Counted | None = None, real: Assignment | None = None
+) -> MemoryMap:
     """The memory of a scheduled module.
 
     Args:
