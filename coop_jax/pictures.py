@@ -39,7 +39,7 @@ COLORS = {
     WORKING: "#0072b2",
 }
 BUDGET_COLOR = EVICTED_COLOR = "#d55e00"
-_HATCHES = {KEPT: "////", RECOMPUTED: "xxxx"}
+HATCHES = {KEPT: "////", RECOMPUTED: "xxxx"}
 _SIZE_INCHES = (8.0, 5.0)
 _DPI = 100
 # With fewer values than this each has an edge; the edges of more would hide them.
@@ -231,7 +231,7 @@ def _over_time(axes: Any, found: MemoryMap, most: int, budget_bytes: int | None,
         values = [n / scale for n in profile[kind]]
         above = [b + v for b, v in zip(below, [*values, values[-1]], strict=True)]
         axes.fill_between(
-            steps, below, above, step="post", facecolor=COLORS[kind], hatch=_HATCHES.get(kind),
+            steps, below, above, step="post", facecolor=COLORS[kind], hatch=HATCHES.get(kind),
             edgecolor=look.paper, linewidth=0,
         )  # fmt: skip
         below = above
@@ -263,7 +263,7 @@ def _addresses(axes: Any, found: MemoryMap, top: int, look: _Look) -> None:
                 facecolor=COLORS[kind],
                 edgecolor=look.paper,
                 linewidth=0.3 if len(placed) < _FEW else 0,
-                hatch=_HATCHES.get(kind),
+                hatch=HATCHES.get(kind),
             )
         )
     ends = [
@@ -285,7 +285,7 @@ def _legend(
 
     shown = {v.kind for m in maps for v in m.values if v.nbytes >= 0.001 * m.total_bytes}
     handles: list[Any] = [
-        Patch(facecolor=COLORS[kind], edgecolor=look.paper, hatch=_HATCHES.get(kind), label=IN_WORDS[kind])
+        Patch(facecolor=COLORS[kind], edgecolor=look.paper, hatch=HATCHES.get(kind), label=IN_WORDS[kind])
         for kind in KINDS
         if kind in shown and (fixed or kind not in FIXED_KINDS)
     ]
