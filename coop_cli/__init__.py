@@ -1,4 +1,4 @@
-"""The command line: `coop COMMAND ...`. Only the words are here; what a command needs is imported when it runs.
+"""The command line: `coop COMMAND ...`. Only words are here; what a command needs is imported when it runs.
 
 Exit codes: 0 done, 1 none is known (no plan, no packing, something is missing), 2 bad input, in one line.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -69,8 +68,9 @@ class _Version(argparse.Action):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="coop", description="A byte budget for a JAX program: see where memory goes, and plan within it.",
-        epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="coop", epilog=EXAMPLES,
+        description="A byte budget for a JAX program: see where memory goes, and plan within it.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--version", action=_Version, help="print the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
@@ -152,7 +152,7 @@ def _add_report(command: argparse.ArgumentParser) -> None:
 def _add_inspect(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "source", type=_path, metavar="FILE|DUMP_DIR",
-        help="a folder that XLA dumped to, a module in one, a serialized module or executable, or a map of coop's",
+        help="a folder that XLA dumped to, a module in one, a serialized module or executable, or a map",
     )  # fmt: skip
     command.add_argument("--module", metavar="NAME", help="which module of a folder (default: the largest)")
     command.add_argument(

@@ -12,6 +12,7 @@ from pathlib import Path
 from coop_jax.budget import Budget, parse_bytes
 from coop_jax.curve import Pareto, ParetoPoint, Rival, pareto
 from coop_jax.difference import Difference, difference
+from coop_jax.drawing import draw
 from coop_jax.errors import (
     ArgumentError,
     BudgetError,
@@ -49,6 +50,7 @@ __all__ = [
     "Rival",
     "UnsupportedError",
     "difference",
+    "draw",
     "explain",
     "inspect",
     "minimum_budget",

@@ -38,7 +38,10 @@ def run(arguments: argparse.Namespace) -> int:
     except InfeasibleBudgetError as error:
         _tell(f"coop {arguments.command}: {printable_lines(str(error))}")
         return 1
-    except (InputError, CoopError, OSError) as error:
+    except InputError as error:
+        _tell(f"coop {arguments.command}: {_one_line(error)} (docs: errors/input)")
+        return 2
+    except (CoopError, OSError) as error:
         _tell(f"coop {arguments.command}: {_one_line(error)}")
         return 2
 

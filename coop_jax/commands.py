@@ -13,13 +13,13 @@ from typing import Any
 from coop_jax import doctor
 from coop_jax.curve import pareto
 from coop_jax.difference import difference
-from coop_jax.explaining import explain
+from coop_jax.explaining import Plain, compile_plain, explain
 from coop_jax.inspecting import Opened, SimulatedPoint, inspect, open_path, simulated_curve
 from coop_jax.pack import read_text
 from coop_jax.planning import compile_within
 from coop_jax.programs import NamedProgram, load, of_user
 from coop_jax.report import Report, report
-from coop_jax.saving import ENDINGS, save
+from coop_jax.saving import ENDINGS, Shown, save
 from coop_jax.screen import Block, Heading, Lines, Table, as_text, print_blocks
 from coop_jax.tables import memory_blocks
 from coop_jax.text import format_bytes, printable
@@ -30,25 +30,6 @@ from passes.listing import plan_text, program_text, read_plan
 from passes.memory_map import MAP_FORMAT, MemoryMap
 
 _MOST_BUDGETS = 200
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
-    """Something with blocks and fields, to be printed or saved."""
-
-    found: tuple[Block, ...]
-    fields: Mapping[str, Any]
-
-    def blocks(self) -> list[Block]:
-        """For `coop_jax.screen`."""
-        return list(self.found)
-
-    def to_dict(self) -> Mapping[str, Any]:
-        """In JSON types."""
-        return self.fields
-
-    def __str__(self) -> str:
-        return as_text(self.found)
 
 
 def _give(arguments: argparse.Namespace, shown: Any, write: Callable[[Path], None]) -> int:
@@ -110,10 +91,13 @@ def _plan(arguments: argparse.Namespace) -> int:
         )
     found = report(compiled)
 
+    def plain() -> Plain:
+        return compile_plain(program.function, program.specs, static_argnums=(), kwargs=None, **options)
+
     def write(path: Path) -> None:
         drawn = path.suffix not in (".json", ".txt")
-        maps = [inspect(compiled)] if drawn else []
-        save(found, path, maps=maps, titles=("within budget",), budget_bytes=found.budget_bytes)
+        maps = [inspect(plain().compiled), inspect(compiled)] if drawn else []
+        save(found, path, maps=maps, titles=("as it is", "within budget"), budget_bytes=found.budget_bytes)
 
     return _give(arguments, found, write)
 

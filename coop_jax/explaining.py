@@ -119,7 +119,8 @@ class Explanation:
 def _cost_text(report: Report) -> str:
     plain, compiled = report.baseline_cost_ns, report.compiled_cost_ns
     if plain and compiled is not None:
-        return f"kernels {format_ns(plain)} -> {format_ns(compiled)}, {100 * (compiled / plain - 1):+.1f} % by estimate"
+        change = f"{100 * (compiled / plain - 1):+.1f} % by estimate"
+        return f"kernels {format_ns(plain)} -> {format_ns(compiled)}, {change}"
     return f"recompute costs +{100 * report.overhead_ratio:.1f} % by estimate"
 
 

@@ -98,7 +98,8 @@ def open_compiled(compiled: Any) -> Opened:
     compiled = inner if isinstance(inner, jax.stages.Compiled) else compiled
     if not hasattr(compiled, "memory_analysis"):
         raise UnsupportedError(
-            f"a {type(compiled).__name__} is no compiled program: give jax.jit(f).lower(*args).compile(), or a path."
+            f"a {type(compiled).__name__} is no compiled program: give jax.jit(f).lower(*args).compile(), "
+            "or a path."
         )
     parsed = proto.parse(aot.final_module(compiled))
     return Opened(
@@ -132,7 +133,7 @@ def _names(found: list[dumps.DumpedModule]) -> str:
 
 def _map_in(path: Path) -> MemoryMap | None:
     with path.open("rb") as file:
-        if not file.read(1) == b"{":
+        if file.read(1) != b"{":
             return None
     text = path.read_text(encoding="utf-8", errors="replace")
     if MAP_FORMAT not in text[:100]:

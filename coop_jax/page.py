@@ -1,6 +1,6 @@
 """One HTML file with everything about a program's memory: no server, nothing downloaded.
 
-The page (`page.html`) draws on a canvas what it finds in one block of JSON; texts that repeat stand there once.
+The page (`page.html`) draws on a canvas what it finds in one block of JSON; texts stand there once each.
 `#q=words` behind the file's name searches, `#value=N` (and `&map=M`) shows one value.
 """
 
@@ -39,7 +39,8 @@ def page(
     """
     data = {
         "kinds": [
-            {"label": IN_WORDS[kind], "color": COLORS[kind], "hatch": HATCHES.get(kind, "")} for kind in _KINDS
+            {"label": IN_WORDS[kind], "color": COLORS[kind], "hatch": HATCHES.get(kind, "")}
+            for kind in _KINDS
         ],
         "maps": [_map(found, title) for found, title in maps],
         "budget": budget_bytes,
@@ -60,8 +61,9 @@ def _map(found: MemoryMap, title: str) -> dict[str, Any]:
         return places.setdefault(text, len(places))
 
     values = [
-        [place(v.name), place(v.op), place(v.shape), v.nbytes, v.start, v.stop, -1 if v.offset is None else v.offset,
-         _KINDS.index(v.kind), place(v.source), place(v.scope), place(why(v)), int(v.evicted)]
+        [place(v.name), place(v.op), place(v.shape), v.nbytes, v.start, v.stop,
+         -1 if v.offset is None else v.offset, _KINDS.index(v.kind),
+         place(v.source), place(v.scope), place(why(v)), int(v.evicted)]
         for v in found.values
     ]  # fmt: skip
     profile = found.profile()

@@ -1,8 +1,8 @@
-"""A program that is named on the command line: a function in a module or a file, and what it is called with.
+"""A program that is named on the command line: a function in a module or a file, and its arguments.
 
-`train.py:step` or `package.module:step` is the function. Each `--spec` is an argument: "f32[1024,256]", or the
-name of something in the same module: a pytree of arrays or shapes, or a function without arguments that returns
-one, which is not run but traced, so that it takes no memory.
+`train.py:step` or `package.module:step` is the function. Each `--spec` is an argument: "f32[1024,256]", or
+the name of something in the same module: a pytree of arrays or shapes, or a function without arguments that
+returns one, which is not run but traced, so that it takes no memory.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from passes.checked import MOST, InputError
 
 _SPEC = re.compile(r"([a-z][a-z0-9]*)\[([0-9, ]*)\]")
 _TYPES = {
-    "f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "bool": "bool", "pred": "bool",
-    "i8": "int8", "i16": "int16", "i32": "int32", "i64": "int64", "s8": "int8", "s16": "int16", "s32": "int32",
-    "s64": "int64", "u8": "uint8", "u16": "uint16", "u32": "uint32", "u64": "uint64", "c64": "complex64",
+    "f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "bool": "bool",
+    "pred": "bool", "i8": "int8", "i16": "int16", "i32": "int32", "i64": "int64", "s8": "int8",
+    "s16": "int16", "s32": "int32", "s64": "int64", "u8": "uint8", "u16": "uint16", "u32": "uint32",
+    "u64": "uint64", "c64": "complex64",
 }  # fmt: skip
 
 
@@ -98,7 +99,8 @@ def _spec(module: ModuleType, text: str) -> Any:
     if match is None:
         if not text.replace(".", "_").isidentifier():
             raise InputError(
-                f"--spec is {reprlib.repr(text)}; write a shape such as f32[1024,256], or a name in the module"
+                f"--spec is {reprlib.repr(text)}; write a shape such as f32[1024,256], or a name "
+                "in the module"
             )
         found = _named(module, text)
         try:

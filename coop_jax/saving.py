@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from coop_jax.errors import UnsupportedError
+from coop_jax.screen import Block, as_text
 from passes.memory_map import MemoryMap
 
 PICTURES = (".png", ".svg", ".pdf")
 ENDINGS = (*PICTURES, ".html", ".json", ".txt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """Something with blocks and fields, to be printed or saved."""
+
+    found: tuple[Block, ...]
+    fields: Mapping[str, Any]
+
+    def blocks(self) -> list[Block]:
+        """For `coop_jax.screen`."""
+        return list(self.found)
+
+    def to_dict(self) -> Mapping[str, Any]:
+        """In JSON types."""
+        return self.fields
+
+    def __str__(self) -> str:
+        return as_text(self.found)
 
 
 def save(

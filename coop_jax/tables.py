@@ -20,7 +20,9 @@ def memory_blocks(memory: MemoryMap, *, top: int = 8) -> list[Block]:
     alive = [sum(at) for at in zip(*profile.values(), strict=True)]
     known = "by XLA's count" if memory.counted else "by the addresses of its schedule"
     name = memory.steps[step] if memory.steps else "no step"
-    donated = f", {format_bytes(memory.alias_bytes)} of them in donated arguments" if memory.alias_bytes else ""
+    donated = (
+        f", {format_bytes(memory.alias_bytes)} of them in donated arguments" if memory.alias_bytes else ""
+    )
     lines = [
         f"{memory.name}: peak {format_bytes(memory.total_bytes)} {known}, at step {step + 1} of "
         f"{max(1, len(memory.steps))} ({name})",

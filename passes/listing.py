@@ -1,4 +1,4 @@
-"""Programs and plans as text that a person reads and `read_program` reads back, with the live profile beside it.
+"""Programs and plans as text that a person reads and `read_program` reads back, with the live profile.
 
     program "example", 6 ops, 6 buffers, cost 33
     # live bytes                  op
@@ -22,7 +22,8 @@ from passes.simulate import simulate
 
 _BAR = 16
 _LINE = re.compile(
-    r"\s*\d+ \|[^|]*\|  (?P<outs>[^=]*)= (?P<name>\"(?:[^\"\\]|\\.)*\"|[\w.\-]*)\((?P<ins>[^)]*)\)  cost (?P<cost>\d+)"
+    r"\s*\d+ \|[^|]*\|  (?P<outs>[^=]*)= (?P<name>\"(?:[^\"\\]|\\.)*\"|[\w.\-]*)"
+    r"\((?P<ins>[^)]*)\)  cost (?P<cost>\d+)"
     r"(?P<facts>(?:  [a-z]+(?: \S+)?)*)(?:  # (?P<source>.*))?"
 )
 _HEAD = re.compile(r"program (?P<name>\"(?:[^\"\\]|\\.)*\"), \d+ ops, (?P<buffers>\d+) buffers, cost \d+")
@@ -74,7 +75,8 @@ def plan_text(plan: Plan, program: Program | None = None) -> str:
     """
     again = frozenset(plan.reruns())
     head = (
-        f"plan by {plan.planner or 'hand'}: {plan.status}, peak {plan.peak_bytes} of {plan.budget_bytes} bytes, "
+        f"plan by {plan.planner or 'hand'}: {plan.status}, "
+        f"peak {plan.peak_bytes} of {plan.budget_bytes} bytes, "
         f"{len(plan.steps)} steps, {len(again)} recomputed, overhead {100 * plan.overhead_ratio:.3f} % "
         f"(at least {100 * plan.lower_bound_ratio:.3f} %)"
     )
@@ -106,7 +108,7 @@ def read_program(text: str) -> Program:
     if head is None or not lines[-1].startswith("outputs"):
         raise InputError("this is no program as text: it begins with `program` and ends with `outputs`")
     nbytes = [0] * int(head["buffers"])
-    ops = []
+    ops: list[Op] = []
     for line in lines[1:-1]:
         if line.startswith("arguments "):
             _note_sizes(line, nbytes)

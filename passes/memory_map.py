@@ -219,9 +219,10 @@ def _value(data: object, i: int) -> Value:
     if given["kind"] not in KINDS[:-1]:
         raise InputError(f"kind of {what} is none of {', '.join(KINDS[:-1])}")
     texts = ("name", "op", "shape", "kind", "source", "scope", "last_use")
+    read: dict[str, Any] = {name: worded(given[name], f"{name} of {what}") for name in texts}
+    read |= {name: whole(given[name], f"{name} of {what}") for name in ("nbytes", "start", "stop")}
     return Value(
-        **{name: worded(given[name], f"{name} of {what}") for name in texts},
-        **{name: whole(given[name], f"{name} of {what}") for name in ("nbytes", "start", "stop")},
+        **read,
         offset=None if given["offset"] is None else whole(given["offset"], f"offset of {what}"),
         evicted=flag(given["evicted"], f"evicted of {what}"),
     )

@@ -27,14 +27,14 @@ from passes.memory_map import ARGUMENT, CONSTANT, KEPT, OUTPUT, RECOMPUTED, WORK
 from passes.outcome import RECOMPUTE_SCOPE
 
 _ELEMENTS = {
-    1: "pred", 2: "s8", 3: "s16", 4: "s32", 5: "s64", 6: "u8", 7: "u16", 8: "u32", 9: "u64", 10: "f16", 11: "f32",
-    12: "f64", 15: "c64", 16: "bf16", 18: "c128", 19: "f8e5m2", 20: "f8e4m3fn", 21: "s4", 22: "u4", 26: "s2", 27: "u2",
-    30: "s1", 31: "u1", 32: "f4e2m1fn", 33: "f8e8m0fnu",
+    1: "pred", 2: "s8", 3: "s16", 4: "s32", 5: "s64", 6: "u8", 7: "u16", 8: "u32", 9: "u64", 10: "f16",
+    11: "f32", 12: "f64", 15: "c64", 16: "bf16", 18: "c128", 19: "f8e5m2", 20: "f8e4m3fn", 21: "s4", 22: "u4",
+    26: "s2", 27: "u2", 30: "s1", 31: "u1", 32: "f4e2m1fn", 33: "f8e8m0fnu",
 }  # fmt: skip
 _LIBRARY = re.compile(r"(?:site-packages|dist-packages|/lib/python3)")
 _WRAPPED = re.compile(r"[\w.\-]+\((.*)\)")
 _PLUMBING = frozenset({"while", "body", "cond", "branch", "closed_call", "checkpoint", "rematted_computation",
-                       "shard_map", RECOMPUTE_SCOPE})  # fmt: skip
+                       "shard_map", "eval_jaxpr", RECOMPUTE_SCOPE})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,14 +246,14 @@ def _name_path(instruction: Instruction) -> str:
 
 
 def _op(instruction: Instruction) -> str:
-    path = _name_path(instruction)
+    path = _name_path(instruction).partition(";")[0]
     return path.rpartition("/")[2] if "/" in path else instruction.opcode
 
 
 def scope_of_name(path: str) -> str:
-    """The named scopes in an instruction's name: "jit(f)/transpose(jvp(block_0))/attn/mul" is "block_0/attn"."""
+    """The named scopes in a name: "jit(f)/transpose(jvp(block_0))/attn/mul" is in "block_0/attn"."""
     found = []
-    for part in _parts(path)[:-1]:
+    for part in _parts(path.partition(";")[0])[:-1]:
         if part.startswith(("jit(", "pjit(")):
             continue
         while (match := _WRAPPED.fullmatch(part)) is not None:
@@ -294,7 +294,8 @@ def user_line(module: object, instruction: Instruction) -> str:
 def shape_text(shape: Shape) -> str:
     """A shape in XLA's words, such as "f32[8,128]"."""
     if shape.parts is not None:
-        return f"({', '.join(shape_text(part) for part in shape.parts[:4])}{', ...' if len(shape.parts) > 4 else ''})"
+        parts = [shape_text(part) for part in shape.parts[:4]] + (["..."] if len(shape.parts) > 4 else [])
+        return f"({', '.join(parts)})"
     return f"{_ELEMENTS.get(shape.element, 'opaque')}[{','.join(map(str, shape.dims))}]"
 
 

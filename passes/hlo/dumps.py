@@ -1,7 +1,7 @@
 """Scheduled modules as XLA writes them out: with `xla_dump_to`, as an HloProto, or inside an executable.
 
-A dump holds one module after another, each at several stages; the one after optimizations is what runs. Beside
-a module's text XLA writes where it put every value, as text, too; a proto holds both.
+A dump holds one module after another, each at several stages; the one after optimizations is what runs.
+Beside a module's text XLA writes where it put every value, as text, too; a proto holds both.
 """
 
 from __future__ import annotations
