@@ -135,7 +135,7 @@ def pareto(
 
     Args:
         fn: the function, not decorated: a whole step, with its gradient taken inside.
-        specs: its positional arguments, as arrays or `jax.ShapeDtypeStruct`s.
+        specs: its positional arguments, as arrays or `jax.ShapeDtypeStruct` objects.
         budgets: how many, from the least that a refusal names to what the plain program needs; or the
             budgets themselves, in bytes.
         device: such as "h200"; None means the default device of this process.

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from coop_jax import aot
-from coop_jax.errors import CoopError, InfeasibleBudgetError
+from coop_jax.errors import InfeasibleBudgetError
 from coop_jax.inspecting import inspect
 from coop_jax.planning import MinimumBudget, compile_within, minimum_budget
 from coop_jax.progress import progress
@@ -138,7 +138,7 @@ def explain(
 
     Args:
         fn: the function, not decorated: a whole step, with its gradient taken inside.
-        specs: its positional arguments, as arrays or `jax.ShapeDtypeStruct`s.
+        specs: its positional arguments, as arrays or `jax.ShapeDtypeStruct` objects.
         device: such as "h200"; None means the default device of this process.
         donate_argnums, static_argnums: as in `jax.jit`.
         kwargs: keyword arguments of `fn`.
@@ -212,8 +212,10 @@ def _with_budgets(
     total = found.memory.total_bytes
     try:
         compiled = compile_within(fn, *specs, budget=max(1, total // 2), **options)
-    except CoopError as error:
-        found = dataclasses.replace(found, half_refused=str(error).partition("\n")[0])
+    except InfeasibleBudgetError as error:
+        refused = dataclasses.replace(found, half_refused=str(error).partition("\n")[0])
+        tell("looking at the least budget that was found")
+        return dataclasses.replace(refused, least=_least_of(error, fn, specs, options))
     else:
         half = dataclasses.replace(
             report(compiled),
@@ -228,6 +230,23 @@ def _with_budgets(
         return dataclasses.replace(found, least=minimum_budget(fn, *specs, max_compiles=2, **options))
     except InfeasibleBudgetError:
         return found
+
+
+def _least_of(
+    error: InfeasibleBudgetError, fn: Any, specs: Sequence[Any], options: dict[str, Any]
+) -> MinimumBudget | None:
+    """The least budget that a refusal names, if the program is compiled within it."""
+    if error.least_bytes is None:
+        return None
+    try:
+        made = report(compile_within(fn, *specs, budget=error.least_bytes, **options))
+    except InfeasibleBudgetError:
+        return None
+    return MinimumBudget(
+        least_bytes=error.least_bytes, proved=error.proved, failed_bytes=error.budget_bytes,
+        argument_bytes=made.argument_bytes, output_bytes=made.output_bytes, alias_bytes=made.alias_bytes,
+        tightest=error.tightest, compiles=2,
+    )  # fmt: skip
 
 
 def donations(lowered: Any) -> tuple[Donation, ...]:

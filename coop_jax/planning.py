@@ -83,7 +83,7 @@ def plan(
 
     Args:
         fn: the function, not yet decorated: the gradient is taken inside it.
-        specs: its positional arguments, as arrays or `jax.ShapeDtypeStruct`s.
+        specs: its positional arguments, as arrays or `jax.ShapeDtypeStruct` objects.
         budget: every form of `coop.remat`'s budget.
         device: such as "h200"; None means the default device of this process.
         planner, save, recompute, policy: as in `coop.remat`.
