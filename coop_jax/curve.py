@@ -18,6 +18,9 @@ from coop_jax.saving import save
 from coop_jax.screen import Block, Heading, Lines, Table, as_html, as_text
 from coop_jax.text import format_bytes, format_ns
 
+_PART_FOR_LEAST = 3
+_CLOSE_RATIO = 0.02
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParetoPoint:
@@ -136,8 +139,8 @@ def pareto(
     Args:
         fn: the function, not decorated: a whole step, with its gradient taken inside.
         specs: its positional arguments, as arrays or `jax.ShapeDtypeStruct` objects.
-        budgets: how many, from the least that a refusal names to what the plain program needs; or the
-            budgets themselves, in bytes.
+        budgets: how many, a third of them to find the least one, the others from that to what the plain
+            program needs; or the budgets themselves, in bytes.
         device: such as "h200"; None means the default device of this process.
         donate_argnums, static_argnums: as in `jax.jit`.
         kwargs: keyword arguments of `fn`.
@@ -158,21 +161,64 @@ def pareto(
         for name, other in (rivals or {}).items():
             tell(f"compiling {name}")
             others.append(_rival(name, compile_plain(other, specs, **options), plain_ns))
-        least, asked = None, budgets
+        search = _Search(
+            fn, specs, options, plain, tell, budgets if isinstance(budgets, int) else len(budgets)
+        )
+        least = None
         if isinstance(budgets, int):
             tell("looking for the least budget")
-            least = _least(fn, specs, options)
-            asked = _spread(least or aot.memory(plain.compiled).fixed_bytes, total, budgets)
-        points = []
-        for n, budget in enumerate(asked):  # type: ignore[arg-type]
-            tell(f"budget {n + 1} of {len(asked)}: {format_bytes(budget, exact=False)}")  # type: ignore[arg-type]
-            points.append(_point(fn, specs, budget, options, plain))
+            least = search.descend(_least(fn, specs, options))
+            budgets = _spread(least, total, budgets - len(search.points))
+        for budget in budgets:
+            search.look(budget)
+    points = sorted(search.points, key=lambda p: p.budget_bytes)
     met = [p.budget_bytes for p in points if p.total_bytes is not None]
-    known = [n for n in (least, *met) if n is not None]
     return Pareto(
-        points=tuple(points), least_bytes=min(known, default=None), plain_bytes=total, plain_ns=plain_ns,
+        points=tuple(points), least_bytes=min(met, default=least), plain_bytes=total, plain_ns=plain_ns,
         rivals=tuple(others), device_name=plain.device.name,
     )  # fmt: skip
+
+
+class _Search:
+    """Compiles within one budget after another, and keeps what came out."""
+
+    def __init__(
+        self,
+        fn: Any,
+        specs: Sequence[Any],
+        options: dict[str, Any],
+        plain: Plain,
+        tell: Callable[[str], None],
+        n: int,
+    ) -> None:
+        self.fn, self.specs, self.options, self.plain, self.tell, self.n = fn, specs, options, plain, tell, n
+        self.points: list[ParetoPoint] = []
+
+    def look(self, budget: Any) -> ParetoPoint:
+        """Compile within a budget."""
+        shown = format_bytes(budget, exact=False) if isinstance(budget, int) else budget
+        self.tell(f"budget {len(self.points) + 1} of {self.n}: {shown}")
+        point = _point(self.fn, self.specs, budget, self.options, self.plain)
+        self.points.append(point)
+        return point
+
+    def descend(self, named: int | None) -> int:
+        """The least budget that a third of the compiles find by bisection below what a refusal named.
+
+        What a refusal names was met; it is no bound, and half of it may be met as well.
+        """
+        memory = aot.memory(self.plain.compiled)
+        low, high = memory.fixed_bytes, named or memory.total_bytes
+        for _ in range(self.n // _PART_FOR_LEAST):
+            if high - low <= _CLOSE_RATIO * memory.total_bytes:
+                break
+            middle = (low + high) // 2
+            point = self.look(middle)
+            if point.total_bytes is None:
+                low = middle
+            else:
+                high = min(middle, point.total_bytes)
+        return high
 
 
 def _spread(least: int, most: int, n: int) -> list[int]:
@@ -198,7 +244,7 @@ def _rival(name: str, made: Plain, plain_ns: int) -> Rival:
     )  # fmt: skip
 
 
-def _point(fn: Any, specs: Sequence[Any], budget: int, options: dict[str, Any], plain: Plain) -> ParetoPoint:
+def _point(fn: Any, specs: Sequence[Any], budget: Any, options: dict[str, Any], plain: Plain) -> ParetoPoint:
     try:
         compiled = compile_within(fn, *specs, budget=budget, **options)
     except CoopError as error:

@@ -1,4 +1,4 @@
-"""The documentation: every code block runs, every public name and every error has its place, the site builds."""
+"""The documentation: its code blocks run, every public name and error has its place, the site builds."""
 
 from __future__ import annotations
 
