@@ -88,7 +88,9 @@ class Pareto:
         least = "is not known" if self.least_bytes is None else format_bytes(self.least_bytes)
         return [
             Heading(text=f"what a budget costs on {self.device_name}"),
-            Table(header=("", "compiled", "kernels", "overhead", "recompute at least"), rows=tuple(rows)),
+            Table(
+                header=("", "compiled", "kernels", "overhead", "plan's recompute at least"), rows=tuple(rows)
+            ),
             Lines(
                 lines=(
                     f"the least budget that was found: {least}",

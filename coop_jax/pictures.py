@@ -158,7 +158,12 @@ def pareto(curve: Pareto, path: str | Path, *, theme: Theme = "light") -> None:
     )
     bound = [(x, 100 * p.lower_bound_ratio) for x, p in zip(xs, met, strict=True) if p.lower_bound_ratio > 0]
     if bound:
-        axes.plot(*zip(*bound, strict=True), ":", color=look.ink, label="recompute at least (proved)")
+        axes.plot(
+            *zip(*bound, strict=True),
+            ":",
+            color=look.ink,
+            label="bound on the plan's recompute, before XLA fuses",
+        )
     axes.plot([curve.plain_bytes / scale], [0], "s", color=look.ink, label="without a budget")
     for n, rival in enumerate(curve.rivals):
         point = (rival.total_bytes / scale, 100 * rival.overhead_ratio)

@@ -31,7 +31,7 @@ def memory_blocks(memory: MemoryMap, *, top: int = 8) -> list[Block]:
     ]
     if len(alive) > 1:
         lines.append(sparkline(alive, width=96, top=max(alive)))
-    tables = (("by kind", kind_of), ("by source line", source_of), ("by named scope", scope_of))
+    tables = (("by kind", kind_of), ("by source line", source_of), ("by named scope, or function", scope_of))
     blocks: list[Block] = [Lines(lines=tuple(lines))]
     for title, label in tables:
         blocks += [Heading(text=f"at the peak, {title}"), _by(memory, title[3:], label, top)]

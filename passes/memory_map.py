@@ -49,7 +49,8 @@ class Value:
         offset: from the start of the temporaries; None for what does not lie there, or is not known.
         kind: one of `KINDS` but `PACKING`.
         source: the user's line, such as "model.py:41"; "" if unknown.
-        scope: named scopes and modules around it, such as "encoder/layer_3"; "" if there are none.
+        scope: named scopes and modules around it, such as "encoder/layer_3"; where there are none the
+            functions that it comes from, such as "block > attention"; "" if unknown.
         last_use: the instruction that reads it last; "" for what lives to the end.
         evicted: True if the same value is recomputed later.
     """
@@ -196,7 +197,7 @@ def scope_of(value: Value) -> str:
     """The label of a value's named scope."""
     if value.kind == ARGUMENT:
         return IN_WORDS[ARGUMENT]
-    return value.scope or "(no named scope)"
+    return value.scope or "(unknown scope)"
 
 
 def why(value: Value) -> str:

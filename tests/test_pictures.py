@@ -105,7 +105,13 @@ def test_pictures_are_800_by_500_and_name_everything(pictures: Any, theme: str, 
     ):
         assert word in words
     drawn["pareto"](tmp_path / "pareto.svg")
-    for word in ("nothing_saveable", "least found: 45.00 MiB", "without a budget", "refused", "proved"):
+    for word in (
+        "nothing_saveable",
+        "least found: 45.00 MiB",
+        "without a budget",
+        "refused",
+        "bound on the plan",
+    ):
         assert word in texts(tmp_path / "pareto.svg")
 
 

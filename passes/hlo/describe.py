@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from passes.hlo import graph
 from passes.hlo.assign import HOST, Assigner
@@ -168,7 +169,7 @@ class _Describe:
             shape=shape_text(made.shape.at(home.index)), nbytes=nbytes, start=0,
             stop=max(1, len(self.steps)), kind=kind,
             source="" if is_argument else user_line(self.module.proto, made),
-            scope="" if is_argument else scope_of_name(path),
+            scope="" if is_argument else scope_of_name(path) or functions(self.module.proto, made),
         )  # fmt: skip
 
     def _offset(self, v: int) -> int | None:
@@ -273,22 +274,32 @@ def _parts(path: str) -> list[str]:
     return [*parts, path[start:]]
 
 
-def user_line(module: object, instruction: Instruction) -> str:
+def user_line(module: Any, instruction: Instruction) -> str:
     """The innermost line outside of installed packages that an instruction comes from; "" if unknown."""
     metadata = instruction.proto.metadata
     if metadata.source_file:
         return f"{metadata.source_file}:{metadata.source_line}"
-    index = module.stack_frame_index  # type: ignore[attr-defined]
-    first, frame_id = "", metadata.stack_frame_id
+    frames = list(_frames(module, metadata.stack_frame_id))
+    users = [place for place, _ in frames if not _LIBRARY.search(place)]
+    return users[0] if users else frames[0][0] if frames else ""
+
+
+def functions(module: Any, instruction: Instruction) -> str:
+    """The user's function that an instruction comes from, and its caller, such as "block > attention"."""
+    frames = _frames(module, instruction.proto.metadata.stack_frame_id)
+    names = [name for place, name in frames if not _LIBRARY.search(place) and not name.startswith("<")]
+    return " > ".join(reversed(names[:2]))
+
+
+def _frames(module: Any, frame_id: int) -> Iterator[tuple[str, str]]:
+    """(file and line, function) of the frames of a stack, the innermost first."""
+    index = module.stack_frame_index
     while 0 < frame_id <= len(index.stack_frames):
         frame = index.stack_frames[frame_id - 1]
         at = index.file_locations[frame.file_location_id - 1]
-        place = f"{index.file_names[at.file_name_id - 1]}:{at.line}"
-        if not _LIBRARY.search(place):
-            return place
-        first = first or place
+        name = index.function_names[at.function_name_id - 1] if at.function_name_id else ""
+        yield f"{index.file_names[at.file_name_id - 1]}:{at.line}", name.rpartition(".")[2]
         frame_id = frame.parent_frame_id
-    return first
 
 
 def shape_text(shape: Shape) -> str:
@@ -299,6 +310,6 @@ def shape_text(shape: Shape) -> str:
     return f"{_ELEMENTS.get(shape.element, 'opaque')}[{','.join(map(str, shape.dims))}]"
 
 
-def map_of_module(module: object, platform: str, *, old_rules: bool = False) -> MemoryMap:
+def map_of_module(module: Any, platform: str, *, old_rules: bool = False) -> MemoryMap:
     """The memory of a parsed HloModuleProto with a schedule, as predicted; see `describe`."""
     return describe(Assigner(graph.read(module), platform, old_rules=old_rules))
