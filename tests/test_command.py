@@ -13,6 +13,8 @@ import pytest
 
 import coop_cli
 from coop_cli import main
+from coop_jax import doctor
+from coop_jax.screen import as_text
 from passes.planners.config import PLANNERS
 
 SCRIPT = """
@@ -134,10 +136,11 @@ def test_programs_and_plans_are_shown(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_the_doctor_finds_this_place_healthy(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor"]) == 0
-    assert "a budget is enforced here" in capsys.readouterr().out
     assert main(["doctor", "--json"]) == 0
-    assert {c["name"] for c in json.loads(capsys.readouterr().out)} >= {"jax", "CUDA plugin", "ortools"}
+    checks = [doctor.Check(**fields) for fields in json.loads(capsys.readouterr().out)]
+    assert {check.name for check in checks} >= {"jax", "CUDA plugin", "ortools", "a budget is enforced here"}
+    missing = doctor.Check(name="rich", good=False, found="not installed", cure="pip install rich")
+    assert "rich: pip install rich" in as_text(doctor.blocks([*checks, missing]))
 
 
 @pytest.mark.parametrize(
