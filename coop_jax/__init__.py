@@ -63,3 +63,4 @@ __all__ = [
 ]
 
 compat.hide_lines(Path(__file__).parent)
+compat.hide_lines(Path(__file__).parent.parent / "coop_cli")

@@ -20,7 +20,7 @@ def test_every_stage_is_written_and_can_be_shown(
 ) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "dump"))
 
-    @coop.remat(budget=200_000)
+    @coop.remat(budget=0.75)
     def gradient(x: jax.Array) -> jax.Array:
         def loss(x: jax.Array) -> jax.Array:
             for _ in range(8):
@@ -36,8 +36,9 @@ def test_every_stage_is_written_and_can_be_shown(
     first, last = folders[0], folders[-1]
     assert "dot_general" in (first / "jaxpr.txt").read_text()
     assert read_program((first / "program.txt").read_text()).ops
-    assert "| *" in (first / "plan.txt").read_text()
-    assert "optimization_barrier" in (first / "emitted.txt").read_text()
+    planned = [f for f in folders if f.name.endswith("jaxpr") and "| *" in (f / "plan.txt").read_text()]
+    assert planned
+    assert "optimization_barrier" in (planned[0] / "emitted.txt").read_text()
     assert json.loads((last / "outcome.json").read_text())["stage"] == "hlo"
     assert main(["show", str(first / "program.json")]) == 0
     assert capsys.readouterr().out == (first / "program.txt").read_text()

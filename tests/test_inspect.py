@@ -109,6 +109,23 @@ def test_a_dump_as_protos_says_the_same(name: str, device: str | None, dump: Any
     assert coop.inspect(renamed) == found
 
 
+def test_of_several_modules_the_largest_is_shown_or_the_one_that_is_named(dump: Any) -> None:
+    folder, _ = dump("branches", None, "text")
+    _, large = dump("attention", None, "text")
+    assert coop.inspect(folder).total_bytes == aot.memory(large).total_bytes
+    assert coop.inspect(folder, module="branches").name == "jit_branches"
+    with pytest.raises(InputError, match=r"there are .*attention"):
+        coop.inspect(folder, module="nothing")
+
+
+def test_a_pinned_program_has_its_new_addresses_and_no_holes() -> None:
+    compiled_program = compiled("convolved", None)
+    pinned = coop.pin(compiled_program)
+    found = coop.inspect(pinned)
+    assert found.total_bytes == aot.memory(pinned).total_bytes
+    assert max(v.offset + v.nbytes for v in found.values if v.offset is not None) == found.temp_bytes
+
+
 def test_serialized_modules_and_executables_are_read(device: str | None, tmp_path: Path) -> None:
     program = compiled("chain", device)
     temp_bytes = aot.memory(program).temp_bytes

@@ -17,7 +17,7 @@ from passes.hlo import proto, wire
 from passes.hlo.assignment import Address, Assignment, Name
 
 _MODULE_FIELD, _ASSIGNMENT_FIELD = 1, 3
-_STAGE = re.compile(r"(?P<name>.+)\.(?P<target>\w[\w.]*?)_after_optimizations\.(?:txt|hlo\.pb|hlo)$")
+_STAGE = re.compile(r"[^.]+\..+\.(?P<target>\w[\w.]*?)_after_optimizations\.(?:txt|hlo\.pb|hlo)$")
 _ALLOCATION = re.compile(r"allocation (?P<index>\d+): size (?P<size>\d+)(?P<rest>.*)")
 _VALUE = re.compile(r"\s+value: <\d+ (?P<name>[^@<>{} ]+)(?:\{(?P<at>[\d,]*)\})? @\d+> "
                     r"\(size=(?P<size>\d+),offset=(?P<offset>\d+)\)")  # fmt: skip
@@ -60,7 +60,8 @@ def module_of_path(path: Path) -> DumpedModule:
     if match is None:
         return DumpedModule(path=path, name=path.stem, platform=None)
     platform = "cpu" if match["target"].endswith("cpu") else "cuda"
-    return DumpedModule(path=path, name=match["name"].partition(".")[2] or match["name"], platform=platform)
+    parts = path.name.split(".")
+    return DumpedModule(path=path, name=parts[1], platform=platform)
 
 
 def read_proto(data: bytes) -> tuple[Any, bytes | None]:
