@@ -217,6 +217,8 @@ class Program:
                 entry["may_share"] = op.may_share
             if op.workspace_bytes:
                 entry["workspace"] = op.workspace_bytes
+            if op.source:
+                entry["source"] = op.source
             ops.append(entry)
         return json.dumps(
             {
@@ -333,6 +335,7 @@ def _op_from_json(op_id: OpId, value: object) -> Op:
         ),
         workspace_bytes=whole(entry.get("workspace", 0), f"workspace of {op}"),
         name=worded(entry.get("name", ""), f"name of {op}"),
+        source=worded(entry.get("source", ""), f"source of {op}"),
     )
 
 
