@@ -120,8 +120,12 @@ def test_layers_are_told_apart_by_scope_and_kept_for_the_backward_pass(device: s
 
 def test_what_a_scan_stacks_is_kept(device: str | None) -> None:
     found = coop.inspect(compiled("scan", device))
-    kept = [v.nbytes for v in found.at(found.peak_step) if v.kind == KEPT]
-    assert max(kept) == 6 * 1024 * 64 * 4
+    stacks = [v for v in found.at(found.peak_step) if v.nbytes == 6 * 1024 * 64 * 4]
+    assert stacks
+    assert {v.kind for v in stacks} == {KEPT}
+    # What is stacked beside the carry is named after the operation in the body, and its line.
+    assert any(v.op in ("mul", "sub", "tanh", "integer_pow") for v in stacks)
+    assert all("test_memory_map.py" in v.source for v in stacks)
 
 
 def test_what_a_plan_recomputes_is_marked_and_so_is_what_it_evicts(device: str | None) -> None:

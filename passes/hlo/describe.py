@@ -24,6 +24,7 @@ from passes.hlo.dataflow import Position
 from passes.hlo.graph import Instruction, Shape
 from passes.hlo.heap import HeapPrediction, heap_intervals, predict_assigned, temp_offsets
 from passes.hlo.lift import is_view
+from passes.hlo.origins import Origins
 from passes.memory_map import ARGUMENT, CONSTANT, KEPT, OUTPUT, RECOMPUTED, WORKING, MemoryMap, Value
 from passes.outcome import RECOMPUTE_SCOPE
 
@@ -91,6 +92,7 @@ class _Describe:
         self.addresses = addresses
         self.module = assigner.module
         self.lives = _lives(assigner)
+        self.origins = Origins(assigner)
         self.ticks, self.steps = self._clock()
         self.predicted = temp_offsets(assigner)
 
@@ -161,15 +163,16 @@ class _Describe:
         """A value that is there for the whole run; others get their times afterwards."""
         home = self.flow.values[v].home
         made = instruction or self.flow.instruction(home)
-        path = _name_path(made)
         is_argument = kind == ARGUMENT
+        origin = made if is_argument else self.origins.of(v)
+        path = _name_path(origin)
         return Value(
             name=path if is_argument and path else made.name,
-            op="argument" if is_argument else _op(made),
+            op="argument" if is_argument else _op(origin),
             shape=shape_text(made.shape.at(home.index)), nbytes=nbytes, start=0,
             stop=max(1, len(self.steps)), kind=kind,
-            source="" if is_argument else user_line(self.module.proto, made),
-            scope="" if is_argument else scope_of_name(path) or functions(self.module.proto, made),
+            source="" if is_argument else user_line(self.module.proto, origin),
+            scope="" if is_argument else scope_of_name(path) or functions(self.module.proto, origin),
         )  # fmt: skip
 
     def _offset(self, v: int) -> int | None:
