@@ -9,7 +9,7 @@ export JAX_SKIP_CUDA_CONSTRAINTS_CHECK ?= 1
 # Where a GPU is: on a machine that has the packages already, `make gpu PY=python3`.
 PY ?= $(BIN)/python
 
-.PHONY: env demo test gpu nightly lint format bench clean
+.PHONY: env demo test gpu nightly lint format bench clean docs
 
 env: $(STAMP)
 
@@ -24,7 +24,7 @@ $(STAMP): Makefile constraints.txt pyproject.toml
 	  echo "Install one, or name it: make env PYTHON=/path/to/python3.12" >&2; exit 1; \
 	fi; \
 	[ -x $(BIN)/python ] || "$$found" -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,examples]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,examples,plot,rich,docs]'
 	@if [ "$$(uname -s)" = Linux ]; then \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt jax-cuda13-plugin jax-cuda13-pjrt; \
 	else echo "no CUDA plugin for $$(uname -s): tests that compile for an absent GPU will be skipped"; fi
@@ -54,10 +54,14 @@ format: env
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The site, in docs/_build.
+docs: env
+	$(BIN)/python -m sphinx -W -q -b html docs docs/_build
+
 bench: env
 	$(BIN)/python -m benchmarks.gpt12
 	$(BIN)/python -m benchmarks.step_time
 	$(BIN)/python -m benchmarks.promise
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist docs/_build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

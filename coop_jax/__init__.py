@@ -10,6 +10,9 @@ def train_step(state, batch): ...
 from pathlib import Path
 
 from coop_jax.budget import Budget, parse_bytes
+from coop_jax.curve import Pareto, ParetoPoint, Rival, pareto
+from coop_jax.difference import Difference, difference
+from coop_jax.drawing import draw
 from coop_jax.errors import (
     ArgumentError,
     BudgetError,
@@ -19,11 +22,14 @@ from coop_jax.errors import (
     InfeasibleBudgetError,
     UnsupportedError,
 )
+from coop_jax.explaining import Donation, Explanation, explain
+from coop_jax.inspecting import inspect
 from coop_jax.pinning import pin
 from coop_jax.planning import MinimumBudget, minimum_budget, plan
 from coop_jax.remat import remat
 from coop_jax.report import Report, report
 from passes.jaxpr import compat
+from passes.memory_map import MemoryMap
 
 __all__ = [
     "ArgumentError",
@@ -32,11 +38,23 @@ __all__ = [
     "BudgetExceededError",
     "ConstraintError",
     "CoopError",
+    "Difference",
+    "Donation",
+    "Explanation",
     "InfeasibleBudgetError",
+    "MemoryMap",
     "MinimumBudget",
+    "Pareto",
+    "ParetoPoint",
     "Report",
+    "Rival",
     "UnsupportedError",
+    "difference",
+    "draw",
+    "explain",
+    "inspect",
     "minimum_budget",
+    "pareto",
     "parse_bytes",
     "pin",
     "plan",
@@ -45,3 +63,4 @@ __all__ = [
 ]
 
 compat.hide_lines(Path(__file__).parent)
+compat.hide_lines(Path(__file__).parent.parent / "coop_cli")

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from coop_jax.cli import main
+from coop_cli import main
 
 sys.exit(main())

@@ -69,16 +69,24 @@ def address_view(compiled: Any) -> AddressView:
     XLA tells where it put them: on a CPU with the program's memory analysis, on a GPU in its executable.
     Where neither can be read offsets are None, and only sizes can be compared.
     """
-    platform = executables.kind_of(compiled)
     module = proto.parse(compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
     stats = compiled.memory_analysis()
-    data = stats.serialized_buffer_assignment_proto
+    real = real_assignment(compiled, module)
+    return _view(module, executables.kind_of(compiled), stats.temp_size_in_bytes, real)
+
+
+def real_assignment(compiled: Any, module: Any) -> Assignment | None:
+    """Where XLA put what of a compiled program; None where it does not tell.
+
+    Args:
+        module: the program's parsed HloModuleProto.
+    """
+    data = compiled.memory_analysis().serialized_buffer_assignment_proto
     try:
-        described = schema(executables.proto_library(platform))
-        real = read_assignment(data, module, described) if data else _from_executable(compiled, described)
+        described = schema(executables.proto_library(executables.kind_of(compiled)))
+        return read_assignment(data, module, described) if data else _from_executable(compiled, described)
     except (SchemaError, ValueError, FileNotFoundError, jax.errors.JaxRuntimeError):
-        real = None
-    return _view(module, platform, stats.temp_size_in_bytes, real)
+        return None
 
 
 def _from_executable(compiled: Any, described: Schema) -> Assignment | None:

@@ -1,6 +1,6 @@
-"""The command line: `coop solve` plans a program on its own, without XLA; `coop pack` places items.
+"""What the command line does: `coop solve` plans a program on its own, without XLA; `coop pack` places items.
 
-Exit codes: 0 a plan or a packing was found, 1 none is known, 2 bad input.
+The words are in `coop_cli`, the commands that compile or draw in `coop_jax.commands`.
 """
 
 from __future__ import annotations
@@ -9,46 +9,50 @@ import argparse
 import re
 import reprlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
+from coop_jax import commands
 from coop_jax.budget import parse_bytes
-from coop_jax.errors import BudgetError
+from coop_jax.errors import CoopError, InfeasibleBudgetError
 from coop_jax.pack import pack_file, read_text
 from coop_jax.text import format_bytes, printable
 from passes.checked import InputError, is_whole, whole_of
 from passes.ir import Plan, Program
 from passes.offsets.best_fit import place
 from passes.planners import PlannerConfig, plan
-from passes.planners.config import PLANNERS
 from passes.simulate import simulate
 from passes.validate import validate
 
 UNITS_PER_SECOND = 200_000
-PLANNER_HELP = (
-    "auto (default), window or cut: search; exact: prove the optimum (OR-Tools); dtr, dtr-eq, dte, "
-    "coop-online, chen: what others do, replayed at addresses"
-)
 FRACTION = re.compile(r"[01]?\.[0-9]+|[01]\.")
 NUMBER = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    arguments = _parser().parse_args(argv)
+def run(arguments: argparse.Namespace) -> int:
+    """Run a parsed command (see `coop_cli`); returns the exit code."""
     try:
-        return int(arguments.run(arguments))
-    except (InputError, BudgetError, OSError) as error:
-        sys.stderr.write(f"coop {arguments.command}: {_one_line(error)}\n")
+        return _COMMANDS[arguments.command](arguments)
+    except BrokenPipeError:
+        return 0
+    except InfeasibleBudgetError as error:
+        _tell(f"coop {arguments.command}: {printable_lines(str(error))}")
+        return 1
+    except InputError as error:
+        _tell(f"coop {arguments.command}: {_one_line(error)} (docs: errors/input)")
+        return 2
+    except (CoopError, OSError) as error:
+        _tell(f"coop {arguments.command}: {_one_line(error)}")
         return 2
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that refuses in one line."""
+def _tell(text: str) -> None:
+    sys.stderr.write(text + "\n")
 
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {_one_line(message)}; see {self.prog} --help\n")
+
+def printable_lines(text: str) -> str:
+    """`text` with what is no character for people written as escapes, line by line."""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def _one_line(message: object) -> str:
@@ -61,51 +65,6 @@ def _print(text: str) -> None:
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="coop", description="Rematerialization planning.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    _add_solve(commands.add_parser("solve", help="plan a program for a byte budget"))
-    _add_pack(commands.add_parser("pack", help="place items with fixed lifetimes in so many bytes"))
-    return parser
-
-
-def _add_solve(solve: argparse.ArgumentParser) -> None:
-    solve.set_defaults(run=_solve)
-    solve.add_argument("program", type=_path, metavar="PROGRAM.json", help="in the coop-program/1 format")
-    solve.add_argument(
-        "--budget",
-        required=True,
-        help='bytes, such as 1048576 or "8GiB", or a fraction of the live peak, such as 0.8',
-    )
-    solve.add_argument("--planner", default="auto", choices=PLANNERS, help=PLANNER_HELP)
-    solve.add_argument(
-        "--time-limit",
-        metavar="S",
-        help="about how many seconds to search (a work limit: the plan does not depend on the machine; "
-        "with --planner exact real seconds: the best plan so far is kept)",
-    )
-    solve.add_argument(
-        "--joint",
-        action="store_true",
-        help="with --planner exact: place the plan, too, so that it fits without fragmentation",
-    )
-    solve.add_argument(
-        "--bound",
-        default="cut",
-        choices=("cut", "strong"),
-        help="the lower bound: cut (default), or strong: by a linear program, in seconds",
-    )
-    solve.add_argument("--out", type=_path, metavar="PLAN.json", help="write the plan here")
-
-
-def _add_pack(pack: argparse.ArgumentParser) -> None:
-    pack.set_defaults(run=_pack)
-    pack.add_argument("problem", type=_path, metavar="PROBLEM.csv", help="columns id, lower, upper, size")
-    pack.add_argument("--capacity", required=True, help='bytes, such as 1048576 or "1MiB"')
-    pack.add_argument("--time-limit", metavar="S", default="60", help="seconds (default 60)")
-    pack.add_argument("--out", type=_path, metavar="FILE", help="write the problem with offsets here")
-
-
 def _solve(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
     program = _read(arguments.program)
@@ -115,14 +74,8 @@ def _solve(arguments: argparse.Namespace) -> int:
     validate(program, made)
     if arguments.out is not None:
         arguments.out.write_text(made.to_json() + "\n", encoding="utf-8")
-    _print(summary(program, made, before_bytes))
+    _print(made.to_json() + "\n" if arguments.json else summary(program, made, before_bytes))
     return 0 if made.status.found else 1
-
-
-def _path(text: str) -> Path:
-    if "\0" in text:
-        raise argparse.ArgumentTypeError("a path has no zero bytes")
-    return Path(text)
 
 
 def _config(arguments: argparse.Namespace) -> PlannerConfig:
@@ -235,3 +188,10 @@ def _status(made: Plan) -> str:
         "infeasible": "infeasible (proved); the plan shown has the lowest peak that was found",
         "unknown": "unknown: no plan found within the budget; the one shown has the lowest peak found",
     }[made.status.value]
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "solve": _solve,
+    "pack": _pack,
+    **commands.COMMANDS,
+}

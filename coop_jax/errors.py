@@ -23,13 +23,20 @@ LARGE_RATIO = 0.01
 
 
 class CoopError(Exception):
-    """Base class of everything that `coop_jax` raises on purpose."""
+    """Base class of everything that `coop_jax` raises on purpose.
+
+    `kind` is its name, and `page` the page of the documentation that its message points to.
+    """
 
     kind: ClassVar[str] = "CoopError"
+    page: ClassVar[str] = "errors/index"
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}\n(docs: {self.page})"
 
     def fields(self) -> dict[str, Any]:
         """What is needed to build this error again, in JSON types."""
-        return {"message": str(self)}
+        return {"message": super().__str__()}
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
@@ -48,24 +55,28 @@ class BudgetError(CoopError, ValueError):
     """A budget that means nothing: a user's mistake, found before anything is traced."""
 
     kind = "BudgetError"
+    page = "errors/budget"
 
 
 class UnsupportedError(CoopError):
     """Something that cannot be done here, such as a device without its plugin; says what to do."""
 
     kind = "UnsupportedError"
+    page = "errors/unsupported"
 
 
 class ConstraintError(CoopError, ValueError):
     """`save`, `recompute` or `policy` name what is not there, contradict each other, or cannot hold."""
 
     kind = "ConstraintError"
+    page = "errors/constraint"
 
 
 class ArgumentError(CoopError, ValueError):
     """An argument that a program cannot take: not hashable where it has to be, or changed in place."""
 
     kind = "ArgumentError"
+    page = "errors/argument"
 
 
 class BudgetExceededError(CoopError):
@@ -77,6 +88,7 @@ class BudgetExceededError(CoopError):
     """
 
     kind = "BudgetExceededError"
+    page = "errors/budget-exceeded"
 
     def __init__(self, *, budget_bytes: int, compiled_bytes: int) -> None:
         self.budget_bytes = budget_bytes
@@ -114,6 +126,7 @@ class InfeasibleBudgetError(CoopError):
     """
 
     kind = "InfeasibleBudgetError"
+    page = "errors/infeasible-budget"
 
     def __init__(
         self,

@@ -83,7 +83,7 @@ def plan(
 
     Args:
         fn: the function, not yet decorated: the gradient is taken inside it.
-        specs: its positional arguments, as arrays or `jax.ShapeDtypeStruct`s.
+        specs: its positional arguments, as arrays or `jax.ShapeDtypeStruct` objects.
         budget: every form of `coop.remat`'s budget.
         device: such as "h200"; None means the default device of this process.
         planner, save, recompute, policy: as in `coop.remat`.
@@ -94,15 +94,31 @@ def plan(
         InfeasibleBudgetError: no plan keeps the budget.
         BudgetError, ConstraintError, UnsupportedError: what was asked means nothing here.
     """
-    name = _cost_model(device)
-    static = tuple(static_argnums)
-    limited = remat(
-        fn, budget=budget, planner=planner, static_argnums=static, device=name,
-        save=save, recompute=recompute, policy=policy,
+    return report(
+        compile_within(
+            fn, *specs, budget=budget, device=device, planner=planner, donate_argnums=donate_argnums,
+            static_argnums=static_argnums, kwargs=kwargs, save=save, recompute=recompute, policy=policy,
+        )
     )  # fmt: skip
+
+
+def compile_within(
+    fn: Callable[..., Any],
+    *specs: Any,
+    budget: Any,
+    device: str | aot.Target | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: Sequence[int] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """The compiled program that `plan` reports on; arguments and errors are `plan`'s."""
+    static = tuple(static_argnums)
+    name = _cost_model(device)
+    limited = remat(fn, budget=budget, static_argnums=static, device=name, **options)
     jitted = jax.jit(limited, donate_argnums=donate_argnums, static_argnums=static or None)
-    lowered = aot.lower_for(jitted, specs, device=device, kwargs=kwargs, static_argnums=static_argnums)
-    return report(_compile(lowered))
+    lowered = aot.lower_for(jitted, specs, device=device, kwargs=kwargs, static_argnums=static)
+    return _compile(lowered)
 
 
 def minimum_budget(

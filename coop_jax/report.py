@@ -7,7 +7,7 @@ program carries. A program that is over its budget has no report: `report` raise
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from coop_jax import aot, xla
 from coop_jax.addresses import address_view
 from coop_jax.errors import BudgetExceededError, UnsupportedError
 from coop_jax.pinning import PinOutcome, outcome_of
+from coop_jax.screen import Block, Lines, Table, as_html
 from coop_jax.text import format_bytes, format_ns, format_table
 from passes.ir import Status
 from passes.outcome import Recomputed, StageOutcome
@@ -120,6 +121,36 @@ class Report:
             stages += f", in which the program was planned and compiled {times} more"
         lines.append(f"planning: {stages or 'none'} (costs are estimates for {self.device_name})")
         return "\n".join(lines)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Report:
+        """The report that `to_dict` was called on.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is another version's, or something else.
+        """
+        given = {f.name: data[f.name] for f in dataclasses.fields(cls)}
+        again = tuple(Recomputed(**item) for item in given["recomputed"])
+        return cls(**{**given, "status": Status(given["status"]), "recomputed": again})
+
+    def blocks(self) -> list[Block]:
+        """For `coop_jax.screen`."""
+        rows = self._byte_rows()
+        table = Table(
+            header=("budget " + format_bytes(self.budget_bytes), "bytes", "", "of budget"), rows=tuple(rows),
+            shares=tuple(min(1.0, max(0, int(row[1])) / self.budget_bytes / 1.2) for row in rows),
+        )  # fmt: skip
+        tail = [self._recompute_text()]
+        if self.compiled_cost_ns is not None:
+            tail.append(self._kernels_text(self.compiled_cost_ns))
+        blocks: list[Block] = [table, Lines(lines=(*tail, _address_text(self.offsets)))]
+        if self.recomputed:
+            header = ("recomputed", "times", "bytes", "cost", "stage")
+            blocks.append(Table(header=header, rows=tuple(_grouped(self.recomputed))))
+        return blocks
+
+    def _repr_html_(self) -> str:
+        return as_html(self.blocks())
 
     def _byte_rows(self) -> list[tuple[str, str, str, str]]:
         rows = (

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import jax
 from jax.extend import xla as jax_xla
 
+from coop_jax.dumping import dump_enforced
 from coop_jax.errors import BudgetExceededError, InfeasibleBudgetError, error_from_text
 from coop_jax.record import (
     FACTS,
@@ -307,6 +308,7 @@ def _enforced(data: bytes, attributes: Mapping[str, str], platform: str) -> byte
         else:
             REGISTRY.begin_pinning(record.id, keep=False)
     returned, outcome = enforce(data, request)
+    dump_enforced(data, returned, request, outcome)
     outcome = dataclasses.replace(outcome, budget_bytes=record.budget_bytes, constraints=record.constraints)
     if trial is not None:
         REGISTRY.end_trial(trial, Trial(outcome=outcome, module=returned))

@@ -194,6 +194,11 @@ class Program:
         """Cost of running every op once."""
         return sum(op.cost_ns for op in self.ops)
 
+    def __str__(self) -> str:
+        from passes.listing import program_text  # which simulates, and so needs this module
+
+        return program_text(self)
+
     def to_json(self) -> str:
         """This program in the `coop-program/1` format."""
         ops = []
@@ -212,6 +217,8 @@ class Program:
                 entry["may_share"] = op.may_share
             if op.workspace_bytes:
                 entry["workspace"] = op.workspace_bytes
+            if op.source:
+                entry["source"] = op.source
             ops.append(entry)
         return json.dumps(
             {
@@ -285,6 +292,11 @@ class Plan:
             seen.add(op)
         return tuple(again)
 
+    def __str__(self) -> str:
+        from passes.listing import plan_text  # which simulates, and so needs this module
+
+        return plan_text(self)
+
     def to_json(self) -> str:
         """This plan in the `coop-plan/1` format."""
         data: dict[str, Any] = {
@@ -323,6 +335,7 @@ def _op_from_json(op_id: OpId, value: object) -> Op:
         ),
         workspace_bytes=whole(entry.get("workspace", 0), f"workspace of {op}"),
         name=worded(entry.get("name", ""), f"name of {op}"),
+        source=worded(entry.get("source", ""), f"source of {op}"),
     )
 
 

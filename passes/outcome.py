@@ -14,6 +14,8 @@ from passes.liveness import live_steps
 from passes.simulate import simulate
 
 MAX_TIGHTEST = 12
+# In the names of what the jaxpr stage runs again, so that whoever looks at the compiled program finds it.
+RECOMPUTE_SCOPE = "coop_recompute"
 
 Stage = Literal["jaxpr", "hlo"]
 

@@ -60,7 +60,8 @@ def test_an_infeasible_budget_says_everything_that_is_known() -> None:
         "  - donate the arguments that the outputs replace, as in jax.jit(step, donate_argnums=0): saves "
         "up to 20.00 MiB (20971520 B)\n"
         "  - a smaller batch, or a shorter sequence, if the temporaries shrink with it: 50.00 MiB "
-        "(52428800 B) of them are left"
+        "(52428800 B) of them are left\n"
+        "(docs: errors/infeasible-budget)"
     )
 
 

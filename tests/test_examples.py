@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import coop_jax as coop
-from examples import demo, equinox_model, flax_optax, microbatches
+from examples import demo, equinox_model, flax_optax, microbatches, out_of_memory
 from examples.compare import compare, show
 from examples.models import GPTConfig, adam_init, adam_step, gpt, sgd_step
 from tests.models import SMALL
@@ -158,3 +158,16 @@ def test_models_of_other_libraries_fit_in_less(
     assert rows[1].temp_bytes is not None
     assert rows[1].temp_bytes <= 0.5 * rows[0].temp_bytes
     assert rows[1].difference < 1e-4
+
+
+def test_what_does_not_fit_is_explained_and_made_to_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = GPTConfig(layers=2, width=32, heads=2, seq=32, batch=16, vocab=64)
+    monkeypatch.setattr(out_of_memory, "CONFIG", small)
+    compiled = out_of_memory.main(tmp_path, device_bytes=3 << 20)
+    text = capsys.readouterr().out
+    assert "does not fit a device of 3.00 MiB" in text
+    assert "block > attention" in text
+    assert coop.report(compiled).compiled_total_bytes <= 3 << 20
+    assert (tmp_path / "out_of_memory.html").is_file()

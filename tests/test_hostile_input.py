@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from ortools.sat.python import cp_model
 
+from coop_cli import main
 from coop_jax.budget import parse_bytes
-from coop_jax.cli import main
 from coop_jax.errors import BudgetError
 from passes.checked import MOST, InputError
 from passes.ir import Program

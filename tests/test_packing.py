@@ -12,7 +12,7 @@ from ortools.sat.python import cp_model
 from strategies import items_to_pack
 
 from benchmarks.pack import cut_up
-from coop_jax.cli import main
+from coop_cli import main
 from passes.offsets.packing import Item, Span, apart, check_packing, height_bytes, live_bytes
 from passes.offsets.sweep import LimitError, Sweep
 from passes.planners.exact.packing import model_of, pack

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from strategies import chain, example, small_gpt
 
-from coop_jax.cli import main, parse_budget
+from coop_cli import main
+from coop_jax.cli import parse_budget
 
 
 @pytest.fixture

@@ -43,6 +43,7 @@ from jax._src.dtypes import float0
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lax.lax import optimization_barrier_p as optimization_barrier_p
+from jax._src.lib import hlo as jaxlib_hlo
 from jax._src.mesh import use_abstract_mesh
 from jax._src.sharding_impls import UnspecifiedValue
 from jax._src.state.discharge import discharge_state, register_discharge_rule
@@ -58,14 +59,8 @@ _REPORTING_FRAMES = 6
 OLD_RULES = jax.__version_info__ < (0, 12)
 
 # Primitives of functions with derivative rules, those of JAX's higher-level primitives included.
-_RULES = (
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_lin",
-    "remat_opt",
-    "call_hi_primitive",
-    "coop_remat_part",
-)
+_RULES = ("custom_jvp_call", "custom_vjp_call", "custom_lin", "remat_opt", "call_hi_primitive",
+          "coop_remat_part")  # fmt: skip
 
 Var = core.Var
 Literal = core.Literal
@@ -853,6 +848,11 @@ def cached_by_jaxpr[F: Callable[..., Any]](function: F) -> F:
     """Remember results as long as the jaxpr that is the first argument lives."""
     cached: F = weakref_lru_cache(function)
     return cached
+
+
+def hlo_of_text(text: str) -> bytes:
+    """The serialized HloModuleProto of a module's text; XLA raises if it is none."""
+    return jaxlib_hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto()
 
 
 def array_spec(shape: tuple[int, ...], dtype: Any) -> Any:

@@ -23,6 +23,7 @@ from passes.jaxpr.joint import Split, split
 from passes.jaxpr.lift import LiftedJaxpr
 from passes.jaxpr.primitives import Kind
 from passes.jaxpr.purity import eqn_kind
+from passes.outcome import RECOMPUTE_SCOPE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +109,7 @@ class _Emitter:
             for part in self._parts(segment):
                 self._open_segment(part, op)
                 for again in part:
-                    self._run_op(again)
+                    self._run_op(again, is_rerun=True)
             segment = []
             self._pass_own_barriers(self.lifted.bodies[op][-1])
             self._part_from_distant_kernels(op)
@@ -201,8 +202,8 @@ class _Emitter:
             self.current[b] = v
             self.version[b] += 1
 
-    def _run_op(self, op_id: OpId) -> None:
-        body = self.lifted.bodies[op_id]
+    def _run_op(self, op_id: OpId, *, is_rerun: bool = False) -> None:
+        body, first = self.lifted.bodies[op_id], len(self.eqns)
         local: dict[Any, Any] = {}
         for i in body[:-1]:
             key = self._key(i)
@@ -218,6 +219,8 @@ class _Emitter:
                 self.current[b] = self.final[b] = new
                 self.version[b] += 1
                 self.run_at[b] = len(self.eqns)
+        if is_rerun:
+            self.eqns[first:] = [compat.in_scope(eqn, RECOMPUTE_SCOPE) for eqn in self.eqns[first:]]
         if root in self.config.apart:
             self._barrier(list(self.lifted.program.ops[op_id].outputs))
 

@@ -106,7 +106,8 @@ def splice(
 ) -> tuple[list[Any], list[Any]]:
     """Equations that compute `function` of some atoms of a jaxpr, and the atoms of its results.
 
-    What `function` adds of its own comes from the same line of the user's as the equation `like`.
+    What `function` adds of its own comes from the same line of the user's as the equation `like`, and from
+    the same pass, forward or backward.
     """
     variables = list(dict.fromkeys(v for v in operands if compat.is_variable(v)))
 
@@ -118,7 +119,14 @@ def splice(
     with compat.at_source_of(like):
         traced = consts_as_literals(compat.trace(run, [v.aval for v in variables]))
     new = renewed(traced, dict(zip(traced.invars, variables, strict=True)))
-    return list(new.eqns), list(new.outvars)
+    return [_named_as(like, eqn) for eqn in new.eqns], list(new.outvars)
+
+
+def _named_as(like: Any, eqn: Any) -> Any:
+    """`eqn`, if it was traced outside of every name and transformation, within those of `like`."""
+    info = eqn.source_info
+    stack = info.name_stack if info.name_stack.stack else like.source_info.name_stack
+    return eqn.replace(source_info=info.replace(name_stack=stack))
 
 
 def run_scan(

@@ -9,12 +9,14 @@ This stage is optimistic and never fails: the enforcing stage holds the line on 
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from passes.cost import DeviceModel
+from passes.dump import dump
 from passes.ir import OpId, Plan, Status
 from passes.jaxpr import compat
 from passes.jaxpr.bodies import has_control_flow
@@ -27,6 +29,7 @@ from passes.jaxpr.scan_choice import Rung, all_remade
 from passes.jaxpr.shards import Inside, enter
 from passes.jaxpr.simplify import scatter_in_place
 from passes.jaxpr.structured import Tools, search_structured
+from passes.listing import plan_text, program_text
 from passes.outcome import StageOutcome, recomputed_by, tightest_values
 from passes.planners import PlannerConfig, cut_bound, plan
 from passes.simulate import simulate
@@ -221,7 +224,24 @@ def _choose(jaxpr: Any, request: JaxprRequest) -> _Choice:
         else:
             candidate = _search(as_is, request, scale)
     outcome = _outcome(as_is, before_bytes, candidate, request)
+    _dump(jaxpr, candidate, outcome)
     return _Choice(candidate=candidate, outcome=replace(outcome, seconds=time.perf_counter() - started))
+
+
+def _dump(jaxpr: Any, candidate: Candidate, outcome: StageOutcome) -> None:
+    """Write what was made of a program, if someone asked for it."""
+    program, plan_made = candidate.lifted.program, candidate.plan
+    dump(
+        "jaxpr",
+        {
+            "jaxpr.txt": lambda: str(jaxpr),
+            "program.txt": lambda: program_text(program),
+            "program.json": program.to_json,
+            "plan.txt": lambda: "as it is\n" if plan_made is None else plan_text(plan_made, program),
+            "emitted.txt": lambda: str(candidate.emitted),
+            "outcome.json": lambda: json.dumps(asdict(outcome), indent=1, default=str),
+        },
+    )
 
 
 def _identity(lifted: LiftedJaxpr) -> tuple[OpId, ...]:

@@ -1,0 +1,218 @@
+"""The commands that compile, read or draw: explain, pareto, plan, report, inspect, show, doctor."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from coop_jax import doctor
+from coop_jax.curve import pareto
+from coop_jax.difference import difference
+from coop_jax.explaining import Plain, compile_plain, explain
+from coop_jax.inspecting import Opened, SimulatedPoint, inspect, open_path, simulated_curve
+from coop_jax.pack import read_text
+from coop_jax.planning import compile_within
+from coop_jax.programs import NamedProgram, load, of_user
+from coop_jax.report import Report, report
+from coop_jax.saving import ENDINGS, Shown, save
+from coop_jax.screen import Block, Heading, Lines, Table, as_text, print_blocks
+from coop_jax.tables import memory_blocks
+from coop_jax.text import format_bytes, printable
+from passes.checked import InputError, is_whole, json_of
+from passes.cost import DEVICES
+from passes.ir import PLAN_FORMAT, PROGRAM_FORMAT, Program
+from passes.listing import plan_text, program_text, read_plan
+from passes.memory_map import MAP_FORMAT, MemoryMap
+
+_MOST_BUDGETS = 200
+
+
+def _give(arguments: argparse.Namespace, shown: Any, write: Callable[[Path], None]) -> int:
+    """Print something, and write it to `--out`."""
+    if arguments.out is not None:
+        write(arguments.out)
+    if arguments.json:
+        sys.stdout.write(json.dumps(shown.to_dict()) + "\n")
+    else:
+        print_blocks(shown.blocks(), sys.stdout)
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.out is not None and arguments.out.suffix not in ENDINGS:
+        raise InputError(f"--out is {str(arguments.out)!r}; it must end in one of {', '.join(ENDINGS)}")
+    if not 1 <= getattr(arguments, "top", 1) <= 1000:
+        raise InputError(f"--top is {arguments.top}; give a number from 1 to 1000")
+
+
+def _program(arguments: argparse.Namespace) -> tuple[NamedProgram, dict[str, Any]]:
+    _check(arguments)
+    program = load(arguments.target, arguments.spec)
+    wrong = [n for n in arguments.donate if not 0 <= n < len(program.specs)]
+    if wrong:
+        raise InputError(f"--donate is {wrong[0]}; there are {len(program.specs)} arguments, counted from 0")
+    return program, {"device": arguments.device, "donate_argnums": tuple(arguments.donate)}
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    program, options = _program(arguments)
+    with of_user(arguments.target):
+        found = explain(
+            program.function, *program.specs, budgets=not arguments.quick, top=arguments.top, **options
+        )
+    return _give(arguments, found, found.save)
+
+
+def _pareto(arguments: argparse.Namespace) -> int:
+    program, options = _program(arguments)
+    if not 1 <= arguments.budgets <= _MOST_BUDGETS:
+        raise InputError(f"--budgets is {arguments.budgets}; give a number from 1 to {_MOST_BUDGETS}")
+    place = arguments.target.rpartition(":")[0]
+    rivals = {name: load(f"{place}:{name}", []).function for name in arguments.rival}
+    with of_user(arguments.target):
+        found = pareto(program.function, *program.specs, budgets=arguments.budgets, rivals=rivals, **options)
+    return _give(arguments, found, found.save)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    program, options = _program(arguments)
+    with of_user(arguments.target):
+        compiled = compile_within(
+            program.function,
+            *program.specs,
+            budget=_budget(arguments.budget),
+            planner=arguments.planner,
+            **options,
+        )
+    found = report(compiled)
+
+    def plain() -> Plain:
+        return compile_plain(program.function, program.specs, static_argnums=(), kwargs=None, **options)
+
+    def write(path: Path) -> None:
+        drawn = path.suffix not in (".json", ".txt")
+        maps = [inspect(plain().compiled), inspect(compiled)] if drawn else []
+        save(found, path, maps=maps, titles=("as it is", "within budget"), budget_bytes=found.budget_bytes)
+
+    return _give(arguments, found, write)
+
+
+def _budget(text: str) -> Any:
+    """A budget as Python takes it: plain digits are bytes, a text with a dot alone is a fraction."""
+    stripped = text.strip()
+    if is_whole(stripped):
+        return int(stripped)
+    try:
+        return float(stripped)
+    except ValueError:
+        return stripped
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    _check(arguments)
+    first = _report_of(arguments.report)
+    if arguments.after is not None:
+        found: Any = difference(first, _report_of(arguments.after))
+    else:
+        found = _shown_report(first)
+    return _give(arguments, found, lambda path: save(found, path))
+
+
+def _report_of(path: Path) -> Mapping[str, Any]:
+    data = json_of(read_text(path))
+    needed = ("budget_bytes", "compiled_total_bytes", "recomputed", "overhead_ratio")
+    if not isinstance(data, Mapping) or any(key not in data for key in needed):
+        raise InputError(f"{path} is no report; write one with coop plan ... --out {path.name}")
+    try:
+        Report.from_dict(data)
+    except (TypeError, ValueError, KeyError) as error:
+        raise InputError(f"{path} is no report of this version: {error}") from error
+    return data
+
+
+def _shown_report(data: Mapping[str, Any]) -> Shown:
+    return Shown(found=tuple(Report.from_dict(data).blocks()), fields=data)
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    _check(arguments)
+    source = arguments.source
+    options = {"platform": arguments.platform, "module": arguments.module}
+    memory, curve = inspect(source, **options), tuple[SimulatedPoint, ...]()
+    if not arguments.quick and not _is_map(source):
+        curve = _curve(open_path(source, **options), arguments.device)
+    blocks = [*memory_blocks(memory, top=arguments.top), *_curve_blocks(curve)]
+    fields = {**memory.to_dict(), "simulated": [dataclasses.asdict(point) for point in curve]}
+    found = Shown(found=tuple(blocks), fields=fields)
+    return _give(arguments, found, lambda path: save(found, path, maps=[memory], titles=(memory.name,)))
+
+
+def _is_map(path: Path) -> bool:
+    return path.is_file() and path.read_bytes()[:1] == b"{"
+
+
+def _curve(opened: Opened, device: str | None) -> tuple[SimulatedPoint, ...]:
+    default = "cpu" if opened.assigner.platform == "cpu" else "h100"
+    return simulated_curve(opened, DEVICES[device or default])
+
+
+def _curve_blocks(curve: tuple[SimulatedPoint, ...]) -> list[Block]:
+    if not curve:
+        return []
+    rows = tuple(
+        (format_bytes(p.budget_bytes), f"+{100 * p.overhead_ratio:.1f} %" if p.found else "no plan found")
+        for p in curve
+    )
+    note = (
+        "simulated: the program's own kernels, run again; coop.remat plans before XLA fuses, which costs less"
+    )
+    return [
+        Heading(text="what a budget would cost"),
+        Table(header=("budget", "recompute"), rows=rows),
+        Lines(lines=(note,)),
+    ]
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    text = read_text(arguments.file)
+    data = json_of(text)
+    form = data.get("format") if isinstance(data, Mapping) else None
+    if form == PROGRAM_FORMAT:
+        shown = program_text(Program.from_json(text))
+    elif form == PLAN_FORMAT:
+        program = None if arguments.program is None else Program.from_json(read_text(arguments.program))
+        shown = plan_text(read_plan(text), program)
+    elif form == MAP_FORMAT:
+        shown = as_text(memory_blocks(MemoryMap.from_json(text)))
+    elif form is None and isinstance(data, Mapping) and "compiled_total_bytes" in data:
+        shown = as_text(_shown_report(_report_of(arguments.file)).found)
+    else:
+        known = ", ".join((PROGRAM_FORMAT, PLAN_FORMAT, MAP_FORMAT))
+        raise InputError(f"{arguments.file} is none of {known}, and no report")
+    sys.stdout.write("\n".join(map(printable, shown.rstrip("\n").split("\n"))) + "\n")
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    checks = doctor.examine()
+    if arguments.json:
+        sys.stdout.write(json.dumps([dataclasses.asdict(check) for check in checks]) + "\n")
+    else:
+        print_blocks(doctor.blocks(checks), sys.stdout)
+    return 0 if all(check.good or check.optional for check in checks) else 1
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "explain": _explain,
+    "pareto": _pareto,
+    "plan": _plan,
+    "report": _report,
+    "inspect": _inspect,
+    "show": _show,
+    "doctor": _doctor,
+}

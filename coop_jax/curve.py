@@ -1,0 +1,261 @@
+"""What a budget costs, over its whole range: `coop.pareto`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coop_jax import aot
+from coop_jax.errors import CoopError, InfeasibleBudgetError
+from coop_jax.explaining import Plain, compile_plain
+from coop_jax.planning import compile_within
+from coop_jax.progress import progress
+from coop_jax.report import report
+from coop_jax.saving import save
+from coop_jax.screen import Block, Heading, Lines, Table, as_html, as_text
+from coop_jax.text import format_bytes, format_ns
+
+_PART_FOR_LEAST = 3
+_CLOSE_RATIO = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParetoPoint:
+    """One budget that was compiled for.
+
+    Attributes:
+        budget_bytes: what was asked for.
+        total_bytes: XLA's count of what was compiled; None if the budget was refused.
+        cost_ns: estimated time of all its kernels; None if it was refused.
+        overhead_ratio: that over the plain program's, less one: what the budget costs.
+        lower_bound_ratio: no plan of the planned program recomputes less (0.0: nothing proved).
+        refused: the first line of the refusal, "" if there was none.
+    """
+
+    budget_bytes: int
+    total_bytes: int | None = None
+    cost_ns: int | None = None
+    overhead_ratio: float | None = None
+    lower_bound_ratio: float = 0.0
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rival:
+    """Another way to write the same program, compiled without a budget."""
+
+    name: str
+    total_bytes: int
+    cost_ns: int
+    overhead_ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pareto:
+    """Overhead against budget. Bytes are XLA's; costs are estimates, not measured times.
+
+    Attributes:
+        points: smallest budget first.
+        least_bytes: the least budget that a refusal named or that was compiled within; None if not known.
+        plain_bytes, plain_ns: the program without a budget.
+        rivals: other ways to write it.
+        device_name: the cost model.
+    """
+
+    points: tuple[ParetoPoint, ...]
+    least_bytes: int | None
+    plain_bytes: int
+    plain_ns: int
+    rivals: tuple[Rival, ...]
+    device_name: str
+
+    def blocks(self) -> list[Block]:
+        """For `coop_jax.screen`."""
+        rows = [
+            (f"budget {format_bytes(p.budget_bytes, exact=False)}", _bytes(p.total_bytes), _ns(p.cost_ns),
+             "refused" if p.overhead_ratio is None else f"{100 * p.overhead_ratio:+.1f} %",
+             f"{100 * p.lower_bound_ratio:.1f} %" if p.lower_bound_ratio else "")
+            for p in self.points
+        ]  # fmt: skip
+        rows += [
+            (r.name, _bytes(r.total_bytes), _ns(r.cost_ns), f"{100 * r.overhead_ratio:+.1f} %", "")
+            for r in self.rivals
+        ]
+        rows.append(("without a budget", _bytes(self.plain_bytes), _ns(self.plain_ns), "+0.0 %", ""))
+        least = "is not known" if self.least_bytes is None else format_bytes(self.least_bytes)
+        return [
+            Heading(text=f"what a budget costs on {self.device_name}"),
+            Table(
+                header=("", "compiled", "kernels", "overhead", "plan's recompute at least"), rows=tuple(rows)
+            ),
+            Lines(
+                lines=(
+                    f"the least budget that was found: {least}",
+                    "bytes are XLA's count; times are estimates of all kernels, not measured",
+                )
+            ),
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field by name, in JSON types."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        return as_text(self.blocks())
+
+    def _repr_html_(self) -> str:
+        return as_html(self.blocks())
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file whose ending says how: .png or .svg (the curve), .html, .json, .txt.
+
+        Raises:
+            UnsupportedError: another ending, or a picture without matplotlib.
+        """
+        save(self, path, pareto=self)
+
+
+def _bytes(nbytes: int | None) -> str:
+    return "" if nbytes is None else format_bytes(nbytes, exact=False)
+
+
+def _ns(cost_ns: int | None) -> str:
+    return "" if cost_ns is None else format_ns(cost_ns)
+
+
+def pareto(
+    fn: Callable[..., Any],
+    *specs: Any,
+    budgets: int | Sequence[Any] = 12,
+    device: str | aot.Target | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: Sequence[int] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    rivals: Mapping[str, Callable[..., Any]] | None = None,
+) -> Pareto:
+    """Compile a function within many budgets, and say what each costs; one compile a budget.
+
+    Args:
+        fn: the function, not decorated: a whole step, with its gradient taken inside.
+        specs: its positional arguments, as arrays or `jax.ShapeDtypeStruct` objects.
+        budgets: how many, a third of them to find the least one, the others from that to what the plain
+            program needs; or the budgets themselves, in bytes.
+        device: such as "h200"; None means the default device of this process.
+        donate_argnums, static_argnums: as in `jax.jit`.
+        kwargs: keyword arguments of `fn`.
+        rivals: other ways to write `fn`, by name, such as one whose layers are under `jax.checkpoint`.
+
+    Raises:
+        UnsupportedError: the device is not known, or its compiler is not installed.
+    """
+    options = {
+        "device": device, "donate_argnums": donate_argnums, "static_argnums": tuple(static_argnums),
+        "kwargs": kwargs,
+    }  # fmt: skip
+    with progress() as tell:
+        tell("compiling the program as it is")
+        plain = compile_plain(fn, specs, **options)
+        total, plain_ns = aot.memory(plain.compiled).total_bytes, plain.cost_ns
+        others = []
+        for name, other in (rivals or {}).items():
+            tell(f"compiling {name}")
+            others.append(_rival(name, compile_plain(other, specs, **options), plain_ns))
+        search = _Search(
+            fn, specs, options, plain, tell, budgets if isinstance(budgets, int) else len(budgets)
+        )
+        least = None
+        if isinstance(budgets, int):
+            tell("looking for the least budget")
+            least = search.descend(_least(fn, specs, options))
+            budgets = _spread(least, total, budgets - len(search.points))
+        for budget in budgets:
+            search.look(budget)
+    points = sorted(search.points, key=lambda p: p.budget_bytes)
+    met = [p.budget_bytes for p in points if p.total_bytes is not None]
+    return Pareto(
+        points=tuple(points), least_bytes=min(met, default=least), plain_bytes=total, plain_ns=plain_ns,
+        rivals=tuple(others), device_name=plain.device.name,
+    )  # fmt: skip
+
+
+class _Search:
+    """Compiles within one budget after another, and keeps what came out."""
+
+    def __init__(
+        self,
+        fn: Any,
+        specs: Sequence[Any],
+        options: dict[str, Any],
+        plain: Plain,
+        tell: Callable[[str], None],
+        n: int,
+    ) -> None:
+        self.fn, self.specs, self.options, self.plain, self.tell, self.n = fn, specs, options, plain, tell, n
+        self.points: list[ParetoPoint] = []
+
+    def look(self, budget: Any) -> ParetoPoint:
+        """Compile within a budget."""
+        shown = format_bytes(budget, exact=False) if isinstance(budget, int) else budget
+        self.tell(f"budget {len(self.points) + 1} of {self.n}: {shown}")
+        point = _point(self.fn, self.specs, budget, self.options, self.plain)
+        self.points.append(point)
+        return point
+
+    def descend(self, named: int | None) -> int:
+        """The least budget that a third of the compiles find by bisection below what a refusal named.
+
+        What a refusal names was met; it is no bound, and half of it may be met as well.
+        """
+        memory = aot.memory(self.plain.compiled)
+        low, high = memory.fixed_bytes, named or memory.total_bytes
+        for _ in range(self.n // _PART_FOR_LEAST):
+            if high - low <= _CLOSE_RATIO * memory.total_bytes:
+                break
+            middle = (low + high) // 2
+            point = self.look(middle)
+            if point.total_bytes is None:
+                low = middle
+            else:
+                high = min(middle, point.total_bytes)
+        return high
+
+
+def _spread(least: int, most: int, n: int) -> list[int]:
+    """`n` budgets from `least` to `most`, evenly."""
+    if n < 2 or least >= most:
+        return [max(1, min(least, most))]
+    return [least + (most - least) * i // (n - 1) for i in range(n)]
+
+
+def _least(fn: Any, specs: Sequence[Any], options: dict[str, Any]) -> int | None:
+    """What the refusal of one byte says is the least budget."""
+    try:
+        compile_within(fn, *specs, budget=1, **options)
+    except InfeasibleBudgetError as error:
+        return error.least_bytes
+    return None
+
+
+def _rival(name: str, made: Plain, plain_ns: int) -> Rival:
+    return Rival(
+        name=name, total_bytes=aot.memory(made.compiled).total_bytes, cost_ns=made.cost_ns,
+        overhead_ratio=made.cost_ns / max(1, plain_ns) - 1,
+    )  # fmt: skip
+
+
+def _point(fn: Any, specs: Sequence[Any], budget: Any, options: dict[str, Any], plain: Plain) -> ParetoPoint:
+    try:
+        compiled = compile_within(fn, *specs, budget=budget, **options)
+    except CoopError as error:
+        return ParetoPoint(budget_bytes=budget, refused=str(error).partition("\n")[0])
+    found, cost_ns = report(compiled), aot.kernels_ns(compiled, plain.device)
+    return ParetoPoint(
+        budget_bytes=budget,
+        total_bytes=found.compiled_total_bytes,
+        cost_ns=cost_ns,
+        overhead_ratio=cost_ns / max(1, plain.cost_ns) - 1,
+        lower_bound_ratio=found.lower_bound_ratio,
+    )

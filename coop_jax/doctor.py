@@ -1,0 +1,137 @@
+"""What is installed, what works here, and what is missing: `coop doctor`.
+
+Every check that can be made is made by doing it: a small program is compiled within a budget, here and for a
+GPU that is not here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+
+import jax
+import jax.numpy as jnp
+
+from coop_jax import aot, xla
+from coop_jax.inspecting import inspect
+from coop_jax.remat import remat
+from coop_jax.screen import Block, Lines, Table
+
+_OLDEST, _NEWEST = (0, 11, 2), (0, 13)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing that was looked at.
+
+    Attributes:
+        name: of it.
+        good: False if it is missing, or does not work.
+        found: what was found.
+        cure: the line that installs or mends it; "" if there is nothing to do.
+        optional: True if `coop` does without it.
+    """
+
+    name: str
+    good: bool
+    found: str
+    cure: str = ""
+    optional: bool = False
+
+
+def examine() -> tuple[Check, ...]:
+    """All checks, a few seconds of compiling included."""
+    return (
+        Check(name="python", good=True, found=platform.python_version()),
+        _jax(),
+        _same_version(),
+        *(_package(name, extra) for name, extra in (("ortools", ""), ("protobuf", ""))),
+        *(_package(name, extra) for name, extra in (("matplotlib", "plot"), ("rich", "rich"))),
+        _tried("a budget is enforced here", _enforced),
+        _tried("XLA tells its addresses", _addresses),
+        _tried("compiles for an absent h200", _absent, optional=True),
+    )
+
+
+def _jax() -> Check:
+    version = jax.__version_info__
+    good = _OLDEST <= version < _NEWEST
+    cure = "" if good else "pip install 'jax>=0.11.2,<0.13'"
+    devices = ", ".join(sorted({d.device_kind for d in jax.devices()}))
+    return Check(name="jax", good=good, found=f"{jax.__version__} on {devices}", cure=cure)
+
+
+def _same_version() -> Check:
+    """JAX's CUDA plugin must be of jaxlib's version; a newer one fails in ways that name neither."""
+    try:
+        plugin = metadata.version("jax-cuda13-plugin")
+    except metadata.PackageNotFoundError:
+        cure = (
+            f"pip install --no-deps jax-cuda13-plugin=={jax.__version__} jax-cuda13-pjrt=={jax.__version__}"
+        )
+        return Check(name="CUDA plugin", good=False, found="not installed", cure=cure, optional=True)
+    jaxlib = metadata.version("jaxlib")
+    good = plugin.split(".")[:3] == jaxlib.split(".")[:3]
+    cure = "" if good else f"pip install --no-deps jax-cuda13-plugin=={jaxlib} jax-cuda13-pjrt=={jaxlib}"
+    return Check(name="CUDA plugin", good=good, found=f"{plugin}, jaxlib {jaxlib}", cure=cure)
+
+
+def _package(name: str, extra: str) -> Check:
+    if importlib.util.find_spec("google.protobuf" if name == "protobuf" else name) is not None:
+        return Check(name=name, good=True, found=metadata.version(name), optional=bool(extra))
+    cure = f"pip install 'coop-jax[{extra}]'" if extra else f"pip install {name}"
+    return Check(name=name, good=False, found="not installed", cure=cure, optional=bool(extra))
+
+
+def _tried(name: str, attempt: Callable[[], str], *, optional: bool = False) -> Check:
+    try:
+        return Check(name=name, good=True, found=attempt(), optional=optional)
+    except Exception as error:  # whatever fails is what is reported
+        lines = str(error).strip().split("\n")
+        text = f"{type(error).__name__}: {' '.join(lines[0].split())[:200]}"
+        cure = next((line.strip() for line in lines if line.strip().startswith("pip install")), "")
+        if not cure and not os.environ.get("JAX_PLATFORMS"):
+            cure = "set JAX_PLATFORMS=cpu"
+        return Check(name=name, good=False, found=text, cure=cure, optional=optional)
+
+
+def _chain(x: jax.Array) -> jax.Array:
+    for _ in range(6):
+        x = jnp.tanh(x @ x)
+    return x.sum()
+
+
+def _enforced() -> str:
+    spec = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+    compiled = jax.jit(remat(jax.grad(_chain), budget=0.8)).lower(spec).compile()
+    record = xla.record_of(compiled)
+    assert record is not None, "XLA did not call back"
+    assert record.hlo is not None, "XLA did not call back"
+    total = aot.memory(compiled).total_bytes
+    assert total <= record.budget_bytes, "over budget"
+    return f"asked for {record.budget_bytes} B, XLA counts {total} B"
+
+
+def _addresses() -> str:
+    spec = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+    found = inspect(jax.jit(jax.grad(_chain)).lower(spec).compile())
+    assert found.exact_addresses, "XLA does not tell where it put the temporaries"
+    return f"{sum(v.offset is not None for v in found.values)} values"
+
+
+def _absent() -> str:
+    spec = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+    compiled = aot.lower_for(jax.grad(_chain), (spec,), device="h200").compile()
+    return f"{aot.memory(compiled).total_bytes} B"
+
+
+def blocks(checks: Sequence[Check]) -> list[Block]:
+    """For `coop_jax.screen`."""
+    rows = tuple((check.name, "ok" if check.good else "no", check.found[:60]) for check in checks)
+    cures = tuple(f"{c.name}: {c.cure}" for c in checks if not c.good and c.cure)
+    found: list[Block] = [Table(header=("", "", "found"), rows=rows)]
+    return [*found, Lines(lines=("", "what to do:", *cures))] if cures else found

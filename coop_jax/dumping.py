@@ -1,0 +1,42 @@
+"""What the enforcing stage saw and gave back, with `COOP_DUMP_TO=folder` set (see `passes.dump`)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+from passes.dump import dump
+from passes.hlo import graph, proto
+from passes.hlo.assign import Assigner
+from passes.hlo.barriers import drop_barriers
+from passes.hlo.describe import describe
+from passes.hlo.enforce import EnforceRequest
+from passes.hlo.lift import lift
+from passes.listing import program_text
+from passes.outcome import StageOutcome
+
+
+def dump_enforced(data: bytes, returned: bytes, request: EnforceRequest, outcome: StageOutcome) -> None:
+    """Write a scheduled module before and after, its kernels as a program, its heap, and what was done."""
+
+    def assigner(module_bytes: bytes) -> Assigner:
+        module = proto.parse(module_bytes)
+        drop_barriers(module)
+        return Assigner(graph.read(module), request.platform, old_rules=request.old_rules)
+
+    def kernels() -> str:
+        replayed = assigner(data)
+        lifted = lift(replayed.module, request.device, request.platform, assigner=replayed)
+        return program_text(lifted.program)
+
+    dump(
+        "hlo",
+        {
+            "scheduled.pb": lambda: data,
+            "returned.pb": lambda: returned,
+            "kernels.txt": kernels,
+            "before.map.json": lambda: describe(assigner(data)).to_json(),
+            "after.map.json": lambda: describe(assigner(returned)).to_json(),
+            "outcome.json": lambda: json.dumps(asdict(outcome), indent=1, default=str),
+        },
+    )

@@ -1,0 +1,79 @@
+"""One HTML file with everything about a program's memory: no server, nothing downloaded.
+
+The page (`page.html`) draws on a canvas what it finds in one block of JSON; texts stand there once each.
+`#q=words` behind the file's name searches, `#value=N` (and `&map=M`) shows one value.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Sequence
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from coop_jax.pictures import COLORS, HATCHES
+from coop_jax.screen import Block, as_html
+from passes.memory_map import IN_WORDS, PACKING, MemoryMap, why
+
+if TYPE_CHECKING:
+    from coop_jax.curve import Pareto
+
+_KINDS = tuple(COLORS)
+
+
+def page(
+    blocks: Sequence[Block],
+    *,
+    maps: Sequence[tuple[MemoryMap, str]] = (),
+    budget_bytes: int | None = None,
+    pareto: Pareto | None = None,
+) -> str:
+    """The page as text.
+
+    Args:
+        blocks: tables below the pictures.
+        maps: programs and their titles, such as before and after.
+        budget_bytes: a line in the pictures.
+        pareto: what `coop.pareto` returned.
+    """
+    data = {
+        "kinds": [
+            {"label": IN_WORDS[kind], "color": COLORS[kind], "hatch": HATCHES.get(kind, "")}
+            for kind in _KINDS
+        ],
+        "maps": [_map(found, title) for found, title in maps],
+        "budget": budget_bytes,
+        "pareto": None if pareto is None else pareto.to_dict(),
+    }
+    title = html.escape(maps[0][0].name if maps else "what a budget costs")
+    template = resources.files("coop_jax").joinpath("page.html").read_text(encoding="utf-8")
+    # In a script "</" would end it, and "<!--" would open a comment.
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    parts = template.replace("__TITLE__", title).split("__TABLES__")
+    return parts[0] + as_html(blocks) + parts[1].replace("__DATA__", text)
+
+
+def _map(found: MemoryMap, title: str) -> dict[str, Any]:
+    places: dict[str, int] = {}
+
+    def place(text: str) -> int:
+        return places.setdefault(text, len(places))
+
+    values = [
+        [place(v.name), place(v.op), place(v.shape), v.nbytes, v.start, v.stop,
+         -1 if v.offset is None else v.offset, _KINDS.index(v.kind),
+         place(v.source), place(v.scope), place(why(v)), int(v.evicted)]
+        for v in found.values
+    ]  # fmt: skip
+    profile = found.profile()
+    return {
+        "title": title,
+        "steps": max(1, len(found.steps)),
+        "total": found.total_bytes,
+        "temp": found.temp_bytes,
+        "peak": found.peak_step,
+        "profile": [profile[kind] if any(profile[kind]) else None for kind in _KINDS if kind != PACKING],
+        "strings": list(places),
+        "values": values,
+    }

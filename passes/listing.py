@@ -1,0 +1,182 @@
+"""Programs and plans as text that a person reads and `read_program` reads back, with the live profile.
+
+    program "example", 6 ops, 6 buffers, cost 33
+    # live bytes                  op
+      0 |######              4 |  %0[4] = embed()  cost 10
+      1 |############        8 |  %1[4] = layer(%0)  cost 5
+    outputs %5
+
+Bytes are in brackets behind the buffer that an op makes. What stands between "|" is the profile: it is there
+for the eyes, and reading skips it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+from passes.checked import InputError, json_of, listed, mapped, whole, worded
+from passes.ir import PLAN_FORMAT, Buffer, BufferId, Op, OpId, Plan, Program, Status
+from passes.simulate import simulate
+
+_BAR = 16
+_LINE = re.compile(
+    r"\s*\d+ \|[^|]*\|  (?P<outs>[^=]*)= (?P<name>\"(?:[^\"\\]|\\.)*\"|[\w.\-]*)"
+    r"\((?P<ins>[^)]*)\)  cost (?P<cost>\d+)"
+    r"(?P<facts>(?:  [a-z]+(?: \S+)?)*)(?:  # (?P<source>.*))?"
+)
+_HEAD = re.compile(r"program (?P<name>\"(?:[^\"\\]|\\.)*\"), \d+ ops, (?P<buffers>\d+) buffers, cost \d+")
+_BUFFER = re.compile(r"%(\d+)(?:\[(\d+)\])?")
+_PLAIN = re.compile(r"[\w.\-]+")
+
+
+def program_text(program: Program) -> str:
+    """A program as text, op by op, with the bytes alive at each."""
+    live = simulate(program, tuple(op.id for op in program.ops)).live_bytes.tolist()
+    lines = [
+        f"program {json.dumps(program.name)}, {len(program.ops)} ops, {len(program.buffers)} buffers, "
+        f"cost {program.cost_ns}"
+    ]
+    arguments = " ".join(_sized(program, b) for b in program.arguments)
+    lines += [f"arguments {arguments}"] if arguments else []
+    width = len(str(max(live, default=0)))
+    lines += [
+        f"{op.id:4} |{_bar(n, live)}{n:{width + 1}} |  {_op_text(program, op)}"
+        for op, n in zip(program.ops, live, strict=True)
+    ]
+    return "\n".join([*lines, f"outputs {' '.join(f'%{b}' for b in program.outputs)}".rstrip(), ""])
+
+
+def _op_text(program: Program, op: Op) -> str:
+    outs = ", ".join(_sized(program, b) for b in op.outputs)
+    name = op.name if _PLAIN.fullmatch(op.name) or not op.name else json.dumps(op.name)
+    facts = "" if op.recomputable else "  once"
+    facts += "" if op.deadline is None else f"  deadline {op.deadline}"
+    facts += f"  workspace {op.workspace_bytes}" if op.workspace_bytes else ""
+    facts += "".join(f"  shares %{out}/%{inp}" for out, inp in op.may_share)
+    source = f"  # {' '.join(op.source.split())}" if op.source else ""
+    return f"{outs} = {name}({', '.join(f'%{b}' for b in op.inputs)})  cost {op.cost_ns}{facts}{source}"
+
+
+def _sized(program: Program, buffer: BufferId) -> str:
+    return f"%{buffer}[{program.buffers[buffer].nbytes}]"
+
+
+def _bar(nbytes: int, live: Sequence[int]) -> str:
+    return ("#" * round(_BAR * nbytes / max(1, max(live)))).ljust(_BAR)
+
+
+def plan_text(plan: Plan, program: Program | None = None) -> str:
+    """A plan as text; with its program also what each step runs, and the bytes alive at it.
+
+    Raises:
+        InputError: the plan is not one of the program's.
+    """
+    again = frozenset(plan.reruns())
+    head = (
+        f"plan by {plan.planner or 'hand'}: {plan.status}, "
+        f"peak {plan.peak_bytes} of {plan.budget_bytes} bytes, "
+        f"{len(plan.steps)} steps, {len(again)} recomputed, overhead {100 * plan.overhead_ratio:.3f} % "
+        f"(at least {100 * plan.lower_bound_ratio:.3f} %)"
+    )
+    if program is None:
+        steps = [f"{step}*" if i in again else str(step) for i, step in enumerate(plan.steps)]
+        rows = [" ".join(steps[i : i + 20]) for i in range(0, len(steps), 20)]
+        return "\n".join([head, "steps, recomputed ones with a star", *rows, ""])
+    try:
+        live = simulate(program, plan.steps).live_bytes.tolist()
+    except (ValueError, IndexError) as error:
+        raise InputError(f"the plan is not one of this program's: {error}") from error
+    width = len(str(max(live, default=0)))
+    rows = [
+        f"{i:4} |{_bar(live[i], live)}{live[i]:{width + 1}} | {'*' if i in again else ' '}"
+        f"{_op_text(program, program.ops[step])}"
+        for i, step in enumerate(plan.steps)
+    ]
+    return "\n".join([head, *rows, ""])
+
+
+def read_program(text: str) -> Program:
+    """The program that `program_text` wrote.
+
+    Raises:
+        InputError: a line is not one of its lines.
+    """
+    lines = text.rstrip("\n").split("\n")
+    head = _HEAD.fullmatch(lines[0])
+    if head is None or not lines[-1].startswith("outputs"):
+        raise InputError("this is no program as text: it begins with `program` and ends with `outputs`")
+    nbytes = [0] * int(head["buffers"])
+    ops: list[Op] = []
+    for line in lines[1:-1]:
+        if line.startswith("arguments "):
+            _note_sizes(line, nbytes)
+            continue
+        match = _LINE.fullmatch(line)
+        if match is None:
+            raise InputError(f"this is no op: {line[:80]!r}")
+        _note_sizes(match["outs"], nbytes)
+        ops.append(_op_of(OpId(len(ops)), match))
+    buffers = tuple(Buffer(id=BufferId(i), nbytes=n) for i, n in enumerate(nbytes))
+    outputs = tuple(BufferId(int(b)) for b, _ in _BUFFER.findall(lines[-1]))
+    return Program.build(name=json.loads(head["name"]), ops=tuple(ops), buffers=buffers, outputs=outputs)
+
+
+def _note_sizes(text: str, nbytes: list[int]) -> None:
+    for b, size in _BUFFER.findall(text):
+        nbytes[int(b)] = int(size)
+
+
+def _op_of(op_id: OpId, match: re.Match[str]) -> Op:
+    facts = match["facts"].split()
+    name = match["name"]
+
+    def after(word: str) -> list[str]:
+        return [facts[i + 1] for i, fact in enumerate(facts) if fact == word]
+
+    shares = [_BUFFER.findall(pair) for pair in after("shares")]
+    return Op(
+        id=op_id,
+        inputs=tuple(BufferId(int(b)) for b, _ in _BUFFER.findall(match["ins"])),
+        outputs=tuple(BufferId(int(b)) for b, _ in _BUFFER.findall(match["outs"])),
+        cost_ns=int(match["cost"]),
+        recomputable="once" not in facts,
+        deadline=next((int(n) for n in after("deadline")), None),
+        may_share=tuple((BufferId(int(out)), BufferId(int(inp))) for (out, _), (inp, _) in shares),
+        workspace_bytes=next((int(n) for n in after("workspace")), 0),
+        name=json.loads(name) if name.startswith('"') else name,
+        source=match["source"] or "",
+    )
+
+
+def read_plan(text: str) -> Plan:
+    """A plan in the `coop-plan/1` format.
+
+    Raises:
+        InputError: it is something else, with what is wrong.
+    """
+    data = json_of(text)
+    if not isinstance(data, Mapping) or data.get("format") != PLAN_FORMAT:
+        raise InputError(f'expected "format": "{PLAN_FORMAT}"')
+    given = mapped(data, "the plan", ("steps", "peak_bytes", "budget_bytes", "status"))
+    steps = tuple(OpId(whole(s, f"steps[{i}]")) for i, s in enumerate(listed(given["steps"], "steps")))
+    if given["status"] not in [status.value for status in Status]:
+        raise InputError(f"status is {given['status']!r}, expected one of {', '.join(Status)}")
+    return Plan(
+        steps=steps,
+        peak_bytes=whole(given["peak_bytes"], "peak_bytes"),
+        budget_bytes=whole(given["budget_bytes"], "budget_bytes"),
+        overhead_ratio=_ratio(given, "overhead_ratio"),
+        lower_bound_ratio=_ratio(given, "lower_bound_ratio"),
+        status=Status(given["status"]),
+        planner=worded(given.get("planner", ""), "planner"),
+        seconds=_ratio(given, "seconds"),
+    )
+
+
+def _ratio(given: Mapping[str, object], key: str) -> float:
+    value = given.get(key, 0.0)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InputError(f"{key} is {value!r}, expected a number")
+    return float(value)

@@ -1,0 +1,159 @@
+"""`coop.explain`, `coop.pareto` and the difference of reports, on a small program."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import coop_jax as coop
+from coop_jax import aot
+from coop_jax.screen import WIDTH, as_plain, shortened, sparkline
+from passes.checked import InputError
+
+SPEC = jax.ShapeDtypeStruct
+WS, X = [SPEC((32, 32), jnp.float32)] * 14, SPEC((1024, 32), jnp.float32)
+
+
+def loss(ws: Any, x: Any, wrap: Any = lambda f: f) -> Any:
+    layer = wrap(lambda x, w: jnp.tanh(x @ w))
+    for w in ws:
+        x = layer(x, w)
+    return jnp.mean(x**2)
+
+
+def step(ws: Any, x: Any) -> Any:
+    value, grads = jax.value_and_grad(loss)(ws, x)
+    return [w - 0.1 * g for w, g in zip(ws, grads, strict=True)], value
+
+
+def by_hand(ws: Any, x: Any) -> Any:
+    value, grads = jax.value_and_grad(functools.partial(loss, wrap=jax.checkpoint))(ws, x)
+    return [w - 0.1 * g for w, g in zip(ws, grads, strict=True)], value
+
+
+@functools.cache
+def explained() -> coop.Explanation:
+    return coop.explain(step, WS, X)
+
+
+@functools.cache
+def curve() -> coop.Pareto:
+    return coop.pareto(step, WS[:8], X, budgets=3, rivals={"checkpoint": by_hand})
+
+
+def test_explain_says_what_could_be_had() -> None:
+    found = explained()
+    total = aot.memory(jax.jit(step).lower(WS, X).compile()).total_bytes
+    assert found.memory.total_bytes == total
+    (donation,) = found.donations
+    assert (donation.argnum, donation.nbytes) == (0, 14 * 32 * 32 * 4)
+    assert found.half is not None or found.half_refused
+    assert found.least is not None
+    assert found.least.least_bytes < total
+    text = str(found)
+    assert "donating argument 0" in text
+    assert "the least budget" in text
+    assert max(map(len, text.split("\n"))) <= WIDTH
+    assert json.loads(json.dumps(found.to_dict()))["donations"] == [{"argnum": 0, "nbytes": 57344}]
+
+
+def test_what_is_donated_already_is_not_advised() -> None:
+    found = coop.explain(step, WS, X, donate_argnums=0, budgets=False)
+    assert found.donations == ()
+    assert found.least is None
+    assert "what could be had" not in str(found)
+
+
+def test_pareto_has_the_wall_the_curve_and_the_rivals() -> None:
+    found = curve()
+    assert len(found.points) == 3
+    assert found.least_bytes is not None
+    assert [p.budget_bytes for p in found.points] == sorted(p.budget_bytes for p in found.points)
+    assert min(p.budget_bytes for p in found.points if p.total_bytes is not None) == found.least_bytes
+    assert found.points[-1].budget_bytes == found.plain_bytes
+    assert all(p.total_bytes <= p.budget_bytes for p in found.points if p.total_bytes is not None)
+    (rival,) = found.rivals
+    assert rival.name == "checkpoint"
+    assert rival.overhead_ratio > 0
+    assert "checkpoint" in str(found)
+    assert json.loads(json.dumps(found.to_dict()))["plain_bytes"] == found.plain_bytes
+
+
+def test_budgets_can_be_given_in_bytes_and_refusals_are_points() -> None:
+    found = coop.pareto(step, WS[:2], X, budgets=[1000])
+    (point,) = found.points
+    assert point.total_bytes is None
+    assert point.refused.startswith("no plan")
+    assert "refused" in str(found)
+    assert found.least_bytes is None
+
+
+def test_two_reports_differ_in_what_is_recomputed() -> None:
+    half = explained().half
+    assert half is not None
+    roomy = coop.plan(step, WS, X, budget="1GiB")
+    text = str(coop.difference(roomy, half))
+    assert "what changed" in text
+    assert "dot_general" in text or not half.recomputed
+    assert max(map(len, text.split("\n"))) <= WIDTH
+    same = coop.difference(half, json.loads(json.dumps(half.to_dict())))
+    assert "recomputed  " not in str(same)
+    assert coop.Report.from_dict(json.loads(json.dumps(half.to_dict()))) == half
+
+
+def test_notebooks_get_html() -> None:
+    half = explained().half
+    assert half is not None
+    for shown in (explained(), curve(), half, coop.difference(half, half)):
+        html = shown._repr_html_()
+        assert html.startswith('<div class="coop">')
+        assert html.count("<table>") == html.count("</table>") > 0
+
+
+@pytest.mark.parametrize("ending", [".json", ".txt", ".html"])
+def test_what_is_found_is_saved_by_its_ending(ending: str, tmp_path: Path) -> None:
+    for found in (explained(), curve()):
+        path = tmp_path / f"found{ending}"
+        found.save(path)
+        text = path.read_text(encoding="utf-8")
+        assert len(text) > 200
+        if ending == ".json":
+            json.loads(text)
+    with pytest.raises(coop.UnsupportedError, match=r"must end in one of .png"):
+        explained().save(tmp_path / "found.doc")
+
+
+def test_text_is_cut_in_the_middle_and_has_plain_characters_where_it_must() -> None:
+    assert shortened("a" * 30 + "end", 12) == "aaa…aaaaaend"
+    assert shortened("short", 12) == "short"
+    assert len(sparkline(list(range(1000)), width=50)) == 50
+    assert as_plain("█▁…", "ascii") == "#_~"
+    assert as_plain("█", "utf-8") == "█"
+
+
+def test_a_named_program_says_what_is_wrong_with_it(tmp_path: Path) -> None:
+    from coop_jax.programs import load
+
+    path = tmp_path / "thing.py"
+    path.write_text("import jax.numpy as jnp\nx = 3\ndef f(a): return a\ndef made(): return jnp.ones(3)\n")
+    program = load(f"{path}:f", ["made", "bf16[2, 3]", "x"])
+    assert program.specs[0].shape == (3,)
+    assert (program.specs[1].shape, program.specs[1].dtype) == ((2, 3), jnp.bfloat16)
+    assert program.specs[2] == 3
+    wrong = [
+        (f"{path}:x", []),
+        (f"{path}:g", []),
+        (f"{path}", []),
+        ("no.such:f", []),
+        (f"{tmp_path}/no.py:f", []),
+    ]
+    wrong += [(f"{path}:f", [spec]) for spec in ("q8[3]", "f32[3", "f")]
+    for target, specs in wrong:
+        with pytest.raises(InputError):
+            load(target, specs)

@@ -1,0 +1,54 @@
+"""Programs and plans as text: what is written is read back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from strategies import example, programs, small_gpt
+
+from passes.checked import InputError
+from passes.ir import Program
+from passes.listing import plan_text, program_text, read_plan, read_program
+from passes.planners import PlannerConfig, plan
+from passes.simulate import simulate
+
+
+def test_the_drawn_example_is_read_by_people() -> None:
+    text = str(example())
+    lines = text.split("\n")
+    assert lines[0].startswith("program ")
+    assert [int(line.split("|")[1].split()[-1]) for line in lines[1:7]] == [4, 8, 12, 13, 10, 6]
+    assert "%4[1] = " in text
+    assert lines[7] == "outputs %5"
+
+
+@given(programs())
+def test_a_program_survives_its_text(program: Program) -> None:
+    assert read_program(program_text(program)) == program
+
+
+def test_a_large_program_survives_its_text() -> None:
+    program = small_gpt(3)
+    assert read_program(str(program)) == program
+
+
+def test_a_plan_shows_what_it_recomputes() -> None:
+    program = example()
+    made = plan(program, 12, PlannerConfig())
+    text = plan_text(made, program)
+    assert text.count("| *") == len(made.reruns()) == 1
+    live = simulate(program, made.steps).live_bytes.tolist()
+    assert [int(line.split("|")[1].split()[-1]) for line in text.split("\n")[1:-1]] == live
+    assert str(made).count("*") == 1
+    assert read_plan(made.to_json()).steps == made.steps
+
+
+def test_what_is_no_text_of_a_program_is_refused() -> None:
+    for text in ("", "program", 'program "x", 1 ops, 1 buffers, cost 1\nnonsense\noutputs'):
+        with pytest.raises(InputError):
+            read_program(text)
+    with pytest.raises(InputError, match="coop-plan/1"):
+        read_plan("{}")
+    with pytest.raises(InputError, match="not one of this program's"):
+        plan_text(read_plan('{"format": "coop-plan/1", "steps": [99], "peak_bytes": 1, "budget_bytes": 1, '
+                            '"status": "feasible"}'), example())  # fmt: skip
