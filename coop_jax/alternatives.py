@@ -137,10 +137,14 @@ class OtherWays:
         return tuned
 
     def refusal(self, record: Record, outcome: StageOutcome) -> StageOutcome:
-        """What to say of a budget that cannot be kept, before the program is compiled."""
+        """What to say of a budget that arguments and results exceed, before the program is compiled.
+
+        What the least may be is asked with the least that leaves anything at all for temporaries.
+        """
+        least_asked = dataclasses.replace(record, budget_bytes=outcome.fixed_bytes + 1)
         with progress() as tell:
+            _Search(ways=self, record=least_asked, tell=tell).explore(outcome)
             search = _Search(ways=self, record=record, tell=tell)
-            search.explore(outcome)
         return search.named(dataclasses.replace(outcome, least_total_bytes=None))
 
     def learn(self, asked: Wish, outcome: StageOutcome) -> None:
@@ -240,6 +244,10 @@ class _Search:
 
     def explore(self, refused: StageOutcome) -> None:
         """Look at what the least may be."""
+        budget_bytes = self.record.budget_bytes
+        first = self._look(Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes))
+        if first is not None:
+            self.tuned(self._choice(first))
         for asked in self._wishes(refused):
             self._look(asked)
 

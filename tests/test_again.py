@@ -153,6 +153,20 @@ def test_what_a_refusal_names_is_met_when_asked_and_no_more_than_the_plain_progr
     assert aot.memory(one_less).total_bytes <= memory.total_bytes
 
 
+@pytest.mark.parametrize("budget", [1, None])
+def test_however_little_is_asked_the_same_least_is_named(budget: int | None) -> None:
+    def named(budget: int, rows: int) -> int:
+        with pytest.raises(InfeasibleBudgetError) as caught:
+            jax.jit(remat(chain_step, budget=budget)).lower(WEIGHTS, BATCHES[0][:rows]).compile()
+        assert caught.value.least_bytes is not None
+        return caught.value.least_bytes
+
+    rows = 63 if budget is None else 62  # what is known of one program is not known of the other
+    memory = aot.memory(jax.jit(chain_step).lower(WEIGHTS, BATCHES[0][:rows]).compile())
+    least = named(memory.fixed_bytes + 1 if budget is None else budget, rows)
+    assert least == named(memory.fixed_bytes + memory.temp_bytes // 8, rows)
+
+
 def test_an_argument_that_nothing_reads_is_none_of_the_program() -> None:
     def reads_two(ws: list[Any], x: Any, labels: Any) -> Any:
         del labels
