@@ -35,6 +35,7 @@ from coop_jax.record import (
     record_of_mark,
     with_attributes,
 )
+from passes.backend import BACKENDS
 from passes.cost import DEVICES
 from passes.hlo.enforce import EnforceRequest, OnFragmentation, enforce
 from passes.ir import Status
@@ -175,7 +176,7 @@ _INTERRUPTED = threading.local()
 
 
 def install(platform: str) -> None:
-    """Make sure that XLA calls back for `platform` ("cpu" or "cuda"); cheap after the first time."""
+    """Make sure that XLA calls back for a backend, by its name; cheap after the first time."""
     callback, hooks = REGISTRY.first_use(platform)
     if callback:
         jax_xla.register_hlo_module_transformation(
@@ -210,7 +211,7 @@ def mark(ctx: Any, record: Record, digest: str, alternatives: Alternatives | Non
         The program's record, with its id.
     """
     for platform in module.module_facts(ctx).platforms:
-        if platform in ("cpu", "cuda"):
+        if platform in BACKENDS:
             install(platform)
     present = module.module_attributes(ctx)
     if FACTS in present and _record_from(present).budget_bytes <= record.budget_bytes:
@@ -233,7 +234,7 @@ def look(lowered: Any, record: Record) -> Trial | None:
     Returns:
         What the enforcing stage made of it; None if XLA failed before it was asked.
     """
-    for platform in ("cpu", "cuda"):
+    for platform in module.platforms_of(lowered):
         install(platform)
     name = REGISTRY.new_trial()
     _, attributes = marked(record, name=name, digest="")
@@ -295,7 +296,7 @@ def _enforced(data: bytes, attributes: Mapping[str, str], platform: str) -> byte
     request = EnforceRequest(
         budget_bytes=record.budget_bytes,
         device=DEVICES[record.device_name],
-        platform="cpu" if platform == "cpu" else "cuda",
+        platform=platform,
         planner=record.planner,
         old_rules=compat.OLD_RULES,
         on_fragmentation=_on_fragmentation(record, platform, trial=trial is not None),
@@ -338,7 +339,7 @@ def _on_fragmentation(record: Record, platform: str, *, trial: bool) -> OnFragme
     """What the record says; but nobody pins a program that `coop_jax.pinning` does not compile."""
     if record.on_fragmentation != "pin":
         return record.on_fragmentation
-    pinned = platform == "cpu" and (trial or REGISTRY.pinning(record.id) is not None)
+    pinned = BACKENDS[platform].pins_as_compiled and (trial or REGISTRY.pinning(record.id) is not None)
     return "pin" if pinned else "recompute"
 
 
