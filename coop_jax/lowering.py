@@ -107,6 +107,8 @@ def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Pl
         budget_bytes = config.budget.resolve(device_bytes=memory_bytes, baseline_bytes=baseline_bytes)
     else:
         budget_bytes = asked.budget_bytes
+    if memory_bytes is not None and BACKENDS[facts.platforms[0]].limits_memory:
+        budget_bytes = min(budget_bytes, memory_bytes)  # XLA refuses what needs more
     constrained = None if plain is None else _constrained(plain, config)
     is_known = bool(found) and found[0].compiled and constrained is plain
     request = _request(facts, device, config, budget_bytes, found[0].total_bytes if is_known else None)

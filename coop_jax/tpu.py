@@ -24,6 +24,8 @@ _ENVIRONMENT = {
     "TPU_WORKER_ID": "0",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
+_OUT_OF_MEMORY = re.compile(r"CompileTimeHbmOom.*?temporaries \((\d+(?:\.\d+)?)([KMG]?)\)", re.DOTALL)
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SHAPE = re.compile(r"\d+(x\d+){1,2}")
 
 
@@ -55,6 +57,15 @@ def split(name: str) -> tuple[str, str] | None:
     if chip not in CHIPS or (colon and not _SHAPE.fullmatch(shape)):
         return None
     return chip, shape
+
+
+def bytes_out_of_memory(message: str) -> int | None:
+    """What a program needs that XLA refused for its memory, from its message; None if that is not why.
+
+    XLA writes three digits, such as `(25.38G)`.
+    """
+    found = _OUT_OF_MEMORY.search(message)
+    return None if found is None else int(float(found[1]) * _UNITS[found[2]])
 
 
 def absent_devices(topology: str) -> tuple[Any, ...]:

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import jax
 from jax.extend import xla as jax_xla
 
-from coop_jax.errors import BudgetExceededError, InfeasibleBudgetError, error_from_text
+from coop_jax.errors import BudgetExceededError, CoopError, InfeasibleBudgetError, error_from_text
 from coop_jax.record import (
     FACTS,
     RECORD,
@@ -35,7 +35,8 @@ from coop_jax.record import (
     record_of_mark,
     with_attributes,
 )
-from passes.backend import BACKENDS
+from coop_jax.tpu import bytes_out_of_memory
+from passes.backend import BACKENDS, Backend
 from passes.cost import DEVICES
 from passes.hlo.enforce import EnforceRequest, OnFragmentation, enforce
 from passes.ir import Status
@@ -172,7 +173,16 @@ def _remember[V](table: OrderedDict[str, V], key: str, value: V, most: int) -> N
 
 
 REGISTRY = _Registry()
-_INTERRUPTED = threading.local()
+
+
+class _Thread(threading.local):
+    """What this thread does: it took a Ctrl-C, and what it compiles after the enforcing stage has spoken."""
+
+    interrupted: bool = False
+    compiling: Record | None = None
+
+
+_THREAD = _Thread()
 
 
 def install(platform: str) -> None:
@@ -191,11 +201,18 @@ def install(platform: str) -> None:
 
 
 def _as_ours(error: Exception) -> BaseException | None:
-    """The error that a failed compile is about, where it is one of ours or a Ctrl-C; else None."""
-    if getattr(_INTERRUPTED, "here", False):
-        _INTERRUPTED.here = False
+    """The error that a failed compile is about, where it is one of ours or a Ctrl-C; else None.
+
+    Where XLA itself refuses a program that it was left with, for its memory, that is the refusal of a budget.
+    """
+    if _THREAD.interrupted:
+        _THREAD.interrupted = False
         return KeyboardInterrupt()
-    return error_from_text(str(error))
+    record, _THREAD.compiling = _THREAD.compiling, None
+    needed_bytes = bytes_out_of_memory(str(error))
+    if record is None or needed_bytes is None:
+        return error_from_text(str(error))
+    return _over_budget(record, needed_bytes)
 
 
 def mark(ctx: Any, record: Record, digest: str, alternatives: Alternatives | None = None) -> Record:
@@ -287,7 +304,7 @@ def _callback(data: bytes, platform: str) -> bytes | None:
         return _enforced(data, attributes, platform)
     except KeyboardInterrupt:
         # XLA makes an error of its own of whatever is raised here; `_as_ours` takes it back.
-        _INTERRUPTED.here = True
+        _THREAD.interrupted = True
         raise
 
 
@@ -318,20 +335,22 @@ def _enforced(data: bytes, attributes: Mapping[str, str], platform: str) -> byte
         choice = alternatives.choose(record, outcome, returned)
         if choice.module is None and outcome.status.found:
             REGISTRY.settle(record.id)
-    return _taken(choice, returned, data)
+    return _taken(choice, returned, data, platform)
 
 
-def _taken(choice: Choice, returned: bytes, data: bytes) -> bytes | None:
+def _taken(choice: Choice, returned: bytes, data: bytes, platform: str) -> bytes | None:
     """Go on with a choice: the bytes for XLA, or the refusal."""
     record, outcome = choice.record, choice.record.hlo
     assert outcome is not None, "the enforcing stage has spoken"
     if choice.module is not None:
         record, attributes = marked(record, name=record.id, digest="")
         REGISTRY.put(record)
+        _THREAD.compiling = record
         return with_attributes(choice.module, attributes)
-    if not outcome.status.found and not _leave_to_check(outcome):
+    if not outcome.status.found and not _leave_to_check(outcome, BACKENDS[platform]):
         raise RuntimeError(InfeasibleBudgetError.from_outcome(_of_the_program(outcome)).to_text())
     REGISTRY.put(record)
+    _THREAD.compiling = record
     return None if returned is data else returned
 
 
@@ -350,14 +369,19 @@ def _of_the_program(outcome: StageOutcome) -> StageOutcome:
     return dataclasses.replace(outcome, status=Status.UNKNOWN, least_proved=False)
 
 
-def _leave_to_check(outcome: StageOutcome) -> bool:
+def _leave_to_check(outcome: StageOutcome, backend: Backend) -> bool:
     """True if XLA's own count should decide: the prediction errs on the safe side, and is close."""
-    close = outcome.fixed_bytes + outcome.before_temp_bytes <= outcome.budget_bytes * SAFE_SIDE_RATIO
+    predicted = outcome.fixed_bytes + outcome.before_temp_bytes
+    if backend.fast_bytes:
+        close = predicted <= outcome.budget_bytes + backend.fast_bytes
+    else:
+        close = predicted <= outcome.budget_bytes * SAFE_SIDE_RATIO
     return close and outcome.status is Status.UNKNOWN
 
 
 def _check(executable: Any) -> None:
     """Hold XLA's own count of a program that was just compiled, or found in the cache, against its budget."""
+    _THREAD.compiling = None
     modules = executable.hlo_modules()
     record = _record_of_module(modules[0].as_serialized_hlo_module_proto()) if modules else None
     if record is None or REGISTRY.pinning(record.id) is not None:
@@ -381,9 +405,14 @@ def check_total(record: Record, memory: Any) -> None:
         return
     if record.hlo is None:
         raise _refused_before(record, memory)
-    if not record.hlo.status.found:
-        raise InfeasibleBudgetError.from_outcome(_of_the_program(record.hlo))
-    raise BudgetExceededError(budget_bytes=record.budget_bytes, compiled_bytes=total)
+    raise _over_budget(record, total)
+
+
+def _over_budget(record: Record, total_bytes: int) -> CoopError:
+    """What to say of a program that needs more than its budget by XLA's count."""
+    if record.hlo is not None and not record.hlo.status.found:
+        return InfeasibleBudgetError.from_outcome(_of_the_program(record.hlo))
+    return BudgetExceededError(budget_bytes=record.budget_bytes, compiled_bytes=total_bytes)
 
 
 def _refused_before(record: Record, memory: Any) -> InfeasibleBudgetError:

@@ -28,9 +28,10 @@ class Backend:
         calls_share: True if a custom call may write over an operand that dies there.
         reuses_results: True if temporaries live in results and donated arguments while those are free.
         table_bytes: of a tuple's table of pointers; None for one pointer an element.
-        heap_holds_tables: True if these tables are packed with the other temporaries.
-        has_fast_memory: True if XLA moves values to a memory of the chip after it called back: what is
-            predicted is then an upper bound, and XLA's own count decides where only that is over.
+        late_bytes: what passes that follow XLA's callback may add to what is predicted: on a TPU a few slots
+            of the heap, where scalars are moved.
+        fast_bytes: what passes that follow may take off, since they move values to a memory of the chip. What
+            is predicted is then an upper bound, and XLA's own count decides where only that is over.
         library: the package whose shared library compiles for it.
         default_device: whose cost model an unknown device gets (`passes.cost`).
         temps_are_the_rest: True if XLA's own count of temporaries is not what is left of its total.
@@ -48,8 +49,8 @@ class Backend:
     calls_share: bool = False
     reuses_results: bool = True
     table_bytes: int | None = None
-    heap_holds_tables: bool = False
-    has_fast_memory: bool = False
+    late_bytes: int = 0
+    fast_bytes: int = 0
     temps_are_the_rest: bool = False
     limits_memory: bool = False
     library: str
@@ -69,8 +70,8 @@ CUDA = Backend(
 )  # fmt: skip
 TPU = Backend(
     name="tpu", alignment=16384, heap="in time order", sharing="elementwise", reuses_results=False,
-    table_bytes=512, heap_holds_tables=True, has_fast_memory=True,
-    temps_are_the_rest=True, limits_memory=True, library="libtpu", default_device="v5e",
+    table_bytes=512, late_bytes=1 << 16, fast_bytes=128 << 20, temps_are_the_rest=True,
+    limits_memory=True, library="libtpu", default_device="v5e",
 )  # fmt: skip
 BACKENDS = {b.name: b for b in (CPU, CUDA, TPU)}
 _BY_ANY_NAME = {name: b for b in BACKENDS.values() for name in (b.name, *b.aliases)}
