@@ -165,9 +165,22 @@ def _flops(module: Module, computation: Computation, instruction: Instruction) -
 def _convolution(instruction: Instruction, output: graph.Shape, kernel: graph.Shape) -> tuple[int, int]:
     """2 * output elements * kernel window * input features of a group."""
     numbers = instruction.proto.convolution_dimension_numbers
-    window = prod(kernel.dims[d] for d in numbers.kernel_spatial_dimensions)
+    dimensions = instruction.proto.window.dimensions
+    window = 1
+    for n, d in enumerate(numbers.kernel_spatial_dimensions):
+        if n >= len(dimensions) or not _is_batch(dimensions[n]):
+            window *= kernel.dims[d]
     features = kernel.dims[numbers.kernel_input_feature_dimension] if kernel.dims else 1
     return 2 * output.count * window * features, kernel.element_bits
+
+
+def _is_batch(window: Any) -> bool:
+    """True for a dimension of batches, as a TPU's compiler writes the dots of attention.
+
+    Spread out by their number and read with a stride of one less, each output meets one input.
+    """
+    spread = window.size > 1 and window.base_dilation == window.size and window.stride == window.size - 1
+    return bool(spread and window.padding_low == window.padding_high == 0)
 
 
 def _library_flops(computation: Computation, instruction: Instruction) -> tuple[int, int]:
