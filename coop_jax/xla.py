@@ -343,6 +343,8 @@ def _taken(choice: Choice, returned: bytes, data: bytes, platform: str) -> bytes
     record, outcome = choice.record, choice.record.hlo
     assert outcome is not None, "the enforcing stage has spoken"
     if choice.module is not None:
+        # XLA:TPU keeps the attributes that the program was lowered with: it is known by both ids.
+        REGISTRY.put(record)
         record, attributes = marked(record, name=record.id, digest="")
         REGISTRY.put(record)
         _THREAD.compiling = record
