@@ -34,6 +34,7 @@ class Backend:
             is predicted is then an upper bound, and XLA's own count decides where only that is over.
         library: the package whose shared library compiles for it.
         default_device: whose cost model an unknown device gets (`passes.cost`).
+        runs_as_scheduled: True if the module that a program runs is the one that XLA called back with.
         temps_are_the_rest: True if XLA's own count of temporaries is not what is left of its total.
         limits_memory: True if XLA refuses programs that need more than the device has.
         pins_as_compiled: True if programs can be pinned by the compile that makes them.
@@ -51,6 +52,7 @@ class Backend:
     table_bytes: int | None = None
     late_bytes: int = 0
     fast_bytes: int = 0
+    runs_as_scheduled: bool = True
     temps_are_the_rest: bool = False
     limits_memory: bool = False
     library: str
@@ -70,7 +72,8 @@ CUDA = Backend(
 )  # fmt: skip
 TPU = Backend(
     name="tpu", alignment=16384, heap="in time order", sharing="elementwise", reuses_results=False,
-    table_bytes=512, late_bytes=1 << 16, fast_bytes=128 << 20, temps_are_the_rest=True,
+    table_bytes=512, late_bytes=1 << 17, fast_bytes=128 << 20, runs_as_scheduled=False,
+    temps_are_the_rest=True,
     limits_memory=True, library="libtpu", default_device="v5e",
 )  # fmt: skip
 BACKENDS = {b.name: b for b in (CPU, CUDA, TPU)}
