@@ -6,10 +6,10 @@
 
 Compiled, not run. Bytes are XLA's. Two judges of time: the cycles that XLA's compiler estimates for the
 kernels of the final module (`passes/hlo/cycles.py`), loop bodies times their trip counts, which is nothing of
-ours; and our roofline of the same module. Rows: the plain program, or how much it needs where it does not fit;
-its blocks under `jax.checkpoint` with three policies; XLA's own pass, which aims at a limit of the compile;
-coop at the bytes of each of them, at .8 of the least, and at what a refusal calls the least. A line for every
-row is kept in a .jsonl beside `--out`, and what is there is not measured again.
+ours; and our roofline of the same module. Rows: the plain program, or how much it needs where it does not
+fit; its blocks under `jax.checkpoint` with three policies; XLA's own pass, which aims at a limit of the
+compile; coop at the bytes of each of them, at .8 of the least, and at what a refusal calls the least. A line
+for every row is kept in a .jsonl beside `--out`, and what is there is not measured again.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def write(out: Path, rows: Sequence[Row]) -> None:
     """The table of everything that was measured."""
     head = (
         "Compiled for TPUs that are not here, not run. Cycles are XLA's own estimate of the final module's "
-        f"kernels. `python -m benchmarks.tpu`, jax {jax.__version__}; seconds are of 2 cores that others used.\n\n"
+        f"kernels. `python -m benchmarks.tpu`, jax {jax.__version__}; seconds: 2 cores with other work.\n\n"
     )
     out.write_text(head + table(rows) + "\n")
 
