@@ -20,6 +20,8 @@ _FREE = frozenset(
      "domain", "add-dependency", "async-done", "async-update", "copy-done", "partition-id", "replica-id",
      "after-all"}
 )  # fmt: skip
+# What a TPU's compiler writes for a stack that a loop will fill, and for what it knows of values.
+_NO_KERNELS = frozenset({"AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound"})
 
 
 def instruction_ns(
@@ -27,7 +29,7 @@ def instruction_ns(
 ) -> int:
     """Estimated time of one run of an instruction, called computations included."""
     opcode = instruction.opcode
-    if opcode in _FREE:
+    if opcode in _FREE or instruction.proto.custom_call_target in _NO_KERNELS:
         return 0
     if opcode in ("call", "async-start"):
         return sum(computation_ns(module, module.computations[c], device) for c in instruction.called)
@@ -158,29 +160,43 @@ def _flops(module: Module, computation: Computation, instruction: Instruction) -
         depth = prod(left.dims[d] for d in contracted)
         return 2 * instruction.shape.count * depth, left.element_bits
     if instruction.opcode == "convolution":
-        return _convolution(instruction, instruction.shape, computation.by_id[instruction.operands[1]].shape)
+        taken, kernel = (computation.by_id[o].shape for o in instruction.operands[:2])
+        return _convolution(instruction, instruction.shape, kernel, taken)
     return 0, 32
 
 
-def _convolution(instruction: Instruction, output: graph.Shape, kernel: graph.Shape) -> tuple[int, int]:
-    """2 * output elements * kernel window * input features of a group."""
+def _convolution(
+    instruction: Instruction, output: graph.Shape, kernel: graph.Shape, taken: graph.Shape | None = None
+) -> tuple[int, int]:
+    """2 * output elements * kernel window * input features of a group; `taken` is the input, where known."""
     numbers = instruction.proto.convolution_dimension_numbers
-    dimensions = instruction.proto.window.dimensions
     window = 1
     for n, d in enumerate(numbers.kernel_spatial_dimensions):
-        if n >= len(dimensions) or not _is_batch(dimensions[n]):
+        if taken is None or not _is_batch(instruction.proto, n, output, taken):
             window *= kernel.dims[d]
     features = kernel.dims[numbers.kernel_input_feature_dimension] if kernel.dims else 1
     return 2 * output.count * window * features, kernel.element_bits
 
 
-def _is_batch(window: Any) -> bool:
-    """True for a dimension of batches, as a TPU's compiler writes the dots of attention.
+def _is_batch(convolution: Any, n: int, output: graph.Shape, taken: graph.Shape) -> bool:
+    """True for a spatial dimension that is one of batches, as a TPU's compiler writes the dots of attention.
 
-    Spread out by their number and read with a stride of one less, each output meets one input.
+    Its window is as long as its output and laid out so that each output meets one input: by a dilation and a
+    stride that differ by one, or by padding an input of one.
     """
-    spread = window.size > 1 and window.base_dilation == window.size and window.stride == window.size - 1
-    return bool(spread and window.padding_low == window.padding_high == 0)
+    numbers, window = convolution.convolution_dimension_numbers, convolution.window.dimensions[n]
+    n_out = output.dims[numbers.output_spatial_dimensions[n]]
+    n_in = taken.dims[numbers.input_spatial_dimensions[n]]
+    if not 1 < window.size == n_out:
+        return False
+    spread = (n_in - 1) * window.base_dilation
+    first = range(-window.padding_low, n_out * window.stride - window.padding_low, max(1, window.stride))
+    meetings = sum(
+        0 <= at <= spread and at % max(1, window.base_dilation) == 0
+        for start in first
+        for at in range(start, start + window.size * window.window_dilation, max(1, window.window_dilation))
+    )
+    return meetings <= 2 * n_out
 
 
 def _library_flops(computation: Computation, instruction: Instruction) -> tuple[int, int]:
