@@ -257,7 +257,7 @@ def look(lowered: Any, record: Record) -> Trial | None:
     _, attributes = marked(record, name=name, digest="")
     module.set_module_attributes(lowered.compiler_ir("stablehlo"), {**attributes, TRIAL: name})
     with contextlib.suppress(jax.errors.JaxRuntimeError):
-        lowered.compile()
+        lowered.compile(compiler_options=compat.compiler_options())
     return REGISTRY.take_trial(name)
 
 
