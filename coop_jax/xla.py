@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import jax
 from jax.extend import xla as jax_xla
 
-from coop_jax.errors import BudgetExceededError, CoopError, InfeasibleBudgetError, error_from_text
+from coop_jax.errors import InfeasibleBudgetError, error_from_text
 from coop_jax.record import (
     FACTS,
     RECORD,
@@ -36,7 +36,8 @@ from coop_jax.record import (
     with_attributes,
 )
 from coop_jax.tpu import bytes_out_of_memory
-from passes.backend import BACKENDS, Backend
+from coop_jax.verdict import leave_to_check, of_the_program, over_budget, refused_before
+from passes.backend import BACKENDS
 from passes.cost import DEVICES
 from passes.hlo.enforce import EnforceRequest, OnFragmentation, enforce
 from passes.ir import Status
@@ -50,7 +51,6 @@ MOST_ALTERNATIVES = 64
 # Opcodes, as a module has them, within which XLA keeps values longer than they are used. Where only a name
 # holds one of them, the program is compiled once more than it needs to be.
 _NESTING = (b"conditional", b"while")
-SAFE_SIDE_RATIO = 1.15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +96,7 @@ class _Registry:
         self._trials: dict[str, Trial] = {}
         self._n_trials = 0
         self._pinning: dict[str, bool] = {}
+        self._short: OrderedDict[str, int] = OrderedDict()
         self._platforms: set[str] = set()
         self._hooked = False
 
@@ -140,6 +141,16 @@ class _Registry:
         """What `begin_pinning` was told last; None if nobody will pin the program."""
         with self._lock:
             return self._pinning.get(record_id)
+
+    def fell_short(self, record_id: str, nbytes: int) -> None:
+        """A program was over its budget by so much after it was planned: the next compile is held to less."""
+        with self._lock:
+            _remember(self._short, record_id, self._short.get(record_id, 0) + nbytes, MOST_RECORDS)
+
+    def shortfall(self, record_id: str) -> int:
+        """By how much less than its budget the program with this record is held to."""
+        with self._lock:
+            return self._short.get(record_id, 0)
 
     def new_trial(self) -> str:
         """A name for a trial."""
@@ -212,7 +223,7 @@ def _as_ours(error: Exception) -> BaseException | None:
     needed_bytes = bytes_out_of_memory(str(error))
     if record is None or needed_bytes is None:
         return error_from_text(str(error))
-    return _over_budget(record, needed_bytes)
+    return over_budget(record, needed_bytes)
 
 
 def mark(ctx: Any, record: Record, digest: str, alternatives: Alternatives | None = None) -> Record:
@@ -310,8 +321,9 @@ def _callback(data: bytes, platform: str) -> bytes | None:
 
 def _enforced(data: bytes, attributes: Mapping[str, str], platform: str) -> bytes | None:
     trial, record = attributes.get(TRIAL), _record_from(attributes)
+    held_bytes = record.budget_bytes - REGISTRY.shortfall(record.id)
     request = EnforceRequest(
-        budget_bytes=record.budget_bytes,
+        budget_bytes=held_bytes,
         device=DEVICES[record.device_name],
         platform=platform,
         planner=record.planner,
@@ -332,10 +344,19 @@ def _enforced(data: bytes, attributes: Mapping[str, str], platform: str) -> byte
     alternatives = REGISTRY.alternatives(record.id) if pinning is None else None
     choice = Choice(record=with_hlo(record, outcome))
     if alternatives is not None:
-        choice = alternatives.choose(record, outcome, returned)
+        choice = alternatives.choose(dataclasses.replace(record, budget_bytes=held_bytes), outcome, returned)
+        choice = _for_budget(choice, record.budget_bytes)
         if choice.module is None and outcome.status.found:
             REGISTRY.settle(record.id)
     return _taken(choice, returned, data, platform)
+
+
+def _for_budget(choice: Choice, budget_bytes: int) -> Choice:
+    """A choice that was made for fewer bytes, in the words of the user's own budget."""
+    assert choice.record.hlo is not None, "the enforcing stage has spoken"
+    hlo = dataclasses.replace(choice.record.hlo, budget_bytes=budget_bytes)
+    record = dataclasses.replace(choice.record, budget_bytes=budget_bytes, hlo=hlo)
+    return dataclasses.replace(choice, record=record)
 
 
 def _taken(choice: Choice, returned: bytes, data: bytes, platform: str) -> bytes | None:
@@ -349,8 +370,8 @@ def _taken(choice: Choice, returned: bytes, data: bytes, platform: str) -> bytes
         REGISTRY.put(record)
         _THREAD.compiling = record
         return with_attributes(choice.module, attributes)
-    if not outcome.status.found and not _leave_to_check(outcome, BACKENDS[platform]):
-        raise RuntimeError(InfeasibleBudgetError.from_outcome(_of_the_program(outcome)).to_text())
+    if not outcome.status.found and not leave_to_check(outcome, BACKENDS[platform]):
+        raise RuntimeError(InfeasibleBudgetError.from_outcome(of_the_program(outcome)).to_text())
     REGISTRY.put(record)
     _THREAD.compiling = record
     return None if returned is data else returned
@@ -362,23 +383,6 @@ def _on_fragmentation(record: Record, platform: str, *, trial: bool) -> OnFragme
         return record.on_fragmentation
     pinned = BACKENDS[platform].pins_as_compiled and (trial or REGISTRY.pinning(record.id) is not None)
     return "pin" if pinned else "recompute"
-
-
-def _of_the_program(outcome: StageOutcome) -> StageOutcome:
-    """A proof about the kernels of one module says nothing about other ways to write the program."""
-    if outcome.budget_bytes < outcome.fixed_bytes:
-        return outcome
-    return dataclasses.replace(outcome, status=Status.UNKNOWN, least_proved=False)
-
-
-def _leave_to_check(outcome: StageOutcome, backend: Backend) -> bool:
-    """True if XLA's own count should decide: the prediction errs on the safe side, and is close."""
-    predicted = outcome.fixed_bytes + outcome.before_temp_bytes
-    if backend.fast_bytes:
-        close = predicted <= outcome.budget_bytes + backend.fast_bytes
-    else:
-        close = predicted <= outcome.budget_bytes * SAFE_SIDE_RATIO
-    return close and outcome.status is Status.UNKNOWN
 
 
 def _check(executable: Any) -> None:
@@ -406,26 +410,7 @@ def check_total(record: Record, memory: Any) -> None:
     if total <= record.budget_bytes:
         return
     if record.hlo is None:
-        raise _refused_before(record, memory)
-    raise _over_budget(record, total)
-
-
-def _over_budget(record: Record, total_bytes: int) -> CoopError:
-    """What to say of a program that needs more than its budget by XLA's count."""
-    if record.hlo is not None and not record.hlo.status.found:
-        return InfeasibleBudgetError.from_outcome(_of_the_program(record.hlo))
-    return BudgetExceededError(budget_bytes=record.budget_bytes, compiled_bytes=total_bytes)
-
-
-def _refused_before(record: Record, memory: Any) -> InfeasibleBudgetError:
-    """The refusal of a program that another process compiled, and put into the cache."""
-    return InfeasibleBudgetError(
-        budget_bytes=record.budget_bytes,
-        least_bytes=int(memory.total_allocation_bytes),
-        proved=False,
-        argument_bytes=int(memory.argument_size_in_bytes),
-        output_bytes=int(memory.output_size_in_bytes),
-        alias_bytes=int(memory.alias_size_in_bytes),
-        tightest=() if record.jaxpr is None else record.jaxpr.tightest,
-        constraints=record.constraints,
-    )
+        raise refused_before(record, memory)
+    if BACKENDS[DEVICES[record.device_name].platform].fast_bytes:
+        REGISTRY.fell_short(record.id, total - record.budget_bytes)
+    raise over_budget(record, total)

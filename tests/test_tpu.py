@@ -6,6 +6,7 @@ are compiled without that, and the large ones as a user compiles them.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,8 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import coop_jax as coop
 from benchmarks.promise import build
-from coop_jax import aot, tpu
-from coop_jax.errors import InfeasibleBudgetError, UnsupportedError
+from coop_jax import aot, tpu, xla
+from coop_jax.errors import BudgetExceededError, InfeasibleBudgetError, UnsupportedError
 from passes.backend import TPU
 from passes.cost import DEVICES
 from tests.models import SMALL
@@ -103,6 +104,24 @@ def test_a_sharded_step_is_held_to_its_budget_on_each_device(v5e: str) -> None:
     assert found.compiled_total_bytes <= budget
     assert found.argument_bytes < GIB < found.baseline_total_bytes
     assert found.changed
+
+
+def test_a_program_that_fell_short_is_held_to_less_the_next_time(v5e: str) -> None:
+    budget = 4 << 20
+
+    def lowered() -> Any:
+        jitted, specs = build(SMALL["mlp"](), "grad", budget)
+        return aot.lower_for(jitted, specs, device=v5e)
+
+    first = lowered()
+    kept = aot.memory(first.compile(compiler_options=IN_HBM)).total_bytes
+    record = xla.record_of_lowered(first)
+    assert record is not None
+    assert record.hlo is not None
+    short = budget - kept + 1
+    with pytest.raises(BudgetExceededError):
+        xla.check_total(record, SimpleNamespace(total_allocation_bytes=budget + short))
+    assert aot.memory(lowered().compile(compiler_options=IN_HBM)).total_bytes < kept
 
 
 def test_xlas_refusal_of_a_program_it_was_left_with_is_ours() -> None:

@@ -733,8 +733,7 @@ def compiler_options() -> dict[str, Any] | None:
 def _of_callers(name: str, most_frames: int) -> Any:
     """The local variable of that name in the nearest calling function that has one; None if none has.
 
-    JAX reports the end of a compile from the function that holds its result and its options, and has no other
-    hook that sees programs for absent devices.
+    JAX's functions hold a compile's options and result, and it has no hook for them with absent devices.
     """
     frame = sys._getframe(1).f_back
     while frame is not None and most_frames and name not in frame.f_locals:
