@@ -185,6 +185,12 @@ def read(path: Path) -> list[Row]:
     return [Row(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def read_table(out: Path) -> list[Row]:
+    """The rows of the table that is there, where the lines that it was made of are not."""
+    path = out.with_suffix(".json")
+    return [Row(**row) for row in json.loads(path.read_text())] if path.exists() else []
+
+
 def table(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table."""
     header = ("program", "chip", "way", "asked GiB", "total GiB", "M cycles", "roofline ms", "compile s", "")
@@ -211,6 +217,7 @@ def write(out: Path, rows: Sequence[Row]) -> None:
         "Compiled for TPUs that are not here, not run. Cycles are XLA's own estimate of the final module's "
         f"kernels. `python -m benchmarks.tpu`, jax {jax.__version__}; seconds: 2 cores with other work.\n\n"
     )
+    out.with_suffix(".json").write_text(json.dumps([dataclasses.asdict(r) for r in rows], indent=1) + "\n")
     out.write_text(head + table(rows) + "\n")
 
 
@@ -225,7 +232,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/tpu.md"))
     args = parser.parse_args()
     lines = args.out.with_suffix(".jsonl")
-    found = read(lines)
+    found = read(lines) or read_table(args.out)
     for name in () if args.table else args.programs:
         model = PROGRAMS[name]()
         for chip in [c for c in model.sizes if c.partition(":")[0] in args.chips]:
