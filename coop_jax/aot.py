@@ -61,7 +61,7 @@ class Target:
         Raises:
             UnsupportedError: for a TPU, whose memory is what its chip has.
         """
-        if self.platform != CUDA.name:
+        if not _MEMORY_SIZE.search(self.text):
             raise UnsupportedError(
                 f"the memory of a {self.name} cannot be described as another; a compile is limited by "
                 'compiler_options={"xla_tpu_max_hbm_size_mib": MIB}.'
@@ -309,7 +309,8 @@ def device_memory_bytes(device: Any) -> int | None:
     Args:
         device: a jax device. A CPU's memory is the machine's.
     """
-    if device.platform == CPU.name:
+    backend = backend_of(device.platform)
+    if backend is not None and backend.has_machines_memory:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         stats = device.memory_stats()

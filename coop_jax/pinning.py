@@ -18,7 +18,7 @@ import jax
 from coop_jax import aot, xla
 from coop_jax.errors import UnsupportedError
 from coop_jax.text import format_bytes
-from passes.backend import CUDA, backend_of
+from passes.backend import BACKENDS, backend_of
 from passes.hlo.gpu_executable import read_gpu_executable
 from passes.hlo.mentions import ThunkError
 from passes.hlo.pin import READABLE, PinError, Pinned
@@ -123,10 +123,11 @@ def inlined(compiled: Any) -> Callable[..., Any]:
     if not isinstance(compiled, jax.stages.Compiled) or executables.n_devices(compiled) != 1:
         raise UnsupportedError("`compiled` must be a program that was compiled for one CUDA GPU.")
     try:
-        if _kind_of(compiled) != CUDA.name:
-            raise _Kept("only a CUDA GPU's program has thunks that XLA takes into another one")
-        described = schema(executables.proto_library(CUDA.name))
-        data = pin_bytes(_data_of(compiled), described, CUDA.name).data
+        kind = _kind_of(compiled)
+        if not BACKENDS[kind].takes_thunks:
+            raise _Kept("a CPU's program has no thunks that XLA takes into another one")
+        described = schema(executables.proto_library(kind))
+        data = pin_bytes(_data_of(compiled), described, kind).data
         aliases = read_gpu_executable(data, described).aliases()
         results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(compiled.out_info)]
         run = inlining.inlined(data, results, aliases)

@@ -37,6 +37,8 @@ class Backend:
         runs_as_scheduled: True if the module that a program runs is the one that XLA called back with.
         temps_are_the_rest: True if XLA's own count of temporaries is not what is left of its total.
         limits_memory: True if XLA refuses programs that need more than the device has.
+        has_machines_memory: True if a device's memory is the machine's.
+        takes_thunks: True if XLA takes a compiled program's thunks into another program.
         pins_as_compiled: True if programs can be pinned by the compile that makes them.
         stores_shared: True if XLA stores an elementwise value that several kernels read.
         splits_small_dots: True if XLA splits and merges dots that do not fill the device.
@@ -57,6 +59,8 @@ class Backend:
     limits_memory: bool = False
     library: str
     default_device: str
+    has_machines_memory: bool = False
+    takes_thunks: bool = False
     pins_as_compiled: bool = False
     stores_shared: bool = False
     splits_small_dots: bool = False
@@ -64,11 +68,12 @@ class Backend:
 
 CPU = Backend(
     name="cpu", alignment=64, sharing="elementwise", calls_share=True, library="jaxlib",
-    default_device="cpu", pins_as_compiled=True, stores_shared=True,
+    default_device="cpu", has_machines_memory=True, pins_as_compiled=True, stores_shared=True,
 )  # fmt: skip
 CUDA = Backend(
     name="cuda", aliases=("gpu", "rocm"), alignment=256, sharing="emitters",
-    library="jax_plugins.xla_cuda13", default_device="h100", splits_small_dots=True,
+    library="jax_plugins.xla_cuda13", default_device="h100", takes_thunks=True,
+    splits_small_dots=True,
 )  # fmt: skip
 TPU = Backend(
     name="tpu", alignment=16384, heap="in time order", sharing="elementwise", reuses_results=False,

@@ -196,7 +196,7 @@ def _is_batch(convolution: Any, n: int, output: graph.Shape, taken: graph.Shape)
         for start in first
         for at in range(start, start + window.size * window.window_dilation, max(1, window.window_dilation))
     )
-    return bool(meetings <= 2 * n_out)
+    return bool(meetings == n_out)
 
 
 def _library_flops(computation: Computation, instruction: Instruction) -> tuple[int, int]:
