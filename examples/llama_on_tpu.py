@@ -13,6 +13,8 @@ import sys
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import jax
+
 import coop_jax as coop
 from benchmarks.models import Model, find, program
 from coop_jax import aot, tpu
@@ -30,7 +32,8 @@ def main(model: Model | None = None) -> None:
     made = program(model or llama(), "v5e")
     memory_bytes = aot.target("v5e").memory_bytes
     try:
-        plain = aot.lower_for(made.step, made.specs(), device="v5e").compile()
+        jitted = jax.jit(made.step, donate_argnums=0)
+        plain = aot.lower_for(jitted, made.specs(), device="v5e").compile()
         needed_bytes = aot.memory(plain).total_bytes
     except Exception as error:  # XLA's refusal, which says how much it needs
         needed_bytes = tpu.bytes_out_of_memory(str(error)) or 0
