@@ -3,6 +3,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+TPU_STAMP := $(VENV)/.libtpu
 export JAX_PLATFORMS ?= cpu
 export JAX_SKIP_CUDA_CONSTRAINTS_CHECK ?= 1
 
@@ -33,7 +34,14 @@ $(STAMP): Makefile constraints.txt pyproject.toml
 demo: env
 	$(BIN)/python -m examples.demo
 
-test: env
+# libtpu compiles for TPUs that are not here: 214 MB, which only the tests fetch.
+$(TPU_STAMP): $(STAMP)
+	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt libtpu; \
+	else echo "no libtpu for $$(uname -sm): tests that compile for an absent TPU will be skipped"; fi
+	@touch $@
+
+test: env $(TPU_STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 gpu:

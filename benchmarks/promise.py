@@ -5,7 +5,8 @@
 
 Each model as a whole training step with Adam (state donated) and as a loss under `jax.value_and_grad`, on the
 CPU and on an H200 that is not here, at fractions of the plain program's total. On the CPU the program
-also runs, and its results are compared with the plain program's.
+also runs, and its results are compared with the plain program's. `--devices v5e v6e` does it for TPUs, with
+their temporaries kept in HBM.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import jax
 import numpy as np
 
 import coop_jax as coop
-from coop_jax import aot
+from coop_jax import aot, tpu
 from coop_jax.errors import InfeasibleBudgetError, error_from_text
 from coop_jax.text import format_bytes, format_table
 from examples.models import (
@@ -123,11 +124,16 @@ def difference(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
     )
 
 
+def options(device: str) -> dict[str, str] | None:
+    """Of the compile: these programs would fit into a TPU's memory on the chip, where nothing counts."""
+    return {"xla_msa_enable": "DISABLED"} if device.partition(":")[0] in tpu.CHIPS else None
+
+
 def cases(problem: Problem, form: str, device: str, fractions: list[float]) -> list[Case]:
     """Compile the plain program and one program for each fraction of its total."""
     where = None if device == "cpu" else device
     jitted, specs = build(problem, form, None)
-    compiled = aot.lower_for(jitted, specs, device=where).compile()
+    compiled = aot.lower_for(jitted, specs, device=where).compile(compiler_options=options(device))
     plain = aot.memory(compiled)
     expected = run_once(problem, form, compiled) if where is None else None
     return [one_case(problem, form, device, fraction, plain, expected) for fraction in fractions]
@@ -150,7 +156,8 @@ def one_case(
         "plain_bytes": plain.total_bytes, "fixed_bytes": plain.fixed_bytes, "budget_bytes": budget,
     }  # fmt: skip
     try:
-        compiled = aot.lower_for(jitted, specs, device=None if device == "cpu" else device).compile()
+        lowered = aot.lower_for(jitted, specs, device=None if device == "cpu" else device)
+        compiled = lowered.compile(compiler_options=options(device))
     except (InfeasibleBudgetError, jax.errors.JaxRuntimeError) as error:
         refused = error if isinstance(error, InfeasibleBudgetError) else error_from_text(str(error))
         if not isinstance(refused, InfeasibleBudgetError):

@@ -116,18 +116,19 @@ def plain_program(program: BeingLowered, device: str) -> Plain | None:
         device: name of the cost model.
     """
     found = _PLAIN.setdefault(program.jaxpr, {})
-    key = (device, compat.trace_context())
+    options = compat.compiler_options()
+    key = (device, compat.trace_context(), str(options))
     if key not in found:
-        found[key] = _plain(program, device)
+        found[key] = _plain(program, device, options)
     return found[key]
 
 
-def _plain(program: BeingLowered, device: str) -> Plain | None:
+def _plain(program: BeingLowered, device: str, options: dict[str, Any] | None) -> Plain | None:
     lowered = _lowered(program, PLAIN)
     if lowered is None:
         return None
     try:
-        compiled = _quietly(lowered.compile)
+        compiled = _quietly(lambda: lowered.compile(compiler_options=options))
     except jax.errors.JaxRuntimeError:
         return None
     return Plain(

@@ -1,8 +1,9 @@
-"""GPUs that are not here, and what XLA says of a compiled program.
+"""GPUs and TPUs that are not here, and what XLA says of a compiled program.
 
 `devices("h200")` returns devices that programs can be lowered and compiled for, but not run on: XLA
 compiles from a description of the GPU (`coop_jax/targets/*.txtpb`), which is all it needs. The CUDA
-plugin of jaxlib must be installed; the NVIDIA libraries and a driver need not be.
+plugin of jaxlib must be installed; the NVIDIA libraries and a driver need not be. `devices("v5e")` and
+`devices("v6e:2x4")` do the same for TPUs (`coop_jax/tpu.py`), with libtpu.
 
     lowered = lower_for(step, (state, batch), device="h200")
     memory(lowered.compile()).total_bytes
@@ -23,33 +24,48 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
+from coop_jax import tpu
 from coop_jax.errors import UnsupportedError
 from coop_jax.text import format_bytes
+from passes.backend import CPU, CUDA, TPU, backend_of
 from passes.cost import DEVICES, DeviceModel
 from passes.hlo import proto
 from passes.hlo.cost import program_cost_ns
+from passes.jaxpr import executables
 
-TARGETS = ("h200", "h100", "a100", "b200")
+GPUS = ("h200", "h100", "a100", "b200")
+TARGETS = (*GPUS, *tpu.CHIPS)
 
 _MEMORY_SIZE = re.compile(r"device_memory_size: (\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A GPU described well enough to compile for it.
+    """A GPU or TPU described well enough to compile for it.
 
     Attributes:
         name: such as "h200".
-        text: XLA's GpuTargetConfigProto in text form.
+        text: XLA's GpuTargetConfigProto in text form; a TPU's topology, such as "v6e:2x4".
         memory_bytes: the device's memory.
+        platform: the name of a backend.
     """
 
     name: str
     text: str
     memory_bytes: int
+    platform: str = CUDA.name
 
     def with_memory(self, nbytes: int) -> Target:
-        """The same GPU with `nbytes` of memory: XLA's own rematerialization pass aims at it."""
+        """The same GPU with `nbytes` of memory: XLA's own rematerialization pass aims at it.
+
+        Raises:
+            UnsupportedError: for a TPU, whose memory is what its chip has.
+        """
+        if not _MEMORY_SIZE.search(self.text):
+            raise UnsupportedError(
+                f"the memory of a {self.name} cannot be described as another; a compile is limited by "
+                'compiler_options={"xla_tpu_max_hbm_size_mib": MIB}.'
+            )
         text = _MEMORY_SIZE.sub(f"device_memory_size: {nbytes}", self.text)
         return replace(self, text=text, memory_bytes=nbytes)
 
@@ -105,16 +121,22 @@ def final_module(compiled: Any) -> bytes:
 
 
 def target(name: str) -> Target:
-    """The shipped description of a GPU.
+    """The shipped description of a GPU or TPU.
 
     Args:
-        name: one of "h200", "h100", "a100", "b200", in any case.
+        name: one of `TARGETS`, in any case; a TPU's with the shape of a slice of it, such as "v6e:2x4".
 
     Raises:
         UnsupportedError: another name.
     """
-    if name.lower() not in TARGETS:
-        raise UnsupportedError(f"device {name!r} is not known; there are {', '.join(TARGETS)}.")
+    chip = tpu.split(name)
+    if chip is not None:
+        memory_bytes = tpu.CHIPS[chip[0]].memory_bytes
+        return Target(name=chip[0], text=name.lower(), memory_bytes=memory_bytes, platform=TPU.name)
+    if name.lower() not in GPUS:
+        raise UnsupportedError(
+            f"device {name!r} is not known; there are {', '.join(TARGETS)}, and slices such as v6e:2x4."
+        )
     text = resources.files("coop_jax").joinpath(f"targets/{name.lower()}.txtpb").read_text()
     found = _MEMORY_SIZE.search(text)
     assert found is not None, f"targets/{name}.txtpb has no device_memory_size"
@@ -122,20 +144,24 @@ def target(name: str) -> Target:
 
 
 def devices(device: str | Target, *, count: int = 1) -> tuple[Any, ...]:
-    """Devices of a GPU that is not here, to compile for.
+    """Devices that are not here, to compile for.
 
     Args:
         device: a name as in `target`, or a target.
-        count: how many of them are connected in one host.
+        count: how many GPUs are connected in one host; of a TPU's slice there are as many as its shape says.
 
     Raises:
-        UnsupportedError: an unknown name, or no CUDA plugin to compile with.
+        UnsupportedError: an unknown name, or no CUDA plugin or libtpu to compile with.
     """
     return _devices(target(device) if isinstance(device, str) else device, count)
 
 
 @functools.lru_cache(maxsize=32)
 def _devices(described: Target, count: int) -> tuple[Any, ...]:
+    return _MAKERS[described.platform](described, count)
+
+
+def _absent_gpus(described: Target, count: int) -> tuple[Any, ...]:
     try:
         topology = topologies.get_topology_desc(
             platform="cuda", topology_name="", target_config=described.text, topology=f"1x1x{count}"
@@ -143,6 +169,12 @@ def _devices(described: Target, count: int) -> tuple[Any, ...]:
     except NotImplementedError as error:
         raise UnsupportedError(_no_plugin_text(described.name)) from error
     return tuple(topology.devices)
+
+
+_MAKERS: dict[str, Callable[[Target, int], tuple[Any, ...]]] = {
+    CUDA.name: _absent_gpus,
+    TPU.name: lambda described, count: tpu.absent_devices(described.text),
+}
 
 
 def _no_plugin_text(name: str) -> str:
@@ -161,19 +193,24 @@ def _no_plugin_text(name: str) -> str:
 
 
 def sharded_specs(specs: Any, device: Any, *, static_argnums: Sequence[int] = ()) -> Any:
-    """Shapes and dtypes of `specs`, placed on one device (replicated where it is one of several).
+    """Shapes and dtypes of `specs`, placed on one device or on each of several.
+
+    What has a `NamedSharding` keeps it, and the rest is placed on each device of its mesh.
 
     Args:
         specs: pytree of arrays, scalars or `jax.ShapeDtypeStruct`s; a tuple of arguments if
             `static_argnums` is given.
-        device: a jax device, such as one of `devices("h200")`.
+        device: a jax device, such as one of `devices("h200")`, or several.
         static_argnums: which of the arguments are passed on as they are.
     """
-    mesh = jax.sharding.Mesh([device], ("devices",))
+    places = list(device) if isinstance(device, Sequence) else [device]
+    given = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(specs))
+    meshes = [s.mesh for s in given if _is_placed(s)]
+    mesh = meshes[0] if meshes else jax.sharding.Mesh(places, ("devices",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
     def place(leaf: Any) -> jax.ShapeDtypeStruct:
-        if isinstance(getattr(leaf, "sharding", None), jax.sharding.NamedSharding):
+        if _is_placed(getattr(leaf, "sharding", None)):
             return leaf
         aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
         weak = bool(getattr(aval, "weak_type", False))
@@ -183,6 +220,10 @@ def sharded_specs(specs: Any, device: Any, *, static_argnums: Sequence[int] = ()
         return jax.tree.map(place, specs)
     static = {i % len(specs) for i in static_argnums}
     return tuple(s if i in static else jax.tree.map(place, s) for i, s in enumerate(specs))
+
+
+def _is_placed(sharding: Any) -> bool:
+    return isinstance(sharding, jax.sharding.NamedSharding)
 
 
 def lower_for(
@@ -208,9 +249,9 @@ def lower_for(
     jitted = fn if hasattr(fn, "lower") else jax.jit(fn, static_argnums=static_argnums or None)
     if device is None:
         return jitted.lower(*specs, **(kwargs or {}))
-    (where,) = devices(device)
+    where = devices(device)
     placed = sharded_specs(tuple(specs), where, static_argnums=static_argnums)
-    with _told_to_kernels(where):
+    with _told_to_kernels(where[0]):
         return jitted.lower(*placed, **sharded_specs(dict(kwargs or {}), where))
 
 
@@ -236,27 +277,30 @@ def memory(compiled: Any) -> Memory:
         raise UnsupportedError(
             "this platform's compiler gives no memory analysis, so no budget can be checked."
         )
+    fixed_bytes = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    backend = backend_of(executables.platform_of(compiled))
+    is_rest = backend is not None and backend.temps_are_the_rest
     return Memory(
         argument_bytes=stats.argument_size_in_bytes,
         output_bytes=stats.output_size_in_bytes,
-        temp_bytes=stats.temp_size_in_bytes,
+        temp_bytes=stats.total_allocation_bytes - fixed_bytes if is_rest else stats.temp_size_in_bytes,
         alias_bytes=stats.alias_size_in_bytes,
         total_bytes=stats.total_allocation_bytes,
     )
 
 
 def model_for(platform: str, device_kind: str) -> DeviceModel:
-    """The cost model of a device: an unknown GPU costs as an H100, everything else as a CPU.
+    """The cost model of a device; an unknown one costs as its backend says, and without one as a CPU.
 
     Args:
-        platform: such as "gpu", "cuda" or "cpu".
-        device_kind: such as "NVIDIA H200".
+        platform: such as "gpu", "cuda", "tpu" or "cpu".
+        device_kind: such as "NVIDIA H200" or "TPU v5 lite".
     """
     kind = device_kind.lower()
-    for name in TARGETS:
-        if name in kind:
-            return DEVICES[name]
-    return DEVICES["h100"] if platform.lower() in ("gpu", "cuda", "rocm") else DEVICES["cpu"]
+    known = [(len(k), d) for d in DEVICES.values() for k in d.kinds if k in kind]
+    if known:
+        return max(known, key=lambda pair: pair[0])[1]
+    return DEVICES[(backend_of(platform) or CPU).default_device]
 
 
 def device_memory_bytes(device: Any) -> int | None:
@@ -265,7 +309,8 @@ def device_memory_bytes(device: Any) -> int | None:
     Args:
         device: a jax device. A CPU's memory is the machine's.
     """
-    if device.platform == "cpu":
+    backend = backend_of(device.platform)
+    if backend is not None and backend.has_machines_memory:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         stats = device.memory_stats()
@@ -273,5 +318,7 @@ def device_memory_bytes(device: Any) -> int | None:
         stats = None
     if stats:
         return int(stats["bytes_limit"]) if "bytes_limit" in stats else None
-    described = [target(name) for name in TARGETS if name in device.device_kind.lower()]
-    return described[0].memory_bytes if described else None
+    kind = device.device_kind.lower()
+    name = model_for(device.platform, kind).name
+    is_known = any(k in kind for k in DEVICES[name].kinds)
+    return target(name).memory_bytes if is_known else None

@@ -157,8 +157,7 @@ def _is_map(path: Path) -> bool:
 
 
 def _curve(opened: Opened, device: str | None) -> tuple[SimulatedPoint, ...]:
-    default = "cpu" if opened.assigner.platform == "cpu" else "h100"
-    return simulated_curve(opened, DEVICES[device or default])
+    return simulated_curve(opened, DEVICES[device or opened.assigner.backend.default_device])
 
 
 def _curve_blocks(curve: tuple[SimulatedPoint, ...]) -> list[Block]:

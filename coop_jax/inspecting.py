@@ -205,7 +205,7 @@ def _assigner(module: Any, platform: str) -> Assigner:
 def simulated_curve(opened: Opened, device: DeviceModel) -> tuple[SimulatedPoint, ...]:
     """What budgets would cost by recomputing the program's own kernels, by simulation."""
     assigner = opened.assigner
-    lifted = lift(assigner.module, device, assigner.platform, assigner=assigner)
+    lifted = lift(assigner.module, device, assigner.backend.name, assigner=assigner)
     peak = simulate(lifted.program, tuple(op.id for op in lifted.program.ops)).peak_bytes
     total = opened.memory_map().total_bytes
     points = []

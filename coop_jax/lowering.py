@@ -21,6 +21,7 @@ from coop_jax.alternatives import OtherWays
 from coop_jax.baseline import Baseline, Part, baseline, is_whole, joined_programs, pinned_plain_bytes
 from coop_jax.budget import Budget
 from coop_jax.errors import ConstraintError, InfeasibleBudgetError, UnsupportedError
+from passes.backend import BACKENDS, CUDA
 from passes.cost import DEVICES, DeviceModel
 from passes.hlo.enforce import OnFragmentation
 from passes.ir import Status
@@ -115,6 +116,8 @@ def _planned_and_marked(
         budget_bytes = config.budget.resolve(device_bytes=memory_bytes, baseline_bytes=baseline_bytes)
     else:
         budget_bytes = asked.budget_bytes
+    if memory_bytes is not None and BACKENDS[facts.platforms[0]].limits_memory:
+        budget_bytes = min(budget_bytes, memory_bytes)  # XLA refuses what needs more
     constrained = None if plain is None else _constrained(plain, config)
     is_known = bool(found) and found[0].compiled and constrained is plain
     request = _request(facts, device, config, budget_bytes, found[0].total_bytes if is_known else None)
@@ -165,10 +168,10 @@ def _refuse_what_cannot_be_kept(ctx: Any, facts: module.ModuleFacts) -> None:
             "budget, perhaps where coop_jax is not. Export the function as it was (`f.__wrapped__`), and "
             'decorate its call where it is compiled: coop.remat(exported.call, budget="8GiB").'
         )
-    if facts.platforms not in (("cpu",), ("cuda",)):
+    if len(facts.platforms) != 1 or facts.platforms[0] not in BACKENDS:
         raise UnsupportedError(
-            f"a budget cannot be enforced on {' and '.join(facts.platforms)}: that is supported on cpu and "
-            "on cuda only, and on one of them at a time. Leave `coop.remat` out there."
+            f"a budget cannot be enforced on {' and '.join(facts.platforms)}: that is supported on "
+            f"{', '.join(BACKENDS)}, and on one of them at a time. Leave `coop.remat` out there."
         )
 
 
@@ -240,7 +243,8 @@ def _plan_whole(
     if request is None:
         return _plan_partitioned(plain, facts, config, budget_bytes, asked)
     request = _as_wished(request, asked, lambda: plan_program(plain, _unlimited(request))[1])
-    may_pin = config.on_fragmentation == "pin" and facts.platforms == ("cpu",) and is_whole(plain, facts)
+    may_pin = config.on_fragmentation == "pin" and BACKENDS[facts.platforms[0]].pins_as_compiled
+    may_pin = may_pin and is_whole(plain, facts)
     if may_pin and pinned_plain_bytes(plain, facts.device, facts.donated) <= budget_bytes:
         kept, outcome = plan_program(plain, _unlimited(request))
         return kept, dataclasses.replace(outcome, budget_bytes=budget_bytes)
@@ -368,8 +372,7 @@ def _expected_device(avals: Sequence[Any]) -> Any:
     present = jax.devices()[0]
     if kind is None or kind == present.device_kind:
         return present
-    name = aot.model_for("cuda", kind).name
-    return aot.devices(name)[0]
+    return aot.devices(aot.model_for(CUDA.name, kind).name)[0]
 
 
 @compat.cached_by_jaxpr

@@ -18,9 +18,10 @@ import jax
 from coop_jax import aot, xla
 from coop_jax.errors import UnsupportedError
 from coop_jax.text import format_bytes
+from passes.backend import BACKENDS, backend_of
 from passes.hlo.gpu_executable import read_gpu_executable
 from passes.hlo.mentions import ThunkError
-from passes.hlo.pin import PinError, Pinned
+from passes.hlo.pin import READABLE, PinError, Pinned
 from passes.hlo.pin import pin as pin_bytes
 from passes.hlo.schema import SchemaError, schema
 from passes.jaxpr import compat, executables
@@ -29,9 +30,6 @@ from passes.jaxpr import inlined as inlining
 # A default, said aloud: a program that keeps its budget only after pinning must have a key of its own in the
 # compilation cache, where a compile without pinning must not find it.
 _OWN_KEY = {"xla_embed_ir_in_executable": False}
-
-# What `jax` calls the platforms whose executables are rewritten, and what `passes.hlo.pin` does.
-_PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,10 +123,11 @@ def inlined(compiled: Any) -> Callable[..., Any]:
     if not isinstance(compiled, jax.stages.Compiled) or executables.n_devices(compiled) != 1:
         raise UnsupportedError("`compiled` must be a program that was compiled for one CUDA GPU.")
     try:
-        if _kind_of(compiled) != "cuda":
+        kind = _kind_of(compiled)
+        if not BACKENDS[kind].takes_thunks:
             raise _Kept("a CPU's program has no thunks that XLA takes into another one")
-        described = schema(executables.proto_library("cuda"))
-        data = pin_bytes(_data_of(compiled), described, "cuda").data
+        described = schema(executables.proto_library(kind))
+        data = pin_bytes(_data_of(compiled), described, kind).data
         aliases = read_gpu_executable(data, described).aliases()
         results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(compiled.out_info)]
         run = inlining.inlined(data, results, aliases)
@@ -213,9 +212,10 @@ class _Kept(Exception):
 def _kind_of(program: Any) -> str:
     """The kind of executable that a program has, as `passes.hlo.pin` calls it."""
     platform = executables.platform_of(program)
-    if platform not in _PLATFORMS:
+    backend = backend_of(platform)
+    if backend is None or backend.name not in READABLE:
         raise _Kept(f"programs for {platform} are not pinned, only a CPU's and a CUDA GPU's")
-    return _PLATFORMS[platform]
+    return backend.name
 
 
 def _data_of(program: Any) -> bytes:

@@ -85,7 +85,7 @@ def plan(
         fn: the function, not yet decorated: the gradient is taken inside it.
         specs: its positional arguments, as arrays or `jax.ShapeDtypeStruct` objects.
         budget: every form of `coop.remat`'s budget.
-        device: such as "h200"; None means the default device of this process.
+        device: such as "h200", "v5e" or "v6e:2x4"; None means the default device of this process.
         planner, save, recompute, policy: as in `coop.remat`.
         donate_argnums, static_argnums: as in `jax.jit`.
         kwargs: keyword arguments of `fn`.
@@ -194,7 +194,9 @@ def _close(failed: int, met: int) -> bool:
 
 
 def _cost_model(device: str | aot.Target | None) -> str | None:
-    return device.name if isinstance(device, aot.Target) else device
+    if device is None:
+        return None
+    return (device if isinstance(device, aot.Target) else aot.target(device)).name
 
 
 def _compile(lowered: Any) -> Any:

@@ -19,7 +19,9 @@ from coop_jax.errors import BudgetExceededError, UnsupportedError
 from coop_jax.pinning import PinOutcome, outcome_of
 from coop_jax.screen import Block, Lines, Table, as_html
 from coop_jax.text import format_bytes, format_ns, format_table
+from passes.backend import BACKENDS
 from passes.ir import Status
+from passes.jaxpr import executables
 from passes.outcome import Recomputed, StageOutcome
 
 _SHOWN = 12
@@ -269,6 +271,8 @@ def _offsets(compiled: Any, record: xla.Record, memory: aot.Memory) -> Offsets:
             **found, **same, "live_temp_bytes": pinned.live_bytes, "packed_temp_bytes": pinned.temp_bytes,
             "saved_temp_bytes": pinned.temp_bytes_before - pinned.temp_bytes,
         }  # fmt: skip
+    if not BACKENDS[executables.kind_of(compiled)].runs_as_scheduled:
+        return found
     view = address_view(compiled)
     return {
         **found, "buffers": view.buffers, "equal": view.equal, "live_temp_bytes": view.live_bytes,
@@ -285,6 +289,8 @@ def _pin_reason(record: xla.Record, pinned: PinOutcome | None) -> str | None:
 
 def _address_text(offsets: Offsets) -> str:
     """One line about where the temporaries lie and what their packing costs."""
+    if "live_temp_bytes" not in offsets:
+        return "addresses: not known; XLA moves values after it called back here"
     numbers = {k: v for k, v in offsets.items() if isinstance(v, int)}
     temp, live = numbers["compiled_temp_bytes"], numbers["live_temp_bytes"]
     over = f"{format_bytes(max(0, temp - live))} over what is alive at once"

@@ -25,7 +25,7 @@ import jax
 from jax.extend import xla as jax_xla
 
 from coop_jax.dumping import dump_enforced
-from coop_jax.errors import BudgetExceededError, InfeasibleBudgetError, error_from_text
+from coop_jax.errors import InfeasibleBudgetError, error_from_text
 from coop_jax.record import (
     FACTS,
     RECORD,
@@ -36,6 +36,9 @@ from coop_jax.record import (
     record_of_mark,
     with_attributes,
 )
+from coop_jax.tpu import bytes_out_of_memory
+from coop_jax.verdict import leave_to_check, of_the_program, over_budget, refused_before
+from passes.backend import BACKENDS
 from passes.cost import DEVICES
 from passes.hlo.enforce import EnforceRequest, OnFragmentation, enforce
 from passes.ir import Status
@@ -49,7 +52,6 @@ MOST_ALTERNATIVES = 64
 # Opcodes, as a module has them, within which XLA keeps values longer than they are used. Where only a name
 # holds one of them, the program is compiled once more than it needs to be.
 _NESTING = (b"conditional", b"while")
-SAFE_SIDE_RATIO = 1.15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +97,7 @@ class _Registry:
         self._trials: dict[str, Trial] = {}
         self._n_trials = 0
         self._pinning: dict[str, bool] = {}
+        self._short: OrderedDict[str, int] = OrderedDict()
         self._platforms: set[str] = set()
         self._hooked = False
 
@@ -140,6 +143,16 @@ class _Registry:
         with self._lock:
             return self._pinning.get(record_id)
 
+    def fell_short(self, record_id: str, nbytes: int) -> None:
+        """A program was over its budget by so much after it was planned: the next compile is held to less."""
+        with self._lock:
+            _remember(self._short, record_id, self._short.get(record_id, 0) + nbytes, MOST_RECORDS)
+
+    def shortfall(self, record_id: str) -> int:
+        """By how much less than its budget the program with this record is held to."""
+        with self._lock:
+            return self._short.get(record_id, 0)
+
     def new_trial(self) -> str:
         """A name for a trial."""
         with self._lock:
@@ -172,11 +185,20 @@ def _remember[V](table: OrderedDict[str, V], key: str, value: V, most: int) -> N
 
 
 REGISTRY = _Registry()
-_INTERRUPTED = threading.local()
+
+
+class _Thread(threading.local):
+    """What this thread does: it took a Ctrl-C, and what it compiles after the enforcing stage has spoken."""
+
+    interrupted: bool = False
+    compiling: Record | None = None
+
+
+_THREAD = _Thread()
 
 
 def install(platform: str) -> None:
-    """Make sure that XLA calls back for `platform` ("cpu" or "cuda"); cheap after the first time."""
+    """Make sure that XLA calls back for a backend, by its name; cheap after the first time."""
     callback, hooks = REGISTRY.first_use(platform)
     if callback:
         jax_xla.register_hlo_module_transformation(
@@ -191,11 +213,18 @@ def install(platform: str) -> None:
 
 
 def _as_ours(error: Exception) -> BaseException | None:
-    """The error that a failed compile is about, where it is one of ours or a Ctrl-C; else None."""
-    if getattr(_INTERRUPTED, "here", False):
-        _INTERRUPTED.here = False
+    """The error that a failed compile is about, where it is one of ours or a Ctrl-C; else None.
+
+    Where XLA itself refuses a program that it was left with, for its memory, that is the refusal of a budget.
+    """
+    if _THREAD.interrupted:
+        _THREAD.interrupted = False
         return KeyboardInterrupt()
-    return error_from_text(str(error))
+    record, _THREAD.compiling = _THREAD.compiling, None
+    needed_bytes = bytes_out_of_memory(str(error))
+    if record is None or needed_bytes is None:
+        return error_from_text(str(error))
+    return over_budget(record, needed_bytes)
 
 
 def mark(ctx: Any, record: Record, digest: str, alternatives: Alternatives | None = None) -> Record:
@@ -211,7 +240,7 @@ def mark(ctx: Any, record: Record, digest: str, alternatives: Alternatives | Non
         The program's record, with its id.
     """
     for platform in module.module_facts(ctx).platforms:
-        if platform in ("cpu", "cuda"):
+        if platform in BACKENDS:
             install(platform)
     present = module.module_attributes(ctx)
     if FACTS in present and _record_from(present).budget_bytes <= record.budget_bytes:
@@ -234,13 +263,13 @@ def look(lowered: Any, record: Record) -> Trial | None:
     Returns:
         What the enforcing stage made of it; None if XLA failed before it was asked.
     """
-    for platform in ("cpu", "cuda"):
+    for platform in module.platforms_of(lowered):
         install(platform)
     name = REGISTRY.new_trial()
     _, attributes = marked(record, name=name, digest="")
     module.set_module_attributes(lowered.compiler_ir("stablehlo"), {**attributes, TRIAL: name})
     with contextlib.suppress(jax.errors.JaxRuntimeError):
-        lowered.compile()
+        lowered.compile(compiler_options=compat.compiler_options())
     return REGISTRY.take_trial(name)
 
 
@@ -287,16 +316,17 @@ def _callback(data: bytes, platform: str) -> bytes | None:
         return _enforced(data, attributes, platform)
     except KeyboardInterrupt:
         # XLA makes an error of its own of whatever is raised here; `_as_ours` takes it back.
-        _INTERRUPTED.here = True
+        _THREAD.interrupted = True
         raise
 
 
 def _enforced(data: bytes, attributes: Mapping[str, str], platform: str) -> bytes | None:
     trial, record = attributes.get(TRIAL), _record_from(attributes)
+    held_bytes = record.budget_bytes - REGISTRY.shortfall(record.id)
     request = EnforceRequest(
-        budget_bytes=record.budget_bytes,
+        budget_bytes=held_bytes,
         device=DEVICES[record.device_name],
-        platform="cpu" if platform == "cpu" else "cuda",
+        platform=platform,
         planner=record.planner,
         old_rules=compat.OLD_RULES,
         on_fragmentation=_on_fragmentation(record, platform, trial=trial is not None),
@@ -316,19 +346,29 @@ def _enforced(data: bytes, attributes: Mapping[str, str], platform: str) -> byte
     alternatives = REGISTRY.alternatives(record.id) if pinning is None else None
     choice = Choice(record=with_hlo(record, outcome))
     if alternatives is not None:
-        choice = alternatives.choose(record, outcome, returned)
+        choice = alternatives.choose(dataclasses.replace(record, budget_bytes=held_bytes), outcome, returned)
+        choice = _for_budget(choice, record.budget_bytes)
         if choice.module is None and outcome.status.found:
             REGISTRY.settle(record.id)
-    return _taken(choice, returned, data)
+    return _taken(choice, returned, data, platform)
 
 
-def _taken(choice: Choice, returned: bytes, data: bytes) -> bytes | None:
+def _for_budget(choice: Choice, budget_bytes: int) -> Choice:
+    """A choice that was made for fewer bytes, in the words of the user's own budget."""
+    assert choice.record.hlo is not None, "the enforcing stage has spoken"
+    hlo = dataclasses.replace(choice.record.hlo, budget_bytes=budget_bytes)
+    record = dataclasses.replace(choice.record, budget_bytes=budget_bytes, hlo=hlo)
+    return dataclasses.replace(choice, record=record)
+
+
+def _taken(choice: Choice, returned: bytes, data: bytes, platform: str) -> bytes | None:
     """Go on with a choice: the bytes for XLA, or the refusal."""
     record, outcome = choice.record, choice.record.hlo
     assert outcome is not None, "the enforcing stage has spoken"
-    if choice.module is None and not outcome.status.found and not _leave_to_check(outcome):
-        raise RuntimeError(InfeasibleBudgetError.from_outcome(_of_the_program(outcome)).to_text())
+    if choice.module is None and not outcome.status.found and not leave_to_check(outcome, BACKENDS[platform]):
+        raise RuntimeError(InfeasibleBudgetError.from_outcome(of_the_program(outcome)).to_text())
     REGISTRY.put(record)
+    _THREAD.compiling = record
     if choice.module is not None:  # the program keeps the mark that it came with, whatever is returned
         return with_attributes(choice.module, read_attributes(data))
     return None if returned is data else returned
@@ -338,25 +378,13 @@ def _on_fragmentation(record: Record, platform: str, *, trial: bool) -> OnFragme
     """What the record says; but nobody pins a program that `coop_jax.pinning` does not compile."""
     if record.on_fragmentation != "pin":
         return record.on_fragmentation
-    pinned = platform == "cpu" and (trial or REGISTRY.pinning(record.id) is not None)
+    pinned = BACKENDS[platform].pins_as_compiled and (trial or REGISTRY.pinning(record.id) is not None)
     return "pin" if pinned else "recompute"
-
-
-def _of_the_program(outcome: StageOutcome) -> StageOutcome:
-    """A proof about the kernels of one module says nothing about other ways to write the program."""
-    if outcome.budget_bytes < outcome.fixed_bytes:
-        return outcome
-    return dataclasses.replace(outcome, status=Status.UNKNOWN, least_proved=False)
-
-
-def _leave_to_check(outcome: StageOutcome) -> bool:
-    """True if XLA's own count should decide: the prediction errs on the safe side, and is close."""
-    close = outcome.fixed_bytes + outcome.before_temp_bytes <= outcome.budget_bytes * SAFE_SIDE_RATIO
-    return close and outcome.status is Status.UNKNOWN
 
 
 def _check(executable: Any) -> None:
     """Hold XLA's own count of a program that was just compiled, or found in the cache, against its budget."""
+    _THREAD.compiling = None
     modules = executable.hlo_modules()
     record = _record_of_module(modules[0].as_serialized_hlo_module_proto()) if modules else None
     if record is None or REGISTRY.pinning(record.id) is not None:
@@ -379,21 +407,7 @@ def check_total(record: Record, memory: Any) -> None:
     if total <= record.budget_bytes:
         return
     if record.hlo is None:
-        raise _refused_before(record, memory)
-    if not record.hlo.status.found:
-        raise InfeasibleBudgetError.from_outcome(_of_the_program(record.hlo))
-    raise BudgetExceededError(budget_bytes=record.budget_bytes, compiled_bytes=total)
-
-
-def _refused_before(record: Record, memory: Any) -> InfeasibleBudgetError:
-    """The refusal of a program that another process compiled, and put into the cache."""
-    return InfeasibleBudgetError(
-        budget_bytes=record.budget_bytes,
-        least_bytes=int(memory.total_allocation_bytes),
-        proved=False,
-        argument_bytes=int(memory.argument_size_in_bytes),
-        output_bytes=int(memory.output_size_in_bytes),
-        alias_bytes=int(memory.alias_size_in_bytes),
-        tightest=() if record.jaxpr is None else record.jaxpr.tightest,
-        constraints=record.constraints,
-    )
+        raise refused_before(record, memory)
+    if BACKENDS[DEVICES[record.device_name].platform].fast_bytes:
+        REGISTRY.fell_short(record.id, total - record.budget_bytes)
+    raise over_budget(record, total)

@@ -2,16 +2,21 @@
 
 cost = launch + max(flops / peak(dtype) / efficiency, bytes / bandwidth), in integer nanoseconds.
 Costs rank plans; they are estimates, never reported as measured time.
-Peaks are the makers' dense figures (NVIDIA H100/H200/A100/B200 data sheets).
+Peaks are the makers' dense figures: NVIDIA's H100, H200, A100 and B200 data sheets; Google Cloud's pages on
+TPU v4, v5e, v5p, v6e and TPU7x. A TPU's figures are of one device as JAX counts them: where a chip has two
+(v4, TPU7x: its two cores), half of the chip's.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from passes.backend import CPU, CUDA, TPU
+
 TERA = 10**12
 EXPENSIVE_FLOPS = 16
 """Elementwise flops that a transcendental function counts as."""
+_TPU_REACHED_RATIO = 0.62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +25,8 @@ class DeviceModel:
 
     Attributes:
         name: such as "h200" or "cpu".
+        platform: the name of its `passes.backend.Backend`.
+        kinds: by what its `device_kind` is known, in lower case; the longest that occurs there decides.
         flops_16bit, flops_32bit, flops_64bit: matrix flop/s for operands of that width (32 bit as
             XLA runs f32 dots by default on the device).
         vector_flops: elementwise flop/s.
@@ -29,6 +36,8 @@ class DeviceModel:
     """
 
     name: str
+    platform: str = CUDA.name
+    kinds: tuple[str, ...] = ()
     flops_16bit: float
     flops_32bit: float
     flops_64bit: float
@@ -38,34 +47,58 @@ class DeviceModel:
     launch_ns: int
 
 
+def _tpu(name: str, *kinds: str, flops: float, vector: float, bandwidth: float, link: float) -> DeviceModel:
+    """A TPU, in Tflop/s and TB/s; XLA multiplies f32 matrices in one pass of bf16 by default there.
+
+    By XLA's own estimated cycles (`passes.hlo.cycles`) kernels of a Llama reach 54 to 77 % of the data
+    sheet's bandwidth on a v5e, those of small programs 45, and the least takes 1824 cycles at 1.5 GHz.
+    """
+    return DeviceModel(
+        name=name, platform=TPU.name, kinds=kinds, flops_16bit=flops * TERA, flops_32bit=flops * TERA,
+        flops_64bit=flops / 32 * TERA, vector_flops=vector * TERA,
+        bytes_per_second=_TPU_REACHED_RATIO * bandwidth * TERA, link_bytes_per_second=link * TERA,
+        launch_ns=1200,
+    )  # fmt: skip
+
+
 DEVICES: dict[str, DeviceModel] = {
     d.name: d
     for d in (
         DeviceModel(
-            name="h200", flops_16bit=989 * TERA, flops_32bit=494 * TERA, flops_64bit=67 * TERA,
+            name="h200", kinds=("h200",),
+            flops_16bit=989 * TERA, flops_32bit=494 * TERA, flops_64bit=67 * TERA,
             vector_flops=67 * TERA, bytes_per_second=4.8 * TERA, link_bytes_per_second=0.45 * TERA,
             launch_ns=2000,
         ),
         DeviceModel(
-            name="h100", flops_16bit=989 * TERA, flops_32bit=494 * TERA, flops_64bit=67 * TERA,
+            name="h100", kinds=("h100",),
+            flops_16bit=989 * TERA, flops_32bit=494 * TERA, flops_64bit=67 * TERA,
             vector_flops=67 * TERA, bytes_per_second=3.35 * TERA, link_bytes_per_second=0.45 * TERA,
             launch_ns=2000,
         ),
         DeviceModel(
-            name="a100", flops_16bit=312 * TERA, flops_32bit=156 * TERA, flops_64bit=19.5 * TERA,
+            name="a100", kinds=("a100",),
+            flops_16bit=312 * TERA, flops_32bit=156 * TERA, flops_64bit=19.5 * TERA,
             vector_flops=19.5 * TERA, bytes_per_second=2.039 * TERA, link_bytes_per_second=0.3 * TERA,
             launch_ns=2500,
         ),
         DeviceModel(
-            name="b200", flops_16bit=2250 * TERA, flops_32bit=1125 * TERA, flops_64bit=37 * TERA,
+            name="b200", kinds=("b200",),
+            flops_16bit=2250 * TERA, flops_32bit=1125 * TERA, flops_64bit=37 * TERA,
             vector_flops=75 * TERA, bytes_per_second=8.0 * TERA, link_bytes_per_second=0.9 * TERA,
             launch_ns=2000,
         ),
         DeviceModel(
-            name="cpu", flops_16bit=0.05 * TERA, flops_32bit=0.1 * TERA, flops_64bit=0.05 * TERA,
+            name="cpu", platform=CPU.name,
+            flops_16bit=0.05 * TERA, flops_32bit=0.1 * TERA, flops_64bit=0.05 * TERA,
             vector_flops=0.04 * TERA, bytes_per_second=0.01 * TERA, link_bytes_per_second=0.01 * TERA,
             launch_ns=1000,
         ),
+        _tpu("v4", "tpu v4", flops=137.5, vector=4.3, bandwidth=0.614, link=0.075),
+        _tpu("v5e", "tpu v5 lite", "tpu v5e", flops=197, vector=6.1, bandwidth=0.819, link=0.1),
+        _tpu("v5p", "tpu v5", "tpu v5p", flops=459, vector=14.3, bandwidth=2.765, link=0.3),
+        _tpu("v6e", "tpu v6 lite", "tpu v6e", flops=918, vector=7.2, bandwidth=1.64, link=0.224),
+        _tpu("tpu7x", "tpu7x", flops=1153.5, vector=7.2, bandwidth=3.69, link=0.3),
     )
 }  # fmt: skip
 

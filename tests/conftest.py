@@ -37,14 +37,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip)
 
 
-@pytest.fixture(scope="session")
-def h200() -> str:
-    """The name of the absent GPU, for `coop_jax.aot`; skips if its compiler is not installed."""
+def _absent(device: str) -> str:
+    """The name of an absent device, for `coop_jax.aot`; skips if its compiler is not installed."""
     from coop_jax import aot
     from coop_jax.errors import UnsupportedError
 
     try:
-        aot.devices("h200")
+        aot.devices(device)
     except UnsupportedError as error:
         pytest.skip(str(error))
-    return "h200"
+    return device
+
+
+@pytest.fixture(scope="session")
+def h200() -> str:
+    """The absent GPU."""
+    return _absent("h200")
+
+
+@pytest.fixture(scope="session")
+def v5e() -> str:
+    """The absent TPU."""
+    return _absent("v5e")

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax.extend.xla import PipelineStage, register_hlo_module_transformation
 
+from coop_jax import aot
 from passes.cost import DEVICES
 from passes.hlo import graph, proto
 from passes.hlo.assign import Assigner
@@ -32,8 +33,11 @@ from passes.jaxpr import compat
 Transform = Callable[[bytes], bytes]
 _HOOK: list[tuple[str, Transform]] = []
 OLD_RULES = compat.OLD_RULES
-_FAST = {"xla_backend_optimization_level": "0"}
-MODEL = {"cpu": DEVICES["cpu"], "cuda": DEVICES["h200"]}
+# A TPU's compiler leaves values in HBM then, and its heap can be predicted exactly.
+_LLVM_FAST = {"xla_backend_optimization_level": "0"}
+_FAST = {"cpu": _LLVM_FAST, "cuda": _LLVM_FAST, "tpu": {"xla_msa_enable": "DISABLED"}}
+_DEVICE = {"cuda": "h200", "tpu": "v5e"}
+MODEL = {"cpu": DEVICES["cpu"], "cuda": DEVICES["h200"], "tpu": DEVICES["v5e"]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,6 +79,8 @@ def compile_with(
 
     Unless `barriers` the module has lost its barriers before, as the enforcing stage does it.
     """
+    if platform in _DEVICE:  # libtpu takes a callback only when it has made a device
+        aot.devices(_DEVICE[platform])
     _install(platform)
 
     def program(*args: Any) -> Any:
@@ -82,14 +88,9 @@ def compile_with(
 
     _HOOK[:] = [("jit_program", transform if barriers else lambda data: transform(_without_barriers(data)))]
     try:
-        if platform == "cuda":
-            from coop_jax import aot
-
-            jitted = jax.jit(program, donate_argnums=example.donate)
-            lowered = aot.lower_for(jitted, example.args, device="h200")
-        else:
-            lowered = jax.jit(program, donate_argnums=example.donate).lower(*example.args)
-        return lowered.compile(compiler_options=None if example.optimized else _FAST)
+        jitted = jax.jit(program, donate_argnums=example.donate)
+        lowered = aot.lower_for(jitted, example.args, device=_DEVICE.get(platform))
+        return lowered.compile(compiler_options=None if example.optimized else _FAST[platform])
     finally:
         _HOOK.clear()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import hlo_support as h
@@ -12,7 +13,7 @@ from jax import lax
 
 from passes.cost import DEVICES, kernel_ns
 from passes.hlo import graph, proto
-from passes.hlo.cost import program_cost_ns, trip_count
+from passes.hlo.cost import instruction_ns, program_cost_ns, trip_count
 
 H200 = DEVICES["h200"]
 
@@ -103,3 +104,48 @@ def test_post_order_puts_operands_first() -> None:
 
 def test_jax_is_not_imported_by_the_hlo_side() -> None:
     assert jax.__name__ not in {name.split(".")[0] for name in vars(graph) if not name.startswith("_")}
+
+
+@pytest.mark.parametrize(
+    ("n_in", "window", "taps"),
+    [
+        # As XLA:TPU wrote the dots of attention over 32 heads: three ways, each output meets one head.
+        (32, {"size": 32, "stride": 31, "base_dilation": 32, "window_dilation": 1}, 1),
+        (
+            32,
+            {"size": 32, "stride": 32, "base_dilation": 31, "window_dilation": 1}
+            | {"padding_low": 31, "padding_high": 31},
+            1,
+        ),
+        (
+            1,
+            {"size": 32, "stride": 1, "base_dilation": 1, "window_dilation": 1}
+            | {"padding_low": 31, "padding_high": 31},
+            1,
+        ),
+        # And a convolution with a window as long as its output, each of which meets most of it.
+        (32, {"size": 32, "stride": 1, "base_dilation": 1, "window_dilation": 1, "padding_low": 16}, 32),
+    ],
+)
+def test_batches_of_a_dot_that_is_written_as_a_convolution_are_no_window(
+    n_in: int, window: dict[str, int], taps: int
+) -> None:
+    module = proto.parse(b"")
+    computation = module.computations.add(id=1, root_id=3)
+    for n, dims in enumerate([(n_in, 8, 64), (32, 16, 64), (32, 8, 16)], 1):
+        made = computation.instructions.add(id=n, opcode="parameter" if n < 3 else "convolution")
+        made.parameter_number = n - 1
+        made.shape.element_type = 16
+        made.shape.dimensions.extend(dims)
+    made.operand_ids.extend([1, 2])
+    made.window.dimensions.add(**window)
+    numbers = made.convolution_dimension_numbers
+    numbers.kernel_input_feature_dimension = 2
+    for field in ("kernel", "input", "output"):
+        getattr(numbers, f"{field}_spatial_dimensions").append(0)
+    module.entry_computation_id = 1
+    module.schedule.sequences.add(key=1).value.instruction_ids.extend([1, 2, 3])
+    view = graph.read(module)
+    flops = 2 * (32 * 8 * 16) * 64 * taps
+    slow = replace(H200, bytes_per_second=1e30, launch_ns=0, flops_16bit=1e9)
+    assert instruction_ns(view, view.entry, view.entry.by_id[3], slow) == flops

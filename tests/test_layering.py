@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from passes.backend import BACKENDS
+
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted(
     p
@@ -20,6 +22,7 @@ MOST_LINES = 450
 # All that differs between JAX versions is in one module by rule, so that one may be long.
 MOST_COMPAT_LINES = 900
 PRIVATE_JAX = "passes/jaxpr/compat.py"
+_CONSTANTS = ("CPU", "CUDA", "TPU")
 
 
 def name(path: Path) -> str:
@@ -94,6 +97,26 @@ def test_private_jax_is_named_in_one_place(path: Path) -> None:
         assert not re.search(r"jax\._src|jaxlib\._", path.read_text())
 
 
+def platform_comparisons(tree: ast.Module) -> list[int]:
+    """Lines on which something is compared with a platform's name."""
+    names = {name for b in BACKENDS.values() for name in (b.name, *b.aliases)}
+
+    def is_name(node: ast.expr) -> bool:
+        if isinstance(node, ast.Tuple | ast.List | ast.Set):
+            return any(map(is_name, node.elts))
+        if isinstance(node, ast.Attribute):
+            return node.attr == "name" and isinstance(node.value, ast.Name) and node.value.id in _CONSTANTS
+        return isinstance(node, ast.Constant) and node.value in names
+
+    compared = [n for n in ast.walk(tree) if isinstance(n, ast.Compare)]
+    return [n.lineno for n in compared if any(map(is_name, (n.left, *n.comparators)))]
+
+
+def test_no_platform_is_asked_for_by_name_but_in_its_backend() -> None:
+    found = {name(path): platform_comparisons(ast.parse(path.read_text())) for path in PRODUCT}
+    assert not {path: lines for path, lines in found.items() if lines}
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=name)
 def test_files_are_short(path: Path) -> None:
     most = MOST_COMPAT_LINES if name(path) == PRIVATE_JAX else MOST_LINES
@@ -161,3 +184,5 @@ def test_the_checks_can_fail() -> None:
     assert refused("coop_jax/xla.py", "jax._src.core") is not None
     assert refused("passes/liveness.py", "passes.planners.cut") is not None
     assert list(imports(tree)) == [("jax", True)]
+    asked = ast.parse("p == 'cpu'\nq in ('tpu', 'x')\nr != CUDA.name\ns == 'c'\nBACKENDS['cpu']")
+    assert platform_comparisons(asked) == [1, 2, 3]

@@ -16,10 +16,10 @@ from coop_jax import aot, pinning
 from coop_jax.addresses import address_view, executable_view
 from coop_jax.errors import UnsupportedError
 from coop_jax.plot import plot_addresses
+from passes.backend import CPU
 from passes.hlo import graph, proto
 from passes.hlo.assign import Assigner
 from passes.hlo.assignment import compare, read_assignment
-from passes.hlo.heap import ALIGNMENT
 from passes.hlo.schema import schema
 from passes.jaxpr import executables
 
@@ -64,7 +64,7 @@ def test_offsets_on_cpu(name: str) -> None:
     outcome = pinning.outcome_of(pinned)
     assert outcome is not None
     assert outcome.live_bytes is not None, outcome.reason
-    assert outcome.temp_bytes <= 1.001 * outcome.live_bytes + UNITS * ALIGNMENT["cpu"]
+    assert outcome.temp_bytes <= 1.001 * outcome.live_bytes + UNITS * CPU.alignment
     args = h.data_for(example(name))
     assert all(
         a.tobytes() == b.tobytes() for a, b in zip(h.run(compiled, args), h.run(pinned, args), strict=True)

@@ -155,7 +155,7 @@ def lower(made: Program, where: str | aot.Target | None, *, devices: int = 1) ->
     specs = made.specs()
     if devices == 1:
         return aot.lower_for(jax.jit(made.step, donate_argnums=0), specs, device=where)
-    here = jax.devices()[:devices] if where is None else aot.devices(where, count=devices)
+    here = jax.devices()[:devices] if where is None else aot.devices(where, count=devices)[:devices]
     mesh = Mesh(np.array(here), ("data",))
     placed = spread(specs, mesh)
     kept = jax.tree.map(lambda leaf: leaf.sharding, placed[0])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from passes.backend import BACKENDS
 from passes.hlo import graph
 from passes.hlo.dataflow import Dataflow, Value, analyse
 from passes.hlo.inplace import Sharing
@@ -38,6 +39,7 @@ class Assigner:
     """Replays XLA's buffer assignment; afterwards `heap` holds the values left for the packer.
 
     Attributes:
+        backend: whose rules are replayed.
         flow, ticks, ranges: what is alive when.
         home: alias class -> allocation outside the heap, for those that got one.
         heap: alias classes that the packer places.
@@ -47,12 +49,15 @@ class Assigner:
 
     def __init__(self, module: graph.Module, platform: str, *, old_rules: bool = False) -> None:
         self.module = module
-        self.platform = platform
+        self.backend = BACKENDS[platform]
         self.old_rules = old_rules
         self.flow: Dataflow = analyse(module)
         self.ticks: Clock = clock(self.flow)
         self.ranges: list[Range] = live_ranges(self.flow, self.ticks, old_rules=old_rules)
-        self.sharing = Sharing(module, platform)
+        if self.backend.table_bytes is not None:
+            for value in self.flow.values:
+                value.nbytes = self.backend.table_bytes if value.is_tuple else value.nbytes
+        self.sharing = Sharing(module, self.backend)
         self.allocations: list[Allocation] = []
         self.home: dict[int, Allocation] = {}
         self.heap: list[int] = []
@@ -150,6 +155,8 @@ class Assigner:
 
     def _candidates(self, members: list[Value]) -> list[Allocation]:
         """Allocations in XLA's order of trial: those of operands, then the newest first."""
+        if not self.backend.reuses_results:
+            return []
         found: list[Allocation] = []
         for value in members:
             if value.home.index or value.is_tuple:

@@ -31,6 +31,8 @@ _NO_ARITHMETIC = _FREE | {
     "dynamic-slice", "dynamic-update-slice", "fusion", "gather", "iota", "pad", "reshape", "reverse",
     "scaled-dot", "slice", "transpose",
 }  # fmt: skip
+# What a TPU's compiler writes for a stack that a loop will fill, and for what it knows of values.
+_NO_KERNELS = frozenset({"AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound"})
 
 
 def instruction_ns(
@@ -38,7 +40,7 @@ def instruction_ns(
 ) -> int:
     """Estimated time of one run of an instruction, called computations included."""
     opcode = instruction.opcode
-    if opcode in _FREE:
+    if opcode in _FREE or instruction.proto.custom_call_target in _NO_KERNELS:
         return 0
     if opcode in ("call", "async-start"):
         return sum(computation_ns(module, module.computations[c], device) for c in instruction.called)
@@ -182,16 +184,43 @@ def _flops(module: Module, computation: Computation, instruction: Instruction) -
         depth = prod(left.dims[d] for d in contracted)
         return 2 * instruction.shape.count * depth, left.element_bits
     if instruction.opcode == "convolution":
-        return _convolution(instruction, instruction.shape, computation.by_id[instruction.operands[1]].shape)
+        taken, kernel = (computation.by_id[o].shape for o in instruction.operands[:2])
+        return _convolution(instruction, instruction.shape, kernel, taken)
     return 0, 32
 
 
-def _convolution(instruction: Instruction, output: graph.Shape, kernel: graph.Shape) -> tuple[int, int]:
-    """2 * output elements * kernel window * input features of a group."""
+def _convolution(
+    instruction: Instruction, output: graph.Shape, kernel: graph.Shape, taken: graph.Shape | None = None
+) -> tuple[int, int]:
+    """2 * output elements * kernel window * input features of a group; `taken` is the input, where known."""
     numbers = instruction.proto.convolution_dimension_numbers
-    window = prod(kernel.dims[d] for d in numbers.kernel_spatial_dimensions)
+    window = 1
+    for n, d in enumerate(numbers.kernel_spatial_dimensions):
+        if taken is None or not _is_batch(instruction.proto, n, output, taken):
+            window *= kernel.dims[d]
     features = kernel.dims[numbers.kernel_input_feature_dimension] if kernel.dims else 1
     return 2 * output.count * window * features, kernel.element_bits
+
+
+def _is_batch(convolution: Any, n: int, output: graph.Shape, taken: graph.Shape) -> bool:
+    """True for a spatial dimension that is one of batches, as a TPU's compiler writes the dots of attention.
+
+    Its window is as long as its output and laid out so that each output meets one input: by a dilation and a
+    stride that differ by one, or by padding an input of one.
+    """
+    numbers, window = convolution.convolution_dimension_numbers, convolution.window.dimensions[n]
+    n_out = output.dims[numbers.output_spatial_dimensions[n]]
+    n_in = taken.dims[numbers.input_spatial_dimensions[n]]
+    if not 1 < window.size == n_out:
+        return False
+    spread = (n_in - 1) * window.base_dilation
+    first = range(-window.padding_low, n_out * window.stride - window.padding_low, max(1, window.stride))
+    meetings = sum(
+        0 <= at <= spread and at % max(1, window.base_dilation) == 0
+        for start in first
+        for at in range(start, start + window.size * window.window_dilation, max(1, window.window_dilation))
+    )
+    return bool(meetings == n_out)
 
 
 def _library_flops(computation: Computation, instruction: Instruction) -> tuple[int, int]:

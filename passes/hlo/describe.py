@@ -67,7 +67,7 @@ def describe(
     constants -= totals.argument_bytes + totals.output_bytes - totals.alias_bytes
     values = (*work.fixed(constants), *work.temporaries())
     return MemoryMap(
-        name=assigner.module.name, platform=assigner.platform, steps=work.steps, values=values,
+        name=assigner.module.name, platform=assigner.backend.name, steps=work.steps, values=values,
         argument_bytes=totals.argument_bytes, output_bytes=totals.output_bytes,
         alias_bytes=totals.alias_bytes, temp_bytes=totals.temp_bytes, total_bytes=totals.total_bytes,
         counted=counted is not None, exact_addresses=real is not None,

@@ -37,7 +37,7 @@ class EnforceRequest:
     Attributes:
         budget_bytes: arguments + outputs - aliased + temporaries must not exceed it.
         device: cost model.
-        platform: "cpu" or "cuda"; decides XLA's alignment and sharing rules.
+        platform: decides XLA's rules of memory, see `passes.backend`.
         planner: one of `passes.planners.config.PLANNERS`.
         old_rules: True for jaxlib before 0.12: XLA's total counts the scalars of reducers, and
             asynchronous values live from their own instruction on.

@@ -83,8 +83,9 @@ class Task:
         )  # fmt: skip
 
     def excess_bytes(self, written: Written) -> int:
-        """By how much a module breaks the budget."""
-        return max(0, written.needed_bytes - self.budget_bytes)
+        """By how much a module breaks the budget, with what XLA may add later."""
+        late_bytes = self.lifted.assigner.backend.late_bytes
+        return max(0, written.needed_bytes + late_bytes - self.budget_bytes)
 
     def _spilled(self, after: Assigner) -> frozenset[int]:
         heap = {after.flow.values[v].home for group in after.heap for v in after.flow.classes[group]}

@@ -20,7 +20,8 @@ _BITS = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """An array, tuple, token or opaque shape. `nbytes` of a tuple is that of its table of pointers.
+    """An array, tuple, token or opaque shape. `nbytes` of a tuple is that of its table of pointers;
+    of an array with tiles the padding is in it.
 
     Attributes:
         element: XLA's PrimitiveType number.
@@ -129,6 +130,21 @@ class Module:
     proto: Any
 
 
+def _padded_count(dims: tuple[int, ...], layout: Any) -> int:
+    """Elements of an array with what its tiles pad it with; only layouts for TPUs have tiles.
+
+    A tile splits the most minor dimensions into whole tiles, which are dimensions of their own from then on;
+    the next tile splits those. `T(8,128)(2,1)`: rows of 128 in groups of 8, these in pairs.
+    """
+    sizes = [dims[d] for d in reversed(layout.minor_to_major)] if layout.tiles else list(dims)
+    for tile in layout.tiles:
+        sides = list(tile.dimensions)
+        sizes = [1] * (len(sides) - len(sizes)) + sizes
+        whole = [-(-n // side) for n, side in zip(sizes[-len(sides) :], sides, strict=True)]
+        sizes = [*sizes[: -len(sides)], *whole, *sides]
+    return prod(sizes)
+
+
 class _Shapes:
     """Builds each distinct shape once."""
 
@@ -158,7 +174,7 @@ class _Shapes:
         elif element == BUFFER:
             parts, nbytes = None, sum(self.read(p).nbytes for p in proto.tuple_shapes)
         else:
-            nbytes = -(-prod(dims) * bits // 8)
+            nbytes = -(-_padded_count(dims, layout) * bits // 8)
             if any(proto.is_dynamic_dimension):
                 nbytes += 4 * len(dims)
         return Shape(element, dims, tuple(layout.minor_to_major), parts, layout.memory_space, bits, nbytes)

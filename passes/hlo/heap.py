@@ -13,9 +13,7 @@ from passes.hlo import graph
 from passes.hlo.assign import HOST, Assigner
 from passes.hlo.liverange import Range
 from passes.offsets.tight import MAX_ROUNDS, live_bound, pack_tight
-from passes.offsets.xla_heap import HeapLayout, Interval, pack
-
-ALIGNMENT = {"cpu": 64, "cuda": 256}
+from passes.offsets.xla_heap import PACKERS, HeapLayout, Interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +178,7 @@ def layout(assigner: Assigner, space: int = 0) -> tuple[HeapLayout, int]:
     """Where a memory space's values sit, and the largest sum of their bytes alive at once."""
     events = _Events(assigner, space)
     intervals = events.run()
-    return pack(intervals, ALIGNMENT[assigner.platform]), events.peak
+    return PACKERS[assigner.backend.heap](intervals, assigner.backend.alignment), events.peak
 
 
 def heap_intervals(assigner: Assigner, space: int = 0) -> list[Interval]:
@@ -213,9 +211,9 @@ def predict_assigned(assigner: Assigner) -> HeapPrediction:
 
 def packing_saves(assigner: Assigner, *, rounds: int = MAX_ROUNDS) -> int:
     """By how much the best packing that is found makes the heap of the default memory space smaller."""
-    alignment = ALIGNMENT[assigner.platform]
+    alignment = assigner.backend.alignment
     intervals = heap_intervals(assigner)
-    size = pack(intervals, alignment).size
+    size = PACKERS[assigner.backend.heap](intervals, alignment).size
     if size <= live_bound(intervals, alignment):
         return 0
     return size - pack_tight(intervals, alignment, rounds=rounds).size
@@ -248,7 +246,7 @@ def _row(assigner: Assigner) -> _Row:
     order += [(heap.size, True) for heap, _ in found]
     local = _local_values(assigner.module, assigner.flow.reachable)
     order += [(i.shape.nbytes, False) for i in local]
-    nbytes, starts = _concatenate(order, ALIGNMENT[assigner.platform])
+    nbytes, starts = _concatenate(order, assigner.backend.alignment)
     heaps = [
         (space, starts[first + n], heap)
         for n, (space, (heap, _)) in enumerate(zip(spaces, found, strict=True))
@@ -276,7 +274,7 @@ def predict(module: Any, platform: str, *, old_rules: bool = False) -> HeapPredi
 
     Args:
         module: a parsed HloModuleProto with a schedule, without barriers (`passes.hlo.barriers`).
-        platform: "cpu" or "cuda".
+        platform: see `passes.backend`.
         old_rules: see `Assigner`.
     """
     return predict_assigned(Assigner(graph.read(module), platform, old_rules=old_rules))

@@ -7,6 +7,7 @@ harmless. Both follow XLA's AliasInfo and CanShareOperandBufferWithUser (public 
 
 from __future__ import annotations
 
+from passes.backend import Backend
 from passes.hlo.graph import Computation, Instruction, Module
 
 Pair = tuple[int, tuple[int, ...], tuple[int, ...]]
@@ -103,9 +104,10 @@ def _reduction_hero(fused: Computation) -> Instruction | None:
 class Sharing:
     """Answers whether an output may take the place of a dying operand (OFFSETS rule 7); memoized."""
 
-    def __init__(self, module: Module, platform: str) -> None:
+    def __init__(self, module: Module, backend: Backend) -> None:
         self._module = module
-        self._gpu = platform == "cuda"
+        self._backend = backend
+        self._by_emitters = backend.sharing == "emitters"
         self._users: dict[int, dict[int, list[Instruction]]] = {}
 
     def users(self, computation: Computation) -> dict[int, list[Instruction]]:
@@ -129,10 +131,10 @@ class Sharing:
             for n, index, out in in_place_pairs(self._module, computation, user):
                 if out == target and index == source and user.operands[n] == operand.id:
                     return True
-        if user.opcode == "custom-call" and self._gpu:
+        if user.opcode == "custom-call" and not self._backend.calls_share:
             return False
         if user.opcode == "fusion":
-            if self._gpu:
+            if self._by_emitters:
                 return self._gpu_fusion(operand, user, target, number, same)
             return same and self._cpu_fusion(user, number)
         if not same:

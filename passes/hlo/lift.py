@@ -37,7 +37,7 @@ class LiftedModule:
 
     Attributes:
         module: the view of the message.
-        platform: "cpu" or "cuda".
+        platform: see `passes.backend`.
         program: ops of the entry in schedule order.
         prediction: what XLA allocates for the module as it is.
         instructions: op id -> instruction id in the entry.
@@ -270,7 +270,7 @@ def lift(
     Args:
         module: see `passes.hlo.graph.read`.
         device: cost model.
-        platform: "cpu" or "cuda".
+        platform: see `passes.backend`.
         assigner, prediction: of this module, where they are known already.
     """
     assigner = assigner or Assigner(module, platform)

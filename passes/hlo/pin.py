@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from passes.backend import CPU, CUDA
 from passes.hlo import graph
 from passes.hlo.dataflow import Dataflow, Position, Use, analyse
 from passes.hlo.executable import Executable, read_executable
@@ -24,9 +25,10 @@ from passes.offsets.slices import Moved
 
 AnyExecutable = Executable | GpuExecutable
 _READERS: dict[str, Callable[[bytes, Schema], AnyExecutable]] = {
-    "cpu": read_executable,
-    "cuda": read_gpu_executable,
+    CPU.name: read_executable,
+    CUDA.name: read_gpu_executable,
 }
+READABLE = tuple(_READERS)
 
 
 class PinError(Exception):
@@ -54,7 +56,7 @@ class Pinned:
 
 
 def read(data: bytes, schema: Schema, platform: str) -> AnyExecutable:
-    """Read an executable that was serialized on `platform`, "cpu" or "cuda".
+    """Read an executable that was serialized on `platform`, one of `READABLE`.
 
     Raises:
         ThunkError: it holds something that may not be moved.
@@ -63,13 +65,13 @@ def read(data: bytes, schema: Schema, platform: str) -> AnyExecutable:
     return _READERS[platform](data, schema)
 
 
-def pin(data: bytes, schema: Schema, platform: str = "cpu") -> Pinned:
+def pin(data: bytes, schema: Schema, platform: str = CPU.name) -> Pinned:
     """Pack the temporaries of a serialized executable as tightly as can be found.
 
     Args:
         data: what the executable's `serialize()` gave.
         schema: of the library that wrote it.
-        platform: "cpu" or "cuda".
+        platform: one of `READABLE`.
 
     Raises:
         PinError: the executable cannot be rewritten, or the result is not proved to be right.
@@ -111,7 +113,7 @@ def rewrite(executable: AnyExecutable, target: Moved) -> tuple[bytes, int]:
     return new.serialize(), size
 
 
-def prove(before: bytes, after: bytes, schema: Schema, platform: str = "cpu") -> None:
+def prove(before: bytes, after: bytes, schema: Schema, platform: str = CPU.name) -> None:
     """Prove that one serialized executable is another with its temporaries moved, and computes the same.
 
     Raises:

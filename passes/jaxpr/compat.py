@@ -714,27 +714,27 @@ def on_compiled(listener: Callable[[Any], None]) -> None:
 
     def receive(event: str, *_: Any, **__: Any) -> None:
         if event == dispatch.BACKEND_COMPILE_EVENT:
-            executable = _fresh_executable()
+            executable = _of_callers("xla_executable", _REPORTING_FRAMES)
             if executable is not None:
                 listener(executable)
 
     monitoring.register_event_duration_secs_listener(receive)
 
 
-def _fresh_executable() -> Any:
-    """The program that the compile which is just being reported has made; None if it failed.
+def compiler_options() -> dict[str, Any] | None:
+    """The options of the compile that called back into the caller; None if it has none, or there is none."""
+    return dict(_of_callers("compiler_options_kvs", sys.getrecursionlimit()) or ()) or None
 
-    JAX reports the end of a compile from the function that holds the result, and has no other hook that
-    sees programs for absent devices.
+
+def _of_callers(name: str, most_frames: int) -> Any:
+    """The local variable of that name in the nearest calling function that has one; None if none has.
+
+    JAX's functions hold a compile's options and result, and it has no hook for them with absent devices.
     """
-    frame = sys._getframe(1)
-    for _ in range(_REPORTING_FRAMES):
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
-        if "xla_executable" in frame.f_locals:
-            return frame.f_locals["xla_executable"]
-    return None
+    frame = sys._getframe(1).f_back
+    while frame is not None and most_frames and name not in frame.f_locals:
+        frame, most_frames = frame.f_back, most_frames - 1
+    return frame.f_locals.get(name) if frame is not None else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

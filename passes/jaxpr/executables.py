@@ -10,16 +10,21 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from passes.backend import BACKENDS, backend_of
+
 _LIBRARIES = (".so", ".dylib", ".pyd", ".dll")
 
 
 def proto_library(platform: str) -> str:
-    """The shared library that compiles for "cpu" or "cuda": the descriptions of its messages are in it.
+    """The shared library that compiles for a platform: the descriptions of its messages are in it.
+
+    Args:
+        platform: the name of a backend.
 
     Raises:
         FileNotFoundError: there is none.
     """
-    package = "jaxlib" if platform == "cpu" else "jax_plugins.xla_cuda13"
+    package = BACKENDS[platform].library
     spec = importlib.util.find_spec(package)
     places = [] if spec is None else list(spec.submodule_search_locations or ())
     found = [p for place in places for suffix in _LIBRARIES for p in Path(place).glob(f"*{suffix}")]
@@ -34,8 +39,16 @@ def platform_of(compiled: Any) -> str:
 
 
 def kind_of(compiled: Any) -> str:
-    """Whose rules lay out the program's memory: "cpu" or "cuda"."""
-    return "cpu" if platform_of(compiled) == "cpu" else "cuda"
+    """Whose rules lay out the program's memory: the name of a backend.
+
+    Raises:
+        KeyError: XLA's rules are not known for that platform.
+    """
+    platform = platform_of(compiled)
+    backend = backend_of(platform)
+    if backend is None:
+        raise KeyError(platform)
+    return backend.name
 
 
 def is_loaded(compiled: Any) -> bool:

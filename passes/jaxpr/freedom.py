@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 
+from passes.backend import BACKENDS
 from passes.cost import DeviceModel
 from passes.ir import BufferId, Op, OpId, Program
 from passes.jaxpr import compat
@@ -33,7 +34,7 @@ def emit_config(
     own = {body[-1] for body in as_is.bodies}
     saved = {i for i in wanted if compat.checkpoint_name_of(lifted.jaxpr.eqns[i]) == SAVED}
     apart, held_back = (wanted - own) | saved, set()
-    if device.name != "cpu":
+    if BACKENDS[device.platform].splits_small_dots:
         small = small_dots(lifted)
         last = _last_readers(lifted.program)
         reach = 0 if strict else EmitConfig().reach

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from passes.backend import BACKENDS
 from passes.cost import DeviceModel, kernel_ns
 from passes.ir import Buffer, BufferId, Op, OpId, Program
 from passes.jaxpr import compat
@@ -192,7 +193,7 @@ class _Lift:
         """True if XLA by itself stores an elementwise value that several kernels read."""
         if not self.as_xla or traffic == 0:
             return False
-        if self.device.name == "cpu":
+        if BACKENDS[self.device.platform].stores_shared:
             return True
         costly = traffic > SHARED_RATIO * compat.aval_nbytes(v.aval) or self._is_normalised(v)
         return is_expensive(eqn.primitive.name) and costly

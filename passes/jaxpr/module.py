@@ -172,6 +172,11 @@ def is_for_export(ctx: Any) -> bool:
     return bool(ctx.module_context.lowering_parameters.for_export)
 
 
+def platforms_of(lowered: Any) -> tuple[str, ...]:
+    """The platforms that a lowered program is for, such as ("cuda",)."""
+    return tuple(lowered._lowering._platforms)
+
+
 def python_calls(ctx: Any) -> list[Any]:
     """The Python functions that the module that is being lowered calls, by number; grows until that ends."""
     found: list[Any] = ctx.module_context.host_callbacks

@@ -127,3 +127,67 @@ def pack(intervals: list[Interval], alignment: int) -> HeapLayout:
     by_size = best_fit(intervals, alignment, xla_order(intervals, temporal=False))
     by_time = best_fit(intervals, alignment, xla_order(intervals, temporal=True))
     return by_time if by_time.size < by_size.size else by_size
+
+
+def pack_in_time(intervals: list[Interval], alignment: int) -> HeapLayout:
+    """Place every group of intervals when it comes alive, as XLA does on a TPU.
+
+    A group takes the smallest hole that holds it among what is free then, the lowest on ties. Where none
+    does, it starts in the hole at the end of the heap, if there is one, and the heap grows.
+
+    Args:
+        intervals: values on the event clock; every group has exactly one leader.
+        alignment: of starts and sizes, in bytes.
+
+    Complexity: O(n * holes).
+    """
+    events: list[tuple[int, bool, int]] = []
+    nbytes: dict[int, int] = {}
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for i in intervals:
+        nbytes[i.group] = max(nbytes.get(i.group, 0), i.nbytes)
+        first[i.group] = min(first.get(i.group, i.start), i.start)
+        last[i.group] = max(last.get(i.group, i.end), i.end)
+    for group in nbytes:
+        events += [(first[group], False, group), (last[group], True, group)]
+    holes: list[tuple[int, int]] = []
+    offsets: dict[int, int] = {}
+    end = size = 0
+    for _, is_end, group in sorted(events):
+        room = -(-nbytes[group] // alignment) * alignment
+        if is_end:
+            holes = _with_hole(holes, offsets[group], offsets[group] + room)
+            continue
+        fits = [(stop - start, start, stop) for start, stop in holes if stop - start >= room]
+        if fits:
+            _, start, stop = min(fits)
+            holes.remove((start, stop))
+            if stop - start > room:
+                holes = _with_hole(holes, start + room, stop)
+        else:
+            start = end
+            if holes and holes[-1][1] == end:
+                start = holes.pop()[0]
+            end = start + room
+        offsets[group] = start
+        size = max(size, start + nbytes[group])
+    return HeapLayout(size=size, offsets=offsets)
+
+
+def _with_hole(holes: list[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
+    """Sorted holes with one more, joined with its neighbours."""
+    if start == stop:
+        return holes
+    kept = []
+    for low, high in holes:
+        if high == start:
+            start = low
+        elif low == stop:
+            stop = high
+        else:
+            kept.append((low, high))
+    return sorted([*kept, (start, stop)])
+
+
+PACKERS = {"largest first": pack, "in time order": pack_in_time}

@@ -1,0 +1,90 @@
+"""What differs between the platforms that XLA compiles for: one value a platform.
+
+Nothing else in the product compares a platform's name with anything: what a stage has to know of a platform
+is a field here. Adding a platform is adding a value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+HeapRule = Literal["largest first", "in time order"]
+SharingRule = Literal["elementwise", "emitters"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """One platform: XLA's rules of memory there, and what can be done with its programs.
+
+    Attributes:
+        name: as XLA's callback and JAX's lowering call it.
+        aliases: what else JAX calls its devices.
+        alignment: of the starts of temporaries, in bytes.
+        heap: how temporaries are packed, see `passes.offsets.xla_heap`: largest first and longest first,
+            of which the smaller heap is taken, or each when it comes alive, among what is there then.
+        sharing: which fusions may write over an operand: those that are elementwise on the way from it to
+            the result, or what the emitters of GPU fusions allow as well.
+        calls_share: True if a custom call may write over an operand that dies there.
+        reuses_results: True if temporaries live in results and donated arguments while those are free.
+        table_bytes: of a tuple's table of pointers; None for one pointer an element.
+        late_bytes: what passes that follow XLA's callback may add to what is predicted: on a TPU a few slots
+            of the heap, where scalars are moved.
+        fast_bytes: what passes that follow may take off, since they move values to a memory of the chip. What
+            is predicted is then an upper bound, and XLA's own count decides where only that is over.
+        library: the package whose shared library compiles for it.
+        default_device: whose cost model an unknown device gets (`passes.cost`).
+        runs_as_scheduled: True if the module that a program runs is the one that XLA called back with.
+        temps_are_the_rest: True if XLA's own count of temporaries is not what is left of its total.
+        limits_memory: True if XLA refuses programs that need more than the device has.
+        has_machines_memory: True if a device's memory is the machine's.
+        takes_thunks: True if XLA takes a compiled program's thunks into another program.
+        pins_as_compiled: True if programs can be pinned by the compile that makes them.
+        stores_shared: True if XLA stores an elementwise value that several kernels read.
+        splits_small_dots: True if XLA splits and merges dots that do not fill the device.
+    """
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    alignment: int
+    heap: HeapRule = "largest first"
+    sharing: SharingRule
+    calls_share: bool = False
+    reuses_results: bool = True
+    table_bytes: int | None = None
+    late_bytes: int = 0
+    fast_bytes: int = 0
+    runs_as_scheduled: bool = True
+    temps_are_the_rest: bool = False
+    limits_memory: bool = False
+    library: str
+    default_device: str
+    has_machines_memory: bool = False
+    takes_thunks: bool = False
+    pins_as_compiled: bool = False
+    stores_shared: bool = False
+    splits_small_dots: bool = False
+
+
+CPU = Backend(
+    name="cpu", alignment=64, sharing="elementwise", calls_share=True, library="jaxlib",
+    default_device="cpu", has_machines_memory=True, pins_as_compiled=True, stores_shared=True,
+)  # fmt: skip
+CUDA = Backend(
+    name="cuda", aliases=("gpu", "rocm"), alignment=256, sharing="emitters",
+    library="jax_plugins.xla_cuda13", default_device="h100", takes_thunks=True,
+    splits_small_dots=True,
+)  # fmt: skip
+TPU = Backend(
+    name="tpu", alignment=16384, heap="in time order", sharing="elementwise", reuses_results=False,
+    table_bytes=512, late_bytes=1 << 17, fast_bytes=128 << 20, runs_as_scheduled=False,
+    temps_are_the_rest=True,
+    limits_memory=True, library="libtpu", default_device="v5e",
+)  # fmt: skip
+BACKENDS = {b.name: b for b in (CPU, CUDA, TPU)}
+_BY_ANY_NAME = {name: b for b in BACKENDS.values() for name in (b.name, *b.aliases)}
+
+
+def backend_of(platform: str) -> Backend | None:
+    """The backend that goes by a platform's name, such as "gpu"; None if there is none."""
+    return _BY_ANY_NAME.get(platform.lower())

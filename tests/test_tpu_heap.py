@@ -1,0 +1,101 @@
+"""XLA's memory on a TPU that is not here: padded tiles, packing in time order, and what a program needs."""
+
+from __future__ import annotations
+
+import hlo_support as h
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from passes.backend import TPU
+from passes.hlo import graph, proto
+from passes.offsets.xla_heap import Interval, pack_in_time
+
+BF16, F32, PRED = 16, 11, 1
+# With the names of `tests.hlo_support`: steps with donated states, and gradients.
+CASES = [(model, kind) for model in h.MODELS for kind in ("donated", "grad")][:-1]
+
+
+def _shape(element: int, dims: list[int], minor_to_major: list[int], *tiles: list[int]) -> graph.Shape:
+    """The view of an array's shape."""
+    module = proto.parse(b"")
+    computation = module.computations.add(id=1, root_id=1)
+    instruction = computation.instructions.add(id=1, name="x", opcode="parameter")
+    instruction.shape.element_type = element
+    instruction.shape.dimensions.extend(dims)
+    instruction.shape.layout.minor_to_major.extend(minor_to_major)
+    for tile in tiles:
+        instruction.shape.layout.tiles.add(dimensions=tile)
+    module.entry_computation_id = 1
+    module.schedule.sequences.add(key=1).value.instruction_ids.append(1)
+    return graph.read(module).entry.by_id[1].shape
+
+
+@pytest.mark.parametrize(
+    ("element", "dims", "minor_to_major", "tiles", "nbytes"),
+    [
+        (F32, [1024, 128], [1, 0], [[8, 128]], 1024 * 128 * 4),
+        (F32, [128, 16], [0, 1], [[8, 128]], 128 * 16 * 4),
+        (F32, [128, 16], [1, 0], [[8, 128]], 128 * 128 * 4),
+        (F32, [16], [0], [[128]], 512),
+        (F32, [], [], [[128]], 512),
+        (BF16, [12, 100], [1, 0], [[8, 128], [2, 1]], 16 * 128 * 2),
+        (BF16, [16, 32, 32, 3], [0, 3, 2, 1], [[4, 128], [2, 1]], 32 * 32 * 4 * 128 * 2),
+        (PRED, [16, 16], [0, 1], [[8, 128], [4, 1]], 16 * 128),
+        (F32, [100, 7], [1, 0], [], 2800),
+    ],
+)
+def test_arrays_have_the_bytes_of_their_tiles(
+    element: int, dims: list[int], minor_to_major: list[int], tiles: list[list[int]], nbytes: int
+) -> None:
+    assert _shape(element, dims, minor_to_major, *tiles).nbytes == nbytes
+
+
+def _interval(key: int, nbytes: int, start: int, end: int) -> Interval:
+    return Interval(key=key, nbytes=nbytes, start=start, end=end, group=key, leads=True)
+
+
+def test_a_value_takes_the_smallest_hole_when_it_comes_alive() -> None:
+    #   0: 0-3   1: 3-4   2: 4-6   3: 6-7    then 0 and 2 die: holes of 3 and 2; 4 (2 wide) takes the smaller
+    wide = [
+        _interval(0, 300, 0, 4), _interval(1, 100, 1, 9), _interval(2, 200, 2, 5), _interval(3, 100, 3, 9),
+        _interval(4, 200, 6, 9), _interval(5, 350, 7, 9),
+    ]  # fmt: skip
+    layout = pack_in_time(wide, 100)
+    assert layout.offsets == {0: 0, 1: 300, 2: 400, 3: 600, 4: 400, 5: 700}
+    assert layout.size == 1050
+
+
+def test_the_hole_at_the_end_grows() -> None:
+    layout = pack_in_time([_interval(0, 100, 0, 9), _interval(1, 100, 1, 2), _interval(2, 500, 3, 9)], 100)
+    assert layout.offsets == {0: 0, 1: 100, 2: 100}
+    assert layout.size == 600
+
+
+@given(st.lists(st.tuples(st.integers(1, 500), st.integers(0, 20), st.integers(0, 20)), max_size=25))
+def test_values_that_are_alive_together_lie_apart(values: list[tuple[int, int, int]]) -> None:
+    intervals = [_interval(n, size, 2 * a, 2 * (a + b) + 1) for n, (size, a, b) in enumerate(values)]
+    layout = pack_in_time(intervals, 16)
+    for one in intervals:
+        assert layout.offsets[one.key] % 16 == 0
+        assert layout.offsets[one.key] + one.nbytes <= layout.size
+        for other in intervals[: one.key]:
+            if one.start <= other.end and other.start <= one.end:
+                low, high = sorted((one, other), key=lambda i: layout.offsets[i.key])
+                assert layout.offsets[low.key] + low.nbytes <= layout.offsets[high.key]
+
+
+@pytest.mark.parametrize(("model", "kind"), CASES)
+def test_prediction_is_what_xla_allocates_but_for_slots_of_scalars(v5e: str, model: str, kind: str) -> None:
+    data, compiled = h.scheduled(h.example(model, kind), "tpu")
+    found, stats = h.predict(proto.parse(data), "tpu"), compiled.memory_analysis()
+    assert abs(found.total_bytes - stats.total_allocation_bytes) <= TPU.late_bytes
+    assert found.argument_bytes == stats.argument_size_in_bytes
+    assert found.output_bytes == stats.output_size_in_bytes
+    assert found.live_bytes <= found.temp_bytes
+
+
+@pytest.mark.parametrize("model", ["mlp", "lstm"])
+def test_edited_modules_are_predicted_too(v5e: str, model: str) -> None:
+    compiled, found, _ = h.with_steps(h.example(model, "donated"), h.random_steps(1, 0.4), "tpu")
+    assert abs(found.total_bytes - compiled.memory_analysis().total_allocation_bytes) <= TPU.late_bytes
