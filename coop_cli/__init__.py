@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 PLANNERS = ("auto", "window", "cut", "exact", "dtr", "dtr-eq", "dte", "coop-online", "chen")
-DEVICES = ("h200", "h100", "a100", "b200")
+DEVICES = ("h200", "h100", "a100", "b200", "v4", "v5e", "v5p", "v6e", "tpu7x")
 PLANNER_HELP = (
     "auto (default), window or cut: search; exact: prove the optimum (OR-Tools); dtr, dtr-eq, dte, "
     "coop-online, chen: what others do, replayed at addresses"
@@ -93,7 +93,7 @@ def _add_target(command: argparse.ArgumentParser) -> None:
         "function without arguments that gives one)",
     )  # fmt: skip
     command.add_argument(
-        "--device", choices=DEVICES, help="compile for this GPU, here or not (default: as JAX)"
+        "--device", choices=DEVICES, help="compile for this GPU or TPU, here or not (default: as JAX)"
     )
     command.add_argument(
         "--donate",

@@ -91,8 +91,8 @@ def same(found: Any, expected: Any) -> None:
 def test_saved_values_are_not_computed_again(way: Any) -> None:
     budget = budget_for(jax.grad(loss), 0.75)
     free, held = compiled(way(loss, budget=budget)), compiled(way(loss, budget=budget, save="h"))
-    assert {"tanh", "dot_general"} & rerun(free)
-    assert not {"tanh", "dot_general", "name"} & rerun(held)
+    assert any(word in op for op in rerun(free) for word in ("tanh", "dot"))
+    assert not any(word in op for op in rerun(held) for word in ("tanh", "dot", "name"))
     assert rerun(held)
     assert counts(held, "tanh") == (len(WS),)
     assert aot.memory(held).total_bytes <= budget

@@ -36,6 +36,9 @@ BEFORE = {
     "offsets.md": "import jax, jax.numpy as jnp, coop_jax, coop_jax as coop\n"
     "@coop.remat(budget='1MiB')\ndef step(state, batch): return state + jnp.tanh(batch @ batch)\n"
     "state, batch = jnp.ones((8, 8)), jnp.zeros((8, 8))\nargs = (state, batch)",
+    "tpu.md": "import jax, jax.numpy as jnp, numpy as np, coop_jax as coop\n"
+    "def train_step(w, x): return w - jnp.tanh(x @ w).sum()\n"
+    "specs = (jax.ShapeDtypeStruct((128, 128), 'float32'),) * 2",
 }
 # What needs a GPU to run.
 ON_A_GPU = "coop_jax.pinning.inlined"
@@ -58,6 +61,8 @@ def run_console(text: str) -> None:
 def test_every_code_block_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if "absent-gpu" in page:
         pytest.importorskip("jax_cuda13_plugin", reason="compiles for an absent GPU")
+    if page == "tpu.md":
+        pytest.importorskip("libtpu", reason="compiles for an absent TPU")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     names: dict[str, object] = {"__name__": "page"}
