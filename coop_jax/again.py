@@ -138,27 +138,22 @@ def _plain(program: BeingLowered, device: str, options: dict[str, Any] | None) -
     )
 
 
-def written_bytes(program: BeingLowered, device: str) -> int:
-    """Bytes in total of the program with the plans that are written in it, and no more; 0 where unknown.
-
-    Args:
-        device: name of the cost model.
-    """
-    unlimited = str(xla.UNLIMITED_BYTES)
-    record = Record(budget=unlimited, budget_bytes=xla.UNLIMITED_BYTES, planner="auto", device_name=device)
-    found = variant(program, Wish(), record, skip=lambda _: False)
+def written_bytes(program: BeingLowered) -> int:
+    """Bytes in total of the program with the plans that are written in it, and no more; 0 where unknown."""
+    found = variant(program, Wish(), None, skip=lambda _: False)
     if found is None or found.record.hlo is None:
         return 0
     return found.record.hlo.fixed_bytes + found.record.hlo.before_temp_bytes
 
 
 def variant(
-    program: BeingLowered, asked: Wish, plain_record: Record, *, skip: Callable[[Record], bool]
+    program: BeingLowered, asked: Wish, plain_record: Record | None, *, skip: Callable[[Record], bool]
 ) -> Variant | None:
     """The program as it is with a wish, compiled as far as XLA's schedule; None where it cannot be had.
 
     Args:
-        plain_record: the record of the program without `coop.remat`, which has no mark.
+        plain_record: the record of the program without `coop.remat`, which has no mark; None where that is
+            not what is wished for.
         skip: says of a record that what the jaxpr stage did need not be looked at.
     """
     lowered = _lowered(program, asked)

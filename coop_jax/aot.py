@@ -115,6 +115,12 @@ def kernels_ns(compiled: Any, device: DeviceModel) -> int:
     return program_cost_ns(proto.parse(final_module(compiled)), device)
 
 
+def inner_compiled(given: Any) -> Any:
+    """The program that JAX compiled, within what `nnx.jit(f).lower(...).compile()` and Equinox's return."""
+    inner = getattr(given, "compiled", None)
+    return inner if isinstance(inner, jax.stages.Compiled) else given
+
+
 def final_module(compiled: Any) -> bytes:
     """The HloModuleProto that a compiled program runs, serialized."""
     return bytes(compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())

@@ -79,7 +79,7 @@ def baseline(
             'from here to take a fraction of it. Give bytes per device, such as "8GiB".'
         )
     of_part = _of_a_part(part, facts, request)
-    written_bytes = 0 if program is None or of_part.compiled else again.written_bytes(program, device.name)
+    written_bytes = 0 if program is None or of_part.compiled else again.written_bytes(program)
     return (
         of_part
         if written_bytes <= of_part.total_bytes

@@ -15,7 +15,7 @@ from coop_jax.planning import compile_within
 from coop_jax.progress import progress
 from coop_jax.report import report
 from coop_jax.saving import save
-from coop_jax.screen import Block, Heading, Lines, Table, as_html, as_text
+from coop_jax.screen import Block, Heading, Lines, Printable, Table
 from coop_jax.text import format_bytes, format_ns
 
 _PART_FOR_LEAST = 3
@@ -54,7 +54,7 @@ class Rival:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pareto:
+class Pareto(Printable):
     """Overhead against budget. Bytes are XLA's; costs are estimates, not measured times.
 
     Attributes:
@@ -102,12 +102,6 @@ class Pareto:
     def to_dict(self) -> dict[str, Any]:
         """Every field by name, in JSON types."""
         return dataclasses.asdict(self)
-
-    def __str__(self) -> str:
-        return as_text(self.blocks())
-
-    def _repr_html_(self) -> str:
-        return as_html(self.blocks())
 
     def save(self, path: str | Path) -> None:
         """Write it to a file whose ending says how: .png or .svg (the curve), .html, .json, .txt.

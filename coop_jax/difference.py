@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coop_jax.report import Report
-from coop_jax.screen import Block, Heading, Lines, Table, as_html, as_text
+from coop_jax.screen import Block, Heading, Lines, Printable, Table
 from coop_jax.text import format_bytes, format_ns
 
 _SHOWN = 12
@@ -23,7 +23,7 @@ _BYTES = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class Difference(Printable):
     """Two reports, side by side.
 
     Attributes:
@@ -85,12 +85,6 @@ class Difference:
     def to_dict(self) -> dict[str, Any]:
         """Both reports, in JSON types."""
         return dataclasses.asdict(self)
-
-    def __str__(self) -> str:
-        return as_text(self.blocks())
-
-    def _repr_html_(self) -> str:
-        return as_html(self.blocks())
 
 
 def _signed(nbytes: int) -> str:

@@ -17,7 +17,7 @@ from coop_jax.planning import MinimumBudget, compile_within, minimum_budget
 from coop_jax.progress import progress
 from coop_jax.report import Report, report
 from coop_jax.saving import save
-from coop_jax.screen import Block, Heading, Lines, as_html, as_text
+from coop_jax.screen import Block, Heading, Lines, Printable
 from coop_jax.tables import memory_blocks
 from coop_jax.text import format_bytes, format_ns
 from passes.cost import DEVICES, DeviceModel
@@ -38,7 +38,7 @@ class Donation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
+class Explanation(Printable):
     """A program's memory without a budget, and what could be had.
 
     Attributes:
@@ -93,12 +93,6 @@ class Explanation:
             "half": None if self.half is None else self.half.to_dict(),
             "half_refused": self.half_refused,
         }
-
-    def __str__(self) -> str:
-        return as_text(self.blocks())
-
-    def _repr_html_(self) -> str:
-        return as_html(self.blocks())
 
     def save(self, path: str | Path) -> None:
         """Write it to a file whose ending says how: .png or .svg (a picture), .html (a page), .json, .txt.

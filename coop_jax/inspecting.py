@@ -94,8 +94,7 @@ def inspect(source: Any, *, platform: str | None = None, module: str | None = No
 
 def open_compiled(compiled: Any) -> Opened:
     """Read a compiled program of this process."""
-    inner = getattr(compiled, "compiled", None)
-    compiled = inner if isinstance(inner, jax.stages.Compiled) else compiled
+    compiled = aot.inner_compiled(compiled)
     if not hasattr(compiled, "memory_analysis"):
         raise UnsupportedError(
             f"a {type(compiled).__name__} is no compiled program: give jax.jit(f).lower(*args).compile(), "

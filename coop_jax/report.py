@@ -11,13 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from coop_jax import aot, xla
 from coop_jax.addresses import address_view
 from coop_jax.errors import BudgetExceededError, UnsupportedError
 from coop_jax.pinning import PinOutcome, outcome_of
-from coop_jax.screen import Block, Lines, Table, as_html
+from coop_jax.screen import Block, Lines, Printable, Table
 from coop_jax.text import format_bytes, format_ns, format_table
 from passes.backend import BACKENDS
 from passes.ir import Status
@@ -30,7 +28,7 @@ Offsets = dict[str, int | bool | str | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class Report(Printable):
     """A compiled program and its budget. All bytes are per device and of the whole program.
 
     Attributes:
@@ -151,9 +149,6 @@ class Report:
             blocks.append(Table(header=header, rows=tuple(_grouped(self.recomputed))))
         return blocks
 
-    def _repr_html_(self) -> str:
-        return as_html(self.blocks())
-
     def _byte_rows(self) -> list[tuple[str, str, str, str]]:
         rows = (
             (f"without rematerialization ({self.baseline})", self.baseline_total_bytes),
@@ -201,9 +196,7 @@ def report(compiled: Any) -> Report:
         UnsupportedError: the program contains no such function.
         BudgetExceededError: XLA's count is above the budget.
     """
-    # What `nnx.jit(f).lower(...).compile()` and Equinox's return holds the program that JAX compiled.
-    inner = getattr(compiled, "compiled", None)
-    compiled = inner if isinstance(inner, jax.stages.Compiled) else compiled
+    compiled = aot.inner_compiled(compiled)
     if not hasattr(compiled, "memory_analysis"):
         raise UnsupportedError(
             f"`compiled` is a {type(compiled).__name__}; a report needs a compiled program: "

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from coop_jax.errors import UnsupportedError
-from coop_jax.screen import Block, as_text
+from coop_jax.screen import Block, Printable
 from passes.memory_map import MemoryMap
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -17,7 +17,7 @@ ENDINGS = (*PICTURES, ".html", ".json", ".txt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
+class Shown(Printable):
     """Something with blocks and fields, to be printed or saved."""
 
     found: tuple[Block, ...]
@@ -30,9 +30,6 @@ class Shown:
     def to_dict(self) -> Mapping[str, Any]:
         """In JSON types."""
         return self.fields
-
-    def __str__(self) -> str:
-        return as_text(self.found)
 
 
 def save(

@@ -49,6 +49,22 @@ class Table:
 Block = Heading | Lines | Table
 
 
+class Printable:
+    """What is shown as blocks: as text, and as HTML in a notebook."""
+
+    __slots__ = ()
+
+    def blocks(self) -> list[Block]:
+        """What is shown."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return as_text(self.blocks())
+
+    def _repr_html_(self) -> str:
+        return as_html(self.blocks())
+
+
 def as_text(blocks: Sequence[Block], *, width: int = WIDTH) -> str:
     """Blocks as plain text of at most `width` columns."""
     return "\n".join(line for block in blocks for line in _text_lines(block, width))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from coop_jax.screen import Block, Heading, Lines, Table, sparkline
 from coop_jax.text import format_bytes
-from passes.memory_map import PACKING, MemoryMap, Row, Value, kind_of, scope_of, source_of, why
+from passes.memory_map import PACKING, MemoryMap, Row, Value, kind_of, scope_of, source_of
 
 
 def memory_blocks(memory: MemoryMap, *, top: int = 8) -> list[Block]:
@@ -84,17 +84,3 @@ def largest(memory: MemoryMap, top: int) -> Table:
 def place_of(value: Value) -> str:
     """A value's source line with the last part of its path."""
     return value.source.rpartition("/")[2]
-
-
-def value_lines(value: Value) -> tuple[str, ...]:
-    """All that is known of one value, line by line."""
-    at = (
-        ""
-        if value.offset is None
-        else f", bytes {value.offset} to {value.offset + value.nbytes} of the temporaries"
-    )
-    return (
-        f"{value.op} ({value.name}): {value.shape}, {format_bytes(value.nbytes)}{at}",
-        f"steps {value.start + 1} to {value.stop}: {why(value)}",
-        " ".join(part for part in (value.source, value.scope) if part),
-    )

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from passes.hlo import graph
 from passes.hlo.assign import HOST, Assigner
 from passes.hlo.assignment import Address, Assignment, Name
 from passes.hlo.dataflow import Position
@@ -311,8 +310,3 @@ def shape_text(shape: Shape) -> str:
         parts = [shape_text(part) for part in shape.parts[:4]] + (["..."] if len(shape.parts) > 4 else [])
         return f"({', '.join(parts)})"
     return f"{_ELEMENTS.get(shape.element, 'opaque')}[{','.join(map(str, shape.dims))}]"
-
-
-def map_of_module(module: Any, platform: str, *, old_rules: bool = False) -> MemoryMap:
-    """The memory of a parsed HloModuleProto with a schedule, as predicted; see `describe`."""
-    return describe(Assigner(graph.read(module), platform, old_rules=old_rules))
