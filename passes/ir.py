@@ -17,6 +17,7 @@ copy      one run's instance of a buffer. A use is served by the latest earlier 
           producer; a copy lives until the last use that it serves.
 slot      the place just before the first run of op `j` (slot `j`); re-runs live in slots.
 live      bytes of all copies that are alive at a step.
+page      a copy that leaves for the host's memory and comes back: its bytes are free in between.
 peak      the largest live bytes over all steps; `passes.simulate` holds its one definition.
 budget    the bytes that the peak must not exceed.
 
@@ -257,6 +258,29 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """A copy of a buffer that is sent to the host and brought back.
+
+    Every index is a place in `Plan.steps`; "before step i" is the moment just before that step runs.
+    The copy's device bytes are free from `out_done` to `in_start`. Pages of the same copy share one
+    copy on the host, which is written once, and lives until the last of them is back.
+
+    Attributes:
+        buffer: what is sent.
+        run: the step that wrote the copy; None for an argument. The copy to the host starts after it.
+        out_done: before this step the copy has arrived, and the bytes on the device are free.
+        in_start: before this step bytes on the device are taken again, and the copy back starts.
+        in_done: before this step it is back: uses from here on are served by it.
+    """
+
+    buffer: BufferId
+    run: int | None
+    out_done: int
+    in_start: int
+    in_done: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """A schedule with re-runs, and what is known about it.
 
@@ -270,6 +294,7 @@ class Plan:
         planner: which planner made it.
         seconds: wall time of planning.
         offsets: for every step, the byte offset of each output of that run; empty if not placed.
+        pages: copies that wait on the host.
     """
 
     steps: tuple[OpId, ...]
@@ -281,6 +306,7 @@ class Plan:
     planner: str
     seconds: float
     offsets: tuple[tuple[int, ...], ...] = ()
+    pages: tuple[Page, ...] = ()
 
     def reruns(self) -> tuple[int, ...]:
         """Indices into `steps` that are re-runs."""
