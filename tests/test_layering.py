@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-
-import pytest
 
 from passes.backend import BACKENDS
 
@@ -74,27 +73,39 @@ def refused(path: str, module: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name)
-def test_imports_follow_the_arrows(path: Path) -> None:
-    found = [
-        f"{module}: {why}"
-        for module, _ in imports(ast.parse(path.read_text()))
-        if (why := refused(name(path), module))
-    ]
-    assert not found
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    """A file's syntax tree, parsed once."""
+    return ast.parse(path.read_text())
 
 
-@pytest.mark.parametrize("path", PRODUCT, ids=name)
-def test_the_solver_is_imported_by_planners_only(path: Path) -> None:
-    if name(path).startswith("passes/planners/"):
-        return
-    assert "ortools" not in [module.split(".")[0] for module, _ in imports(ast.parse(path.read_text()))]
+def offenders(paths: Iterable[Path], against: Callable[[Path], Iterable[str]]) -> list[str]:
+    """`path: what` of all that a rule finds: the message of the test that holds the rule."""
+    return [f"{name(path)}: {what}" for path in paths for what in against(path)]
 
 
-@pytest.mark.parametrize("path", PRODUCT, ids=name)
-def test_private_jax_is_named_in_one_place(path: Path) -> None:
-    if name(path) != PRIVATE_JAX:
-        assert not re.search(r"jax\._src|jaxlib\._", path.read_text())
+def test_imports_follow_the_arrows() -> None:
+    def against(path: Path) -> list[str]:
+        return [
+            f"{module}: {why}" for module, _ in imports(tree_of(path)) if (why := refused(name(path), module))
+        ]
+
+    assert offenders(SOURCES, against) == []
+
+
+def test_the_solver_is_imported_by_planners_only() -> None:
+    def against(path: Path) -> list[str]:
+        modules = [module for module, _ in imports(tree_of(path)) if module.split(".")[0] == "ortools"]
+        return [] if name(path).startswith("passes/planners/") else modules
+
+    assert offenders(PRODUCT, against) == []
+
+
+def test_private_jax_is_named_in_one_place() -> None:
+    def against(path: Path) -> list[str]:
+        return [] if name(path) == PRIVATE_JAX else re.findall(r"jax\._src|jaxlib\._", path.read_text())
+
+    assert offenders(PRODUCT, against) == []
 
 
 def platform_comparisons(tree: ast.Module) -> list[int]:
@@ -113,14 +124,19 @@ def platform_comparisons(tree: ast.Module) -> list[int]:
 
 
 def test_no_platform_is_asked_for_by_name_but_in_its_backend() -> None:
-    found = {name(path): platform_comparisons(ast.parse(path.read_text())) for path in PRODUCT}
-    assert not {path: lines for path, lines in found.items() if lines}
+    def against(path: Path) -> list[str]:
+        return [f"line {line}" for line in platform_comparisons(tree_of(path))]
+
+    assert offenders(PRODUCT, against) == []
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name)
-def test_files_are_short(path: Path) -> None:
-    most = MOST_COMPAT_LINES if name(path) == PRIVATE_JAX else MOST_LINES
-    assert len(path.read_text().splitlines()) <= most
+def test_files_are_short() -> None:
+    def against(path: Path) -> list[str]:
+        most = MOST_COMPAT_LINES if name(path) == PRIVATE_JAX else MOST_LINES
+        n = len(path.read_text().splitlines())
+        return [f"{n} lines, at most {most}"] if n > most else []
+
+    assert offenders(SOURCES, against) == []
 
 
 def public_without_docstring(tree: ast.Module) -> list[str]:
@@ -143,18 +159,20 @@ def public_without_docstring(tree: ast.Module) -> list[str]:
     return missing
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name)
-def test_public_names_have_docstrings(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    assert not public_without_docstring(tree)
-    if path.read_text().strip():
-        assert ast.get_docstring(tree), "a file's head says what it does"
+def test_public_names_have_docstrings() -> None:
+    def against(path: Path) -> list[str]:
+        tree = tree_of(path)
+        missing = public_without_docstring(tree)
+        headless = path.read_text().strip() and not ast.get_docstring(tree)
+        return [*missing, "its head says nothing"] if headless else missing
+
+    assert offenders(SOURCES, against) == []
 
 
-@pytest.mark.parametrize("path", PRODUCT, ids=name)
-def test_dataclasses_are_slotted(path: Path) -> None:
+def loose_dataclasses(tree: ast.Module) -> list[str]:
+    """Public dataclasses without `slots`."""
     loose = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree):
         if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
             continue
         for decorator in node.decorator_list:
@@ -164,7 +182,11 @@ def test_dataclasses_are_slotted(path: Path) -> None:
             given = {k.arg for k in decorator.keywords} if isinstance(decorator, ast.Call) else set()
             if "slots" not in given:
                 loose.append(node.name)
-    assert not loose
+    return loose
+
+
+def test_dataclasses_are_slotted() -> None:
+    assert offenders(PRODUCT, lambda path: loose_dataclasses(tree_of(path))) == []
 
 
 def test_every_public_name_is_exported_and_documented() -> None:
@@ -186,3 +208,6 @@ def test_the_checks_can_fail() -> None:
     assert list(imports(tree)) == [("jax", True)]
     asked = ast.parse("p == 'cpu'\nq in ('tpu', 'x')\nr != CUDA.name\ns == 'c'\nBACKENDS['cpu']")
     assert platform_comparisons(asked) == [1, 2, 3]
+    loose = ast.parse("@dataclass(frozen=True)\nclass A: pass\n@dataclass(slots=True)\nclass B: pass")
+    assert loose_dataclasses(loose) == ["A"]
+    assert offenders(SOURCES[:2], lambda path: ["x"]) == [f"{name(path)}: x" for path in SOURCES[:2]]
