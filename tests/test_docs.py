@@ -21,7 +21,8 @@ import coop_jax as coop
 from coop_cli import main
 from coop_jax import errors
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
 PAGES = sorted(p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md") if "_build" not in p.parts)
 BLOCK = re.compile(
     r"^(?P<indent> *)```(?P<kind>\{code-block\} python|python|console)\n(?P<body>.*?)^ *```$",
@@ -113,6 +114,16 @@ def test_links_between_pages_lead_somewhere() -> None:
     for page in PAGES:
         for link in re.findall(r"\]\(([^)#]+\.md)", (DOCS / page).read_text()):
             assert (DOCS / page).parent.joinpath(link).is_file(), f"{page}: {link}"
+
+
+def test_every_file_that_is_named_is_there() -> None:
+    for page in ("docs/architecture.md", "CONTRIBUTING.md", "README.md"):
+        named = re.findall(
+            r"`((?:passes|coop_jax|coop_cli|tests|benchmarks|examples|docs)/[\w/.*-]+)`",
+            (ROOT / page).read_text(),
+        )
+        missing = [path for path in named if "NAME" not in path and not (ROOT / path.rstrip("/")).exists()]
+        assert missing == [], page
 
 
 def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
