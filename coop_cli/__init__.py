@@ -137,8 +137,10 @@ def _add_pareto(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="another function of the module, beside it",
+        help="another function of the module, beside it (default: its layers under jax.checkpoint, where it "
+        "has some)",
     )
+    command.add_argument("--no-rivals", action="store_true", help="compile nothing but the budgets")
 
 
 def _add_report(command: argparse.ArgumentParser) -> None:

@@ -261,6 +261,25 @@ def lower_for(
         return jitted.lower(*placed, **sharded_specs(dict(kwargs or {}), where))
 
 
+def donated(
+    fn: Callable[..., Any],
+    specs: Sequence[Any],
+    *,
+    donate_argnums: int | Sequence[int] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    static_argnums: Sequence[int] = (),
+) -> tuple[int, ...]:
+    """Places of the arguments that are donated: by `donate_argnums`, or by `fn`, if `jax.jit` made that."""
+    asked = {donate_argnums} if isinstance(donate_argnums, int) else {*donate_argnums}
+    if not isinstance(fn, jax.stages.Wrapped) or not hasattr(fn, "trace"):
+        return tuple(sorted(asked))
+    static = {n % len(specs) for n in static_argnums} if specs else set()
+    places = [n for n in range(len(specs)) if n not in static]
+    given = [jax.tree.leaves(info) for info in fn.trace(*specs, **(kwargs or {})).args_info[0]]
+    own = {n for n, leaves in zip(places, given, strict=True) if any(leaf.donated for leaf in leaves)}
+    return tuple(sorted(asked | own))
+
+
 def _told_to_kernels(device: Any) -> Any:
     """A context in which Pallas, which writes its kernels when they are lowered, finds an absent device.
 

@@ -13,11 +13,12 @@ from typing import Any
 from coop_jax import doctor
 from coop_jax.curve import pareto
 from coop_jax.difference import difference
-from coop_jax.explaining import Plain, compile_plain, explain
+from coop_jax.explaining import compile_plain, explain, report_beside
 from coop_jax.inspecting import Opened, SimulatedPoint, inspect, open_path, simulated_curve
 from coop_jax.pack import read_text
 from coop_jax.planning import compile_within
 from coop_jax.programs import NamedProgram, load, of_user
+from coop_jax.progress import progress
 from coop_jax.report import Report, report
 from coop_jax.saving import ENDINGS, Shown, save
 from coop_jax.screen import Block, Heading, Lines, Table, as_text, print_blocks
@@ -73,7 +74,8 @@ def _pareto(arguments: argparse.Namespace) -> int:
     if not 1 <= arguments.budgets <= _MOST_BUDGETS:
         raise InputError(f"--budgets is {arguments.budgets}; give a number from 1 to {_MOST_BUDGETS}")
     place = arguments.target.rpartition(":")[0]
-    rivals = {name: load(f"{place}:{name}", []).function for name in arguments.rival}
+    named = {name: load(f"{place}:{name}", []).function for name in arguments.rival}
+    rivals = named if named or arguments.no_rivals else None
     with of_user(arguments.target):
         found = pareto(program.function, *program.specs, budgets=arguments.budgets, rivals=rivals, **options)
     return _give(arguments, found, found.save)
@@ -81,25 +83,22 @@ def _pareto(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     program, options = _program(arguments)
-    with of_user(arguments.target):
-        compiled = compile_within(
-            program.function,
-            *program.specs,
-            budget=_budget(arguments.budget),
-            planner=arguments.planner,
-            **options,
-        )
-    found = report(compiled)
-
-    def plain() -> Plain:
-        return compile_plain(program.function, program.specs, static_argnums=(), kwargs=None, **options)
+    drawn = arguments.out is not None and arguments.out.suffix not in (".json", ".txt")
+    asked = {"budget": _budget(arguments.budget), "planner": arguments.planner, **options}
+    with of_user(arguments.target), progress() as tell:
+        tell("compiling it within the budget")
+        compiled = compile_within(program.function, *program.specs, **asked)
+        if not drawn:
+            return _give(arguments, found := report(compiled), lambda path: save(found, path))
+        tell("compiling the program as it is, for the picture")
+        plain = compile_plain(program.function, program.specs, static_argnums=(), kwargs=None, **options)
+    shown = report_beside(compiled, plain)
 
     def write(path: Path) -> None:
-        drawn = path.suffix not in (".json", ".txt")
-        maps = [inspect(plain().compiled), inspect(compiled)] if drawn else []
-        save(found, path, maps=maps, titles=("as it is", "within budget"), budget_bytes=found.budget_bytes)
+        maps = [inspect(plain.compiled), inspect(compiled)]
+        save(shown, path, maps=maps, titles=("as it is", "within budget"), budget_bytes=shown.budget_bytes)
 
-    return _give(arguments, found, write)
+    return _give(arguments, shown, write)
 
 
 def _budget(text: str) -> Any:

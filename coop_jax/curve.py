@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from coop_jax import aot
+from coop_jax.budget import Budget
 from coop_jax.errors import CoopError, InfeasibleBudgetError
 from coop_jax.explaining import Plain, compile_plain
 from coop_jax.planning import compile_within
 from coop_jax.progress import progress
 from coop_jax.report import report
+from coop_jax.rivals import natural_rivals
 from coop_jax.saving import save
 from coop_jax.screen import Block, Heading, Lines, Printable, Table
 from coop_jax.text import format_bytes, format_ns
@@ -123,7 +125,7 @@ def _ns(cost_ns: int | None) -> str:
 def pareto(
     fn: Callable[..., Any],
     *specs: Any,
-    budgets: int | Sequence[Any] = 12,
+    budgets: int | Sequence[int | float | str] = 12,
     device: str | aot.Target | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: Sequence[int] = (),
@@ -136,25 +138,29 @@ def pareto(
         fn: the function, not decorated: a whole step, with its gradient taken inside.
         specs: its positional arguments, as arrays or `jax.ShapeDtypeStruct` objects.
         budgets: how many, a third of them to find the least one, the others from that to what the plain
-            program needs; or the budgets themselves, in bytes.
+            program needs; or the budgets themselves: bytes, sizes such as "8GiB", fractions of what the plain
+            program needs.
         device: such as "h200"; None means the default device of this process.
         donate_argnums, static_argnums: as in `jax.jit`.
         kwargs: keyword arguments of `fn`.
-        rivals: other ways to write `fn`, by name, such as one whose layers are under `jax.checkpoint`.
+        rivals: other ways to write `fn`, by name. None looks for natural blocks, scans' bodies and layers
+            that repeat, and compiles them under three policies of `jax.checkpoint`; {} compiles no rival.
 
     Raises:
         UnsupportedError: the device is not known, or its compiler is not installed.
+        BudgetError: one of `budgets` is none, or a share of the device's memory.
     """
-    options = {
-        "device": device, "donate_argnums": donate_argnums, "static_argnums": tuple(static_argnums),
-        "kwargs": kwargs,
-    }  # fmt: skip
+    static = tuple(static_argnums)
+    donate = aot.donated(fn, specs, donate_argnums=donate_argnums, kwargs=kwargs, static_argnums=static)
+    options = {"device": device, "donate_argnums": donate, "static_argnums": static, "kwargs": kwargs}
     with progress() as tell:
         tell("compiling the program as it is")
         plain = compile_plain(fn, specs, **options)
         total, plain_ns = aot.memory(plain.compiled).total_bytes, plain.cost_ns
         others = []
-        for name, other in (rivals or {}).items():
+        if rivals is None:
+            rivals = natural_rivals(fn, specs, static_argnums=static_argnums, kwargs=kwargs)
+        for name, other in rivals.items():
             tell(f"compiling {name}")
             others.append(_rival(name, compile_plain(other, specs, **options), plain_ns))
         search = _Search(
@@ -166,7 +172,7 @@ def pareto(
             least = search.descend(_least(fn, specs, options))
             budgets = _spread(least, total, budgets - len(search.points))
         for budget in budgets:
-            search.look(budget)
+            search.look(_resolved(budget, total))
     points = sorted(search.points, key=lambda p: p.budget_bytes)
     met = [p.budget_bytes for p in points if p.total_bytes is not None]
     return Pareto(
@@ -190,9 +196,9 @@ class _Search:
         self.fn, self.specs, self.options, self.plain, self.tell, self.n = fn, specs, options, plain, tell, n
         self.points: list[ParetoPoint] = []
 
-    def look(self, budget: Any) -> ParetoPoint:
+    def look(self, budget: int) -> ParetoPoint:
         """Compile within a budget."""
-        shown = format_bytes(budget, exact=False) if isinstance(budget, int) else budget
+        shown = format_bytes(budget, exact=False)
         self.tell(f"budget {len(self.points) + 1} of {self.n}: {shown}")
         point = _point(self.fn, self.specs, budget, self.options, self.plain)
         self.points.append(point)
@@ -240,7 +246,16 @@ def _rival(name: str, made: Plain, plain_ns: int) -> Rival:
     )  # fmt: skip
 
 
-def _point(fn: Any, specs: Sequence[Any], budget: Any, options: dict[str, Any], plain: Plain) -> ParetoPoint:
+def _resolved(budget: int | float | str, plain_bytes: int) -> int:
+    """A budget in bytes; a fraction is one of what the plain program needs.
+
+    Raises:
+        BudgetError: it is none of these.
+    """
+    return Budget.of(budget).resolve(device_bytes=None, baseline_bytes=lambda: plain_bytes)
+
+
+def _point(fn: Any, specs: Sequence[Any], budget: int, options: dict[str, Any], plain: Plain) -> ParetoPoint:
     try:
         compiled = compile_within(fn, *specs, budget=budget, **options)
     except CoopError as error:

@@ -182,9 +182,10 @@ def compile_plain(
     kwargs: Mapping[str, Any] | None,
 ) -> Plain:
     """Compile a function without a budget; arguments are those of `explain`."""
-    jitted = fn
-    if not hasattr(fn, "lower"):
-        jitted = jax.jit(fn, donate_argnums=donate_argnums, static_argnums=tuple(static_argnums) or None)
+    static, jitted = tuple(static_argnums), fn
+    donate = aot.donated(fn, specs, donate_argnums=donate_argnums, kwargs=kwargs, static_argnums=static)
+    if not hasattr(fn, "lower") or donate != aot.donated(fn, specs, kwargs=kwargs, static_argnums=static):
+        jitted = jax.jit(fn, donate_argnums=donate, static_argnums=static or None)
     lowered = aot.lower_for(jitted, specs, device=device, kwargs=kwargs, static_argnums=static_argnums)
     if device is None:
         where = jax.local_devices()[0]
@@ -192,6 +193,17 @@ def compile_plain(
     else:
         model = DEVICES[device if isinstance(device, str) else device.name]
     return Plain(lowered=lowered, compiled=lowered.compile(), device=model)
+
+
+def report_beside(compiled: Any, plain: Plain) -> Report:
+    """The report of a compiled program whose plain form was compiled as well."""
+    return dataclasses.replace(
+        report(compiled),
+        baseline_total_bytes=aot.memory(plain.compiled).total_bytes,
+        baseline_compiled=True,
+        baseline_cost_ns=plain.cost_ns,
+        compiled_cost_ns=aot.kernels_ns(compiled, plain.device),
+    )
 
 
 def _with_budgets(
@@ -211,13 +223,7 @@ def _with_budgets(
         tell("looking at the least budget that was found")
         return dataclasses.replace(refused, least=_least_of(error, fn, specs, options))
     else:
-        half = dataclasses.replace(
-            report(compiled),
-            baseline_total_bytes=total,
-            baseline_compiled=True,
-            baseline_cost_ns=plain.cost_ns,
-            compiled_cost_ns=aot.kernels_ns(compiled, plain.device),
-        )
+        half = report_beside(compiled, plain)
         found = dataclasses.replace(found, half=half, planned=inspect(compiled))
     tell("looking for the least budget")
     try:

@@ -82,7 +82,8 @@ def plan(
     """Compile a function within a budget, perhaps for a device that is not here, and report.
 
     Args:
-        fn: the function, not yet decorated: the gradient is taken inside it.
+        fn: the function, not yet decorated: the gradient is taken inside it. What the result of `jax.jit`
+            donates is donated.
         specs: its positional arguments, as arrays or `jax.ShapeDtypeStruct` objects.
         budget: every form of `coop.remat`'s budget.
         device: such as "h200", "v5e" or "v6e:2x4"; None means the default device of this process.
@@ -115,8 +116,9 @@ def compile_within(
     """The compiled program that `plan` reports on; arguments and errors are `plan`'s."""
     static = tuple(static_argnums)
     name = _cost_model(device)
+    donate = aot.donated(fn, specs, donate_argnums=donate_argnums, kwargs=kwargs, static_argnums=static)
     limited = remat(fn, budget=budget, static_argnums=static, device=name, **options)
-    jitted = jax.jit(limited, donate_argnums=donate_argnums, static_argnums=static or None)
+    jitted = jax.jit(limited, donate_argnums=donate, static_argnums=static or None)
     lowered = aot.lower_for(jitted, specs, device=device, kwargs=kwargs, static_argnums=static)
     return _compile(lowered)
 

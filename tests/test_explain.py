@@ -44,7 +44,7 @@ def explained() -> coop.Explanation:
 
 @functools.cache
 def curve() -> coop.Pareto:
-    return coop.pareto(step, WS[:8], X, budgets=3, rivals={"checkpoint": by_hand})
+    return coop.pareto(step, WS[:5], X, budgets=3, rivals={"checkpoint": by_hand})
 
 
 def test_explain_says_what_could_be_had() -> None:
@@ -68,6 +68,19 @@ def test_what_is_donated_already_is_not_advised() -> None:
     assert found.donations == ()
     assert found.least is None
     assert "what could be had" not in str(found)
+
+
+def test_what_a_jitted_function_donates_is_donated_in_every_compile() -> None:
+    jitted = jax.jit(step, donate_argnums=0)
+    nbytes = 4 * 32 * 32 * 4
+    found = coop.explain(jitted, WS[:4], X, budgets=False)
+    assert found.donations == ()
+    assert found.memory.alias_bytes == nbytes
+    assert coop.plan(jitted, WS[:4], X, budget="1GiB").alias_bytes == nbytes
+    asked = coop.explain(jax.jit(step), WS[:4], X, donate_argnums=0, budgets=False)
+    assert asked.memory.alias_bytes == nbytes
+    curve = coop.pareto(jitted, WS[:4], X, budgets=["1GiB"], rivals={"the same": step})
+    assert (curve.points[0].total_bytes, curve.rivals[0].total_bytes) == (curve.plain_bytes,) * 2
 
 
 def test_pareto_has_the_wall_the_curve_and_the_rivals() -> None:

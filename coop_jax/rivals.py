@@ -1,0 +1,60 @@
+"""What a user would write without a budget: `jax.checkpoint` around a program's natural blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from passes.jaxpr import compat
+from passes.jaxpr.blocks import find_blocks, under_policy
+from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.values import ConstraintUnsupported
+
+POLICIES = ("nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable")
+
+
+def natural_rivals(
+    fn: Callable[..., Any],
+    specs: Sequence[Any],
+    *,
+    static_argnums: Sequence[int] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> dict[str, Callable[..., Any]]:
+    """A function with its natural blocks under policies of `jax.checkpoint` (see `passes.jaxpr.blocks`).
+
+    Args:
+        fn: a whole step, with its gradient taken inside.
+        specs, static_argnums, kwargs: its arguments, as for `coop.pareto`.
+
+    Returns:
+        By what they are called, functions of the same arguments. None where the program repeats nothing, is
+        not differentiated, or has effects; equal programs are there once.
+    """
+    made = jax.make_jaxpr(fn, static_argnums=tuple(static_argnums), return_shape=True)
+    traced, shapes = made(*specs, **(kwargs or {}))
+    closed, tree = inline_calls(traced), jax.tree.structure(shapes)
+    jaxpr, _ = compat.open_jaxpr(closed)
+    blocks = find_blocks(closed)
+    if not blocks or jaxpr.effects:
+        return {}
+    found: dict[str, Callable[..., Any]] = {}
+    for name in POLICIES:
+        try:
+            rewritten = under_policy(closed, blocks, getattr(jax.checkpoint_policies, name))
+        except ConstraintUnsupported:
+            continue
+        if rewritten is not closed:
+            found[f"{blocks}: {name}"] = _function(rewritten, tree, static_argnums)
+    return found
+
+
+def _function(closed: Any, tree: Any, static_argnums: Sequence[int]) -> Callable[..., Any]:
+    static = frozenset(static_argnums)
+
+    def rival(*args: Any, **kwargs: Any) -> Any:
+        dynamic = tuple(a for i, a in enumerate(args) if i not in static)
+        return jax.tree.unflatten(tree, compat.evaluate(closed, jax.tree.leaves((dynamic, kwargs))))
+
+    return rival

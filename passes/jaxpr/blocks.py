@@ -1,0 +1,199 @@
+"""A program's natural blocks, and the program as if `jax.checkpoint` stood around each of them.
+
+Natural blocks are the bodies of scans that a backward pass reads stacks of, and runs of equations that
+repeat: the same primitives on the same shapes, twice or more in a row, as the layers of an unrolled model.
+Names are not asked for, since most programs give none.
+
+    forward    embed | block 1 | block 2 | block 3 | loss       what a block takes in is kept, and what lies
+    backward   ...   | block 3' (block 3 again first) | ...     outside of blocks; inside, what a policy saves
+
+That is written by the means of a user's own constraints (`passes.jaxpr.constraints`): what is kept gets a
+name, and the policy is asked about all else. What the blocks recompute stands behind barriers, as under
+`jax.checkpoint`, but each part just before it is needed. So temporaries are
+about those of one written by hand (compiled: .82 to 1.11 of them, GPTs and MLPs, on a CPU and an H200).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from passes.jaxpr import compat
+from passes.jaxpr.constraints import constrain_program
+from passes.jaxpr.primitives import CONTROL_FLOW, Kind
+from passes.jaxpr.purity import eqn_kind
+from passes.jaxpr.scans import find_pairs
+from passes.jaxpr.values import Constraints
+
+KEPT = "kept outside of blocks"
+# Looking for repeats takes the square of the number of equations; in a longer program nothing is looked for.
+_MOST_EQUATIONS = 20_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """What repeats in the forward pass of a program.
+
+    Attributes:
+        spans: of equations: one block each, in order.
+        scans: lengths of the scans whose bodies are blocks.
+    """
+
+    spans: tuple[range, ...] = ()
+    scans: tuple[int, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.spans or self.scans)
+
+    def __str__(self) -> str:
+        parts = [f"{len(self.spans)} blocks"] if self.spans else []
+        return ", ".join([*parts, *(f"a scan of {length}" for length in self.scans)])
+
+
+def find_blocks(closed: Any) -> Blocks:
+    """The natural blocks of a differentiated program, calls inlined; none where nothing is differentiated."""
+    jaxpr, _ = compat.open_jaxpr(closed)
+    forward = _forward(jaxpr)
+    scans = tuple(
+        pair.length for pair in find_pairs(jaxpr) if pair.first in forward and pair.second not in forward
+    )
+    if scans:
+        return Blocks(scans=scans)
+    places = sorted(forward)
+    number: dict[Any, int] = {}
+    words = np.array([number.setdefault(_word(jaxpr.eqns[i]), len(number)) for i in places])
+    spans = [
+        range(places[span.start], places[span.stop - 1] + 1)
+        for run in _runs(words)
+        for span in _cut(run, [jaxpr.eqns[i] for i in places])
+    ]
+    return Blocks(spans=tuple(s for s in spans if _has_kernel(jaxpr.eqns[i] for i in s if i in forward)))
+
+
+def under_policy(closed: Any, blocks: Blocks, policy: Callable[..., Any]) -> Any:
+    """The program with each of its blocks as under `jax.checkpoint(policy=policy)`; itself if it is so.
+
+    Raises:
+        ConstraintUnsupported: a block holds what cannot be run twice, or the policy offloads.
+    """
+    jaxpr, consts = compat.open_jaxpr(closed)
+    forward, rename = _forward(jaxpr), dict[Any, Any]()
+    kept = _kept(jaxpr, forward, blocks)
+    eqns = []
+    for eqn in jaxpr.eqns:
+        eqns.append(compat.rename_inputs(eqn, rename))
+        for v in (v for v in eqn.outvars if v in kept):
+            rename[v] = compat.fresh_var(v)
+            eqns.append(compat.name_eqn(v, rename[v], KEPT, eqn))
+    outvars = [compat.renamed(v, rename) for v in jaxpr.outvars]
+    named = compat.close_jaxpr(compat.rebuild(jaxpr, eqns=eqns, outvars=outvars), consts)
+    constrained = constrain_program(named, Constraints(save=(KEPT,), policy=policy))
+    return closed if constrained is named else constrained
+
+
+def _forward(jaxpr: Any) -> set[int]:
+    """Places of the equations that a backward pass follows from, less its own."""
+    needed: set[Any] = set()
+    forward: set[int] = set()
+    for i in reversed(range(len(jaxpr.eqns))):
+        eqn = jaxpr.eqns[i]
+        transposed = compat.is_transposed(eqn)
+        if transposed or not needed.isdisjoint(eqn.outvars):
+            needed.update(compat.variables(eqn.invars))
+            if not transposed:
+                forward.add(i)
+    return forward
+
+
+def _word(eqn: Any) -> tuple[Any, ...]:
+    """The same for equations that do the same."""
+    ins = tuple((v.aval.shape, v.aval.dtype) for v in eqn.invars if hasattr(v.aval, "dtype"))
+    return eqn.primitive.name, ins, tuple(getattr(v.aval, "shape", None) for v in eqn.outvars)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """Words that repeat with a period: `words[i] == words[i + period]` while both are in the run."""
+
+    start: int
+    stop: int
+    period: int
+
+    @property
+    def count(self) -> int:
+        return (self.stop - self.start) // self.period
+
+
+def _runs(words: Any, start: int = 0) -> list[_Run]:
+    """Runs that do not overlap, in order; the one that covers most is taken first, then those beside it.
+
+    Args:
+        words: an array of numbers, the same for the same word.
+        start: what is added to places.
+    """
+    best = _longest(words)
+    if best is None:
+        return []
+    after = _runs(words[best.stop :], start + best.stop)
+    moved = _Run(start=start + best.start, stop=start + best.stop, period=best.period)
+    return [*_runs(words[: best.start], start), moved, *after]
+
+
+def _longest(words: Any) -> _Run | None:
+    """The run that covers most words in whole periods; of equals that of the shortest period."""
+    if len(words) > _MOST_EQUATIONS:
+        return None
+    best, covered = None, 0
+    for period in range(1, len(words) // 2 + 1):
+        same = words[:-period] == words[period:]
+        if np.count_nonzero(same) + period <= covered:
+            continue
+        borders = np.flatnonzero(np.diff(same, prepend=False, append=False))
+        for begin, end in zip(borders[::2].tolist(), borders[1::2].tolist(), strict=True):
+            run = _Run(start=begin, stop=end + period, period=period)
+            if run.count > 1 and run.count * period > covered:
+                best, covered = run, run.count * period
+    return best
+
+
+def _cut(run: _Run, eqns: Sequence[Any]) -> list[range]:
+    """The blocks of a run: of all places where they may begin those over whose borders least is carried."""
+    phases = range(run.start, run.stop - run.count * run.period + 1)
+
+    def spans(phase: int) -> list[range]:
+        return [range(phase + n * run.period, phase + (n + 1) * run.period) for n in range(run.count)]
+
+    last_read = {v: i for i, eqn in enumerate(eqns) for v in compat.variables(eqn.invars)}
+
+    def carried(phase: int) -> int:
+        return sum(
+            compat.aval_nbytes(v.aval)
+            for span in spans(phase)
+            for i in span
+            for v in eqns[i].outvars
+            if last_read.get(v, -1) >= span.stop
+        )
+
+    return spans(min(phases, key=carried))
+
+
+def _has_kernel(eqns: Iterable[Any]) -> bool:
+    return any(eqn_kind(eqn) not in (Kind.FUSIBLE, Kind.VIEW, Kind.BARRIER) for eqn in eqns)
+
+
+def _kept(jaxpr: Any, forward: set[int], blocks: Blocks) -> set[Any]:
+    """What is made in the forward pass outside of blocks, and what blocks make for what comes after them."""
+    block_of = {i: n for n, span in enumerate(blocks.spans) for i in span}
+    makers = {v: i for i in forward for v in jaxpr.eqns[i].outvars}
+    # No policy is asked about control flow, and stacks must be seen to be a scan's.
+    loose = {i for i in forward - block_of.keys() if jaxpr.eqns[i].primitive.name not in CONTROL_FLOW}
+    kept = {v for v, i in makers.items() if i in loose}
+    for i in forward:
+        for v in compat.variables(jaxpr.eqns[i].invars):
+            made = makers.get(v)
+            if made in block_of and block_of[made] != block_of.get(i):
+                kept.add(v)
+    return {v for v in kept if not isinstance(v, compat.DropVar)}
