@@ -16,6 +16,7 @@ from coop_jax import commands
 from coop_jax.budget import parse_bytes
 from coop_jax.errors import CoopError, InfeasibleBudgetError
 from coop_jax.pack import pack_file, read_text
+from coop_jax.progress import on_terminal
 from coop_jax.text import format_bytes, printable
 from passes.checked import InputError, is_whole, whole_of
 from passes.ir import Plan, Program
@@ -32,7 +33,8 @@ NUMBER = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 def run(arguments: argparse.Namespace) -> int:
     """Run a parsed command (see `coop_cli`); returns the exit code."""
     try:
-        return _COMMANDS[arguments.command](arguments)
+        with on_terminal():
+            return _COMMANDS[arguments.command](arguments)
     except BrokenPipeError:
         return 0
     except InfeasibleBudgetError as error:
