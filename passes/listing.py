@@ -1,4 +1,4 @@
-"""Programs and plans as text that a person reads and `read_program` reads back, with the live profile.
+"""Programs and plans as text that a person reads, and `read_program` and `read_plan_text` read back.
 
     program "example", 6 ops, 6 buffers, cost 33
     # live bytes                  op
@@ -29,6 +29,21 @@ _LINE = re.compile(
 )
 _HEAD = re.compile(r"program (?P<name>\"(?:[^\"\\]|\\.)*\"), \d+ ops, (?P<buffers>\d+) buffers, cost \d+")
 _BUFFER = re.compile(r"%(\d+)(?:\[(\d+)\])?")
+_STEPS_A_ROW = 20
+_PLAN = re.compile(
+    r"plan by (?P<planner>\"(?:[^\"\\]|\\.)*\"): (?P<status>[a-z]+), peak (?P<peak>\d+) of (?P<budget>-?\d+) "
+    r"bytes, \d+ steps, \d+ recomputed\n"
+    r"overhead (?P<overhead>\S+), at least (?P<bound>\S+), planned in (?P<seconds>\S+) s(?:\n|$)"
+    r"(?:(?P<pages>\d+) paged, peak on the host (?P<host_peak>\d+) of (?P<host>\d+) bytes, "
+    r"waiting (?P<waiting>\d+) ns)?"
+)
+_STEP = re.compile(r"\s*\d+ \|[^|]*\| [* ] *(?P<op>\d+)  ")
+_STEPS = re.compile(r"(\d+\*?( |$))*")
+_OFFSETS = re.compile(r"at \d+:(?P<offsets>( \d+)*)")
+_PAGE = re.compile(
+    r"page %(?P<buffer>\d+) of step (?P<run>\d+|None): out before (?P<out>\d+), "
+    r"in from (?P<begin>\d+) to (?P<end>\d+)(?:, at (?P<at>\d+))?"
+)
 _PLAIN = re.compile(r"[\w.\-]+")
 
 
@@ -75,37 +90,54 @@ def plan_text(plan: Plan, program: Program | None = None) -> str:
         InputError: the plan is not one of the program's.
     """
     again = frozenset(plan.reruns())
-    head = (
-        f"plan by {plan.planner or 'hand'}: {plan.status}, "
-        f"peak {plan.peak_bytes} of {plan.budget_bytes} bytes, "
-        f"{len(plan.steps)} steps, {len(again)} recomputed, overhead {100 * plan.overhead_ratio:.3f} % "
-        f"(at least {100 * plan.lower_bound_ratio:.3f} %)"
-    )
-    if plan.pages:
-        head += (
-            f"\n{len(plan.pages)} paged, peak on the host {plan.host_peak_bytes} of "
-            f"{plan.host_budget_bytes} bytes, waiting {plan.waiting_ns} ns"
+    head = [
+        f"plan by {json.dumps(plan.planner or 'hand')}: {plan.status}, "
+        f"peak {plan.peak_bytes} of {plan.budget_bytes} bytes, {len(plan.steps)} steps, "
+        f"{len(again)} recomputed",
+        f"overhead {plan.overhead_ratio!r}, at least {plan.lower_bound_ratio!r}, planned in "
+        f"{plan.seconds!r} s",
+    ]
+    if plan.host_budget_bytes or plan.pages:
+        head.append(
+            f"{len(plan.pages)} paged, peak on the host {plan.host_peak_bytes} of {plan.host_budget_bytes} "
+            f"bytes, waiting {plan.waiting_ns} ns"
         )
-    if program is None:
-        steps = [f"{step}*" if i in again else str(step) for i, step in enumerate(plan.steps)]
-        rows = [" ".join(steps[i : i + 20]) for i in range(0, len(steps), 20)]
-        pages = [
-            f"page %{p.buffer} of step {p.run}: out before {p.out_done}, in from {p.in_start} to {p.in_done}"
-            for p in plan.pages
-        ]
-        return "\n".join([head, "steps, recomputed ones with a star", *rows, *pages, ""])
+    rows = _step_rows(plan, again) if program is None else _op_rows(plan, program, again)
+    return "\n".join([*head, *rows, *_offset_rows(plan), *_page_rows(plan), ""])
+
+
+def _step_rows(plan: Plan, again: frozenset[int]) -> list[str]:
+    steps = [f"{step}*" if i in again else str(step) for i, step in enumerate(plan.steps)]
+    rows = [" ".join(steps[i : i + _STEPS_A_ROW]) for i in range(0, len(steps), _STEPS_A_ROW)]
+    return ["steps, recomputed ones with a star", *rows]
+
+
+def _op_rows(plan: Plan, program: Program, again: frozenset[int]) -> list[str]:
     try:
         live = simulate(program, plan.steps, plan.pages).live_bytes.tolist()
     except (ValueError, IndexError) as error:
         raise InputError(f"the plan is not one of this program's: {error}") from error
     width = len(str(max(live, default=0)))
     moves = _moves(program, plan.pages)
-    rows = [
-        f"{i:4} |{_bar(live[i], live)}{live[i]:{width + 1}} | {'*' if i in again else ' '}"
+    return [
+        f"{i:4} |{_bar(live[i], live)}{live[i]:{width + 1}} | {'*' if i in again else ' '}{step:4}  "
         f"{_op_text(program, program.ops[step])}{moves.get(i, '')}"
         for i, step in enumerate(plan.steps)
     ]
-    return "\n".join([head, *rows, ""])
+
+
+def _offset_rows(plan: Plan) -> list[str]:
+    return [f"at {i}: {' '.join(map(str, offsets))}".rstrip() for i, offsets in enumerate(plan.offsets)]
+
+
+def _page_rows(plan: Plan) -> list[str]:
+    rows = [
+        f"page %{p.buffer} of step {p.run}: out before {p.out_done}, in from {p.in_start} to {p.in_done}"
+        for p in plan.pages
+    ]
+    if not plan.page_offsets:
+        return rows
+    return [f"{row}, at {offset}" for row, offset in zip(rows, plan.page_offsets, strict=True)]
 
 
 def _moves(program: Program, pages: Sequence[Page]) -> dict[int, str]:
@@ -168,6 +200,59 @@ def _op_of(op_id: OpId, match: re.Match[str]) -> Op:
         workspace_bytes=next((int(n) for n in after("workspace")), 0),
         name=json.loads(name) if name.startswith('"') else name,
         source=match["source"] or "",
+    )
+
+
+def read_plan_text(text: str) -> Plan:
+    """The plan that `plan_text` wrote, with or without its program.
+
+    Raises:
+        InputError: a line is not one of its lines.
+    """
+    lines = text.rstrip("\n").split("\n")
+    head = _PLAN.match("\n".join(lines[:3]))
+    if head is None:
+        raise InputError("this is no plan as text: it begins with `plan by` and `overhead`")
+    steps: list[OpId] = []
+    offsets: list[tuple[int, ...]] = []
+    pages: list[tuple[Page, str | None]] = []
+    for line in lines[3 if head["pages"] else 2 :]:
+        if match := _PAGE.fullmatch(line):
+            pages.append((_page_of(match), match["at"]))
+        elif match := _OFFSETS.fullmatch(line):
+            offsets.append(tuple(map(int, match["offsets"].split())))
+        elif match := _STEP.match(line):
+            steps.append(OpId(int(match["op"])))
+        elif _STEPS.fullmatch(line):
+            steps += [OpId(int(word.rstrip("*"))) for word in line.split()]
+        elif not line.startswith("steps"):
+            raise InputError(f"this is no step of a plan: {line[:80]!r}")
+    planner = json.loads(head["planner"])
+    return Plan(
+        steps=tuple(steps),
+        peak_bytes=int(head["peak"]),
+        budget_bytes=int(head["budget"]),
+        overhead_ratio=float(head["overhead"]),
+        lower_bound_ratio=float(head["bound"]),
+        status=Status(head["status"]),
+        planner="" if planner == "hand" else planner,
+        seconds=float(head["seconds"]),
+        offsets=tuple(offsets),
+        pages=tuple(page for page, _ in pages),
+        page_offsets=tuple(int(at) for _, at in pages if at is not None),
+        waiting_ns=int(head["waiting"] or 0),
+        host_peak_bytes=int(head["host_peak"] or 0),
+        host_budget_bytes=int(head["host"] or 0),
+    )
+
+
+def _page_of(match: re.Match[str]) -> Page:
+    return Page(
+        buffer=BufferId(int(match["buffer"])),
+        run=None if match["run"] == "None" else int(match["run"]),
+        out_done=int(match["out"]),
+        in_start=int(match["begin"]),
+        in_done=int(match["end"]),
     )
 
 
