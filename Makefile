@@ -42,7 +42,7 @@ $(TPU_STAMP): $(STAMP)
 	@touch $@
 
 test: env $(TPU_STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 gpu:
 	@if [ "$(PY)" = "$(BIN)/python" ]; then $(MAKE) env; fi

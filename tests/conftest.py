@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,20 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
 
 
+# Files whose tests take minutes, the longest first: `make test` gives whole files to its workers in this
+# order, so that no long one is left to one worker at the end.
+LONGEST = (
+    "test_promise", "test_examples", "test_docs", "test_xla_mark", "test_tpu", "test_report", "test_explain",
+    "test_rivals", "test_scan", "test_random_programs", "test_jaxpr_stage", "test_planners", "test_sharded",
+    "test_xla_devices", "test_hlo_heap", "test_as_checkpoint", "test_transformations", "test_derivatives",
+)  # fmt: skip
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip the tests marked `gpu` unless asked for."""
+    """Put long files first, then those of many tests; skip the tests marked `gpu` unless asked for."""
+    counts = Counter(item.path for item in items)
+    rank = {name: n for n, name in enumerate(LONGEST)}
+    items.sort(key=lambda i: (rank.get(i.path.stem, len(rank)), -counts[i.path], i.path))
     if config.getoption("--gpu"):
         return
     skip = pytest.mark.skip(reason="needs a real GPU: pytest --gpu")

@@ -16,13 +16,32 @@ import pytest
 import coop_jax as coop
 from examples import demo, equinox_model, flax_optax, microbatches, out_of_memory
 from examples.compare import compare, show
-from examples.models import GPTConfig, adam_init, adam_step, gpt, sgd_step
-from tests.models import SMALL
+from examples.models import (
+    ConvConfig,
+    GPTConfig,
+    LSTMConfig,
+    MLPConfig,
+    adam_init,
+    adam_step,
+    convnet,
+    gpt,
+    lstm,
+    mlp,
+    sgd_step,
+)
 
 
-@pytest.mark.parametrize("name", SMALL)
+SMALLEST = {
+    "gpt": gpt.problem(GPTConfig(layers=1, width=32, heads=2, seq=16, batch=4, vocab=64)),
+    "mlp": mlp.problem(MLPConfig(layers=3, width=32, batch=64, classes=16)),
+    "conv": convnet.problem(ConvConfig(stages=2, depth=1, channels=4, image=8, batch=8)),
+    "lstm": lstm.problem(LSTMConfig(steps=3, width=16, batch=32)),
+}
+
+
+@pytest.mark.parametrize("name", SMALLEST)
 def test_models_learn_one_batch(name: str) -> None:
-    problem = SMALL[name]()
+    problem = SMALLEST[name]
     params, batch = problem.init(jax.random.key(0)), problem.batch(jax.random.key(1))
     adam, sgd = jax.jit(adam_step(problem.loss, rate=1e-2)), jax.jit(sgd_step(problem.loss))
     state, first = adam(adam_init(params), batch)

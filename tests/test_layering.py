@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import conftest
+
 from passes.backend import BACKENDS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -195,6 +197,11 @@ def test_every_public_name_is_exported_and_documented() -> None:
     for exported in coop_jax.__all__:
         assert getattr(coop_jax, exported).__doc__, exported
     assert list(coop_jax.__all__) == sorted(coop_jax.__all__, key=lambda n: (not n[0].isupper(), n))
+
+
+def test_the_files_that_run_first_are_there() -> None:
+    missing = [stem for stem in conftest.LONGEST if not (ROOT / "tests" / f"{stem}.py").is_file()]
+    assert missing == []
 
 
 def test_the_checks_can_fail() -> None:
