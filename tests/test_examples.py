@@ -30,7 +30,6 @@ from examples.models import (
     sgd_step,
 )
 
-
 SMALLEST = {
     "gpt": gpt.problem(GPTConfig(layers=1, width=32, heads=2, seq=16, batch=4, vocab=64)),
     "mlp": mlp.problem(MLPConfig(layers=3, width=32, batch=64, classes=16)),
@@ -42,7 +41,7 @@ SMALLEST = {
 @pytest.mark.parametrize("name", SMALLEST)
 def test_models_learn_one_batch(name: str) -> None:
     problem = SMALLEST[name]
-    params, batch = problem.init(jax.random.key(0)), problem.batch(jax.random.key(1))
+    params, batch = jax.jit(problem.init)(jax.random.key(0)), jax.jit(problem.batch)(jax.random.key(1))
     adam, sgd = jax.jit(adam_step(problem.loss, rate=1e-2)), jax.jit(sgd_step(problem.loss))
     state, first = adam(adam_init(params), batch)
     _, same = sgd(params, batch)
