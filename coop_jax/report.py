@@ -7,6 +7,7 @@ program carries. A program that is over its budget has no report: `report` raise
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ from passes.ir import Status
 from passes.jaxpr import executables
 from passes.outcome import Recomputed, StageOutcome
 
+# What tells kernels of the same kind apart.
+_NUMBER = re.compile(r"\.[0-9]+$")
 _SHOWN = 12
 
 Offsets = dict[str, int | bool | str | None]
@@ -319,7 +322,8 @@ def _grouped(recomputed: Sequence[Recomputed]) -> list[tuple[str, str, str, str,
     """One row for each op and source line, largest bytes first."""
     groups: dict[tuple[str, str], list[Recomputed]] = {}
     for item in recomputed:
-        what = f"{item.op} at {_short(item.source)}" if item.source else item.op
+        op = _NUMBER.sub("", item.op)
+        what = f"{op} at {_short(item.source)}" if item.source else op
         groups.setdefault((what, item.stage), []).append(item)
     ordered = sorted(groups.items(), key=lambda entry: -sum(r.nbytes for r in entry[1]))
 
@@ -334,6 +338,6 @@ def _grouped(recomputed: Sequence[Recomputed]) -> list[tuple[str, str, str, str,
 
 
 def _short(source: str) -> str:
-    """A source line with the last two parts of its path."""
+    """A source line with the last two parts of its path, and of XLA's name of an operation the last one."""
     path, space, name = source.partition(" (")
-    return "/".join(path.split("/")[-2:]) + space + name
+    return "/".join(path.split("/")[-2:]) + space + name.rpartition("/")[2]

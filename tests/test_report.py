@@ -69,6 +69,20 @@ def test_both_stages_count() -> None:
     assert found.status is Status.FEASIBLE
 
 
+def test_kernels_of_one_kind_and_line_are_one_row_by_what_the_user_wrote() -> None:
+    kernels = tuple(
+        Recomputed(
+            op=f"gemm_fusion_dot.{n}", source="/home/me/train.py:24 (jit(step)/jit(step)/jvp()/dot_general)",
+            nbytes=1 << 20, cost_ns=1000, stage="hlo",
+        )
+        for n in (3, 11)
+    )  # fmt: skip
+    text = str(_assemble(record(hlo=stage("hlo", recomputed=kernels)), MEMORY, OFFSETS))
+    (row,) = (line for line in text.split("\n") if "gemm_fusion_dot" in line)
+    assert "gemm_fusion_dot at me/train.py:24 (dot_general)" in row
+    assert "2.00 MiB" in row
+
+
 def test_a_compiled_baseline_is_said_to_be_one() -> None:
     found = _assemble(record(baseline_total_bytes=3000, baseline_compiled=True), MEMORY, OFFSETS)
     assert found.baseline_total_bytes == 3000
