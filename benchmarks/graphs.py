@@ -4,8 +4,8 @@
     python -m benchmarks.planners --graphs graphs
 
 Training graphs of convolutional networks (ResNet-50, He 2016; VGG-16, Simonyan 2015; U-Net, Ronneberger
-2015): one op a layer, then for each layer from the last to the first the op that makes its gradients, from the
-gradients of what it made and from what it read. Bytes are the layers' in float32, costs their flops, a
+2015): one op a layer, then for each layer from the last to the first the op that makes its gradients, from
+the gradients of what it made and from what it read. Bytes are the layers' in float32, costs their flops, a
 gradient's twice the layer's. Random layered graphs as in Moccasin's evaluation: layers of a few ops that read
 the layer before them, some read further back. The published files differ: theirs have profiled costs.
 """

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from coop_jax import nnx
 from passes.jaxpr import compat
 from passes.jaxpr.blocks import find_blocks, under_policy
 from passes.jaxpr.inline import inline_calls
@@ -30,8 +31,10 @@ def natural_rivals(
 
     Returns:
         By what they are called, functions of the same arguments. None where the program repeats nothing, is
-        not differentiated, or has effects; equal programs are there once.
+        not differentiated, has effects, or takes other things than arrays, such as modules.
     """
+    if not _are_arrays(specs, static_argnums, kwargs):
+        return {}
     made = jax.make_jaxpr(fn, static_argnums=tuple(static_argnums), return_shape=True)
     traced, shapes = made(*specs, **(kwargs or {}))
     closed, tree = inline_calls(traced), jax.tree.structure(shapes)
@@ -48,6 +51,15 @@ def natural_rivals(
         if rewritten is not closed:
             found[f"{blocks}: {name}"] = _function(rewritten, tree, static_argnums)
     return found
+
+
+def _are_arrays(
+    specs: Sequence[Any], static_argnums: Sequence[int], kwargs: Mapping[str, Any] | None
+) -> bool:
+    dynamic = [a for i, a in enumerate(specs) if i not in static_argnums]
+    leaves = jax.tree.leaves((dynamic, dict(kwargs or {})))
+    plain = all(hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex) for leaf in leaves)
+    return plain and not nnx.has_nodes((dynamic, kwargs))
 
 
 def _function(closed: Any, tree: Any, static_argnums: Sequence[int]) -> Callable[..., Any]:

@@ -111,6 +111,15 @@ def test_what_repeats_nothing_or_is_not_differentiated_has_no_rivals() -> None:
     assert natural_rivals(lambda ws, x: [layer(w, x) for w in ws], (weights(3), X)) == {}
 
 
+def test_modules_and_objects_have_none() -> None:
+    nnx = pytest.importorskip("flax.nnx", reason="needs flax: pip install -e '.[examples]'")
+    eqx = pytest.importorskip("equinox", reason="needs equinox: pip install -e '.[examples]'")
+    x = jnp.ones((4, 4))
+    assert natural_rivals(nnx.jit(lambda m, x: m(x).sum()), (nnx.Linear(4, 4, rngs=nnx.Rngs(0)), x)) == {}
+    model = eqx.nn.MLP(4, 4, 4, 3, key=jax.random.key(0))
+    assert natural_rivals(eqx.filter_grad(lambda m, x: m(x).sum()), (model, x)) == {}
+
+
 def test_pareto_shows_them_beside_its_curve() -> None:
     found = coop.pareto(scanned, STACKED, X, budgets=["1GiB"])
     assert [r.name for r in found.rivals] == [f"a scan of 3: {policy}" for policy in POLICIES]
