@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from coop_jax import aot, xla
 from coop_jax.inspecting import inspect
 from coop_jax.remat import remat
-from coop_jax.screen import Block, Lines, Table
+from coop_jax.screen import Block, Lines
 
 _OLDEST, _NEWEST = (0, 11, 2), (0, 13)
 
@@ -49,6 +49,7 @@ def examine() -> tuple[Check, ...]:
         Check(name="python", good=True, found=platform.python_version()),
         _jax(),
         _same_version(),
+        _libtpu(),
         *(_package(name, extra) for name, extra in (("ortools", ""), ("protobuf", ""))),
         *(_package(name, extra) for name, extra in (("matplotlib", "plot"), ("rich", "rich"))),
         _tried("a budget is enforced here", _enforced),
@@ -78,6 +79,15 @@ def _same_version() -> Check:
     good = plugin.split(".")[:3] == jaxlib.split(".")[:3]
     cure = "" if good else f"pip install --no-deps jax-cuda13-plugin=={jaxlib} jax-cuda13-pjrt=={jaxlib}"
     return Check(name="CUDA plugin", good=good, found=f"{plugin}, jaxlib {jaxlib}", cure=cure)
+
+
+def _libtpu() -> Check:
+    """What compiles for TPUs."""
+    try:
+        return Check(name="libtpu", good=True, found=metadata.version("libtpu"), optional=True)
+    except metadata.PackageNotFoundError:
+        cure = "pip install --no-deps libtpu  (214 MB, for TPUs; Linux on x86)"
+        return Check(name="libtpu", good=False, found="not installed", cure=cure, optional=True)
 
 
 def _package(name: str, extra: str) -> Check:
@@ -131,7 +141,13 @@ def _absent() -> str:
 
 def blocks(checks: Sequence[Check]) -> list[Block]:
     """For `coop_jax.screen`."""
-    rows = tuple((check.name, "ok" if check.good else "no", check.found[:60]) for check in checks)
+    wide = max(len(check.name) for check in checks)
+    rows = tuple(f"{check.name:{wide}}  {_word(check):8}  {check.found}" for check in checks)
     cures = tuple(f"{c.name}: {c.cure}" for c in checks if not c.good and c.cure)
-    found: list[Block] = [Table(header=("", "", "found"), rows=rows)]
-    return [*found, Lines(lines=("", "what to do:", *cures))] if cures else found
+    return [Lines(lines=(*rows, "", "what to do:", *cures) if cures else rows)]
+
+
+def _word(check: Check) -> str:
+    if check.good:
+        return "ok"
+    return "optional" if check.optional else "MISSING"

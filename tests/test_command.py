@@ -140,7 +140,11 @@ def test_the_doctor_finds_this_place_healthy(capsys: pytest.CaptureFixture[str])
     checks = [doctor.Check(**fields) for fields in json.loads(capsys.readouterr().out)]
     assert {check.name for check in checks} >= {"jax", "CUDA plugin", "ortools", "a budget is enforced here"}
     missing = doctor.Check(name="rich", good=False, found="not installed", cure="pip install rich")
-    assert "rich: pip install rich" in as_text(doctor.blocks([*checks, missing]))
+    text = as_text(doctor.blocks([*checks, missing]))
+    assert "rich: pip install rich" in text
+    assert max(map(len, text.split("\n"))) <= 100
+    (line,) = (line for line in text.split("\n") if line.startswith("rich") and "MISSING" in line)
+    assert line.index("MISSING") == text.split("\n")[0].index("ok")
 
 
 @pytest.mark.parametrize(
