@@ -54,6 +54,9 @@ def progress(
     finally:
         if waiting is not None:
             waiting.cancel()
+        for handler in LOGGER.handlers:
+            if isinstance(handler, Line):
+                handler.clear()
 
 
 class Line(logging.Handler):
@@ -65,23 +68,28 @@ class Line(logging.Handler):
         self._begin = time.perf_counter()
         self._said = ""
         self._done = threading.Event()
+        self._ticking: threading.Thread | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
         """Show what a record of `progress` says."""
-        first = not self._said
         self._said = record.getMessage().partition(": ")[2]
         self._write()
-        if first:
-            threading.Thread(target=self._tick, daemon=True).start()
+        if self._ticking is None:
+            self._ticking = threading.Thread(target=self._tick, daemon=True)
+            self._ticking.start()
 
-    def close(self) -> None:
-        """Erase the line."""
-        self._done.set()
+    def clear(self) -> None:
+        """Erase the line: what was said is done."""
         with self.lock or contextlib.nullcontext():
             if self._said:
                 self._stream.write(_ERASE)
                 self._stream.flush()
             self._said = ""
+
+    def close(self) -> None:
+        """Erase the line for good."""
+        self._done.set()
+        self.clear()
         super().close()
 
     def _tick(self) -> None:

@@ -50,6 +50,10 @@ def test_the_command_shows_a_line_on_a_terminal_and_takes_it_away() -> None:
         tell("planning once more, for 8.00 GiB")
         assert terminal.getvalue() == "\r\x1b[Kplanning once more, for 8.00 GiB, 0 s"
     assert terminal.getvalue().endswith("\r\x1b[K")
+    with on_terminal(terminal):
+        with progress(quiet_seconds=0.0) as tell:
+            tell("compiling")
+        assert terminal.getvalue().endswith("compiling, 0 s\r\x1b[K")
     assert not LOGGER.handlers
     LOGGER.info("0 s: nobody hears this")
     assert "nobody" not in terminal.getvalue()
