@@ -126,6 +126,12 @@ def test_every_file_that_is_named_is_there() -> None:
         assert missing == [], page
 
 
+def test_every_room_is_on_the_map() -> None:
+    text = (DOCS / "architecture.md").read_text()
+    rooms = [p.parent.relative_to(ROOT).as_posix() for p in (ROOT / "passes").glob("*/__init__.py")]
+    assert [room for room in (*rooms, "coop_jax", "coop_cli") if f"| `{room}/` |" not in text] == []
+
+
 def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     for package, extra in (("sphinx", "sphinx"), ("myst_parser", "myst-parser"), ("furo", "furo")):
         if importlib.util.find_spec(package) is None:
