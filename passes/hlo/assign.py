@@ -57,6 +57,10 @@ class Assigner:
         if self.backend.table_bytes is not None:
             for value in self.flow.values:
                 value.nbytes = self.backend.table_bytes if value.is_tuple else value.nbytes
+        if self.backend.context_space:
+            for value in self.flow.values:
+                if value.home.index == (2,) and self.flow.instruction(value.home).opcode == "copy-start":
+                    value.memory_space = self.backend.context_space
         self.sharing = Sharing(module, self.backend)
         self.allocations: list[Allocation] = []
         self.home: dict[int, Allocation] = {}

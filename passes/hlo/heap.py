@@ -26,6 +26,7 @@ class HeapPrediction:
         constant_bytes: constants that get storage, and scalars of reducers where XLA counts them.
         total_bytes: arguments + outputs - aliased + constants + temps.
         live_bytes: largest sum of temporaries alive at once, without fragmentation.
+        host_bytes: arguments, results and temporaries in the host's memory, aliased ones counted once.
         exact: False where the module has something that is only bounded.
     """
 
@@ -36,6 +37,7 @@ class HeapPrediction:
     constant_bytes: int
     total_bytes: int
     live_bytes: int
+    host_bytes: int = 0
     exact: bool = True
 
 
@@ -178,7 +180,10 @@ def layout(assigner: Assigner, space: int = 0) -> tuple[HeapLayout, int]:
     """Where a memory space's values sit, and the largest sum of their bytes alive at once."""
     events = _Events(assigner, space)
     intervals = events.run()
-    return PACKERS[assigner.backend.heap](intervals, assigner.backend.alignment), events.peak
+    backend = assigner.backend
+    if space == HOST:
+        return PACKERS["largest first"](intervals, backend.host_alignment), events.peak
+    return PACKERS[backend.heap](intervals, backend.alignment), events.peak
 
 
 def heap_intervals(assigner: Assigner, space: int = 0) -> list[Interval]:
@@ -205,8 +210,17 @@ def predict_assigned(assigner: Assigner) -> HeapPrediction:
     return HeapPrediction(
         temp_bytes=row.nbytes, argument_bytes=argument, output_bytes=kinds["output"] + kinds["donated"],
         alias_bytes=kinds["donated"], constant_bytes=kinds["constant"], total_bytes=fixed + row.nbytes,
-        live_bytes=sum(row.peaks) + tables,
+        live_bytes=sum(row.peaks) + tables, host_bytes=_host_bytes(assigner),
     )  # fmt: skip
+
+
+def _host_bytes(assigner: Assigner) -> int:
+    """What a module keeps in the host's memory."""
+    fixed = sum(a.nbytes for a in assigner.allocations if a.space == HOST)
+    has_temps = any(assigner.space_of(g) == HOST for g in assigner.heap)
+    size = layout(assigner, HOST)[0].size if has_temps else 0
+    multiple = assigner.backend.host_multiple
+    return fixed + -(-size // multiple) * multiple
 
 
 def packing_saves(assigner: Assigner, *, rounds: int = MAX_ROUNDS) -> int:
@@ -240,7 +254,8 @@ class _Row:
 
 def _row(assigner: Assigner) -> _Row:
     order = [(a.nbytes, a.is_temp) for a in assigner.allocations]
-    spaces = [s for s in sorted({assigner.space_of(g) for g in assigner.heap}) if s != HOST]
+    apart = {HOST, assigner.backend.context_space} - {0}
+    spaces = [s for s in sorted({assigner.space_of(g) for g in assigner.heap}) if s not in apart]
     found = [layout(assigner, space) for space in spaces]
     first = len(order)
     order += [(heap.size, True) for heap, _ in found]

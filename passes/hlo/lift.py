@@ -17,6 +17,7 @@ from passes.hlo.assign import HOST, Assigner
 from passes.hlo.cost import instruction_ns
 from passes.hlo.graph import Instruction
 from passes.hlo.heap import HeapPrediction, predict_assigned
+from passes.hlo.pages import pageable_values
 from passes.hlo.purity import Purity
 from passes.ir import Buffer, BufferId, Op, OpId, Program
 
@@ -93,6 +94,7 @@ class _Lift:
         self.flow = self.assigner.flow
         self.entry = module.entry
         self.purity = Purity(module)
+        self.pageable = pageable_values(self.flow)
         self.heap = {g for g in self.assigner.heap if self.assigner.space_of(g) != HOST}
         self.buffer: dict[int, BufferId] = {}
         self.buffers: list[Buffer] = []
@@ -146,7 +148,9 @@ class _Lift:
         if found is None:
             found = self.buffer[v] = BufferId(len(self.buffers))
             name = self.flow.instruction(self.flow.values[v].home).name
-            self.buffers.append(Buffer(id=found, nbytes=self.nbytes(v), name=name))
+            self.buffers.append(
+                Buffer(id=found, nbytes=self.nbytes(v), name=name, pageable=v in self.pageable)
+            )
             self.values.append(v)
         return found
 
