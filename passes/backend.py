@@ -84,9 +84,9 @@ CUDA = Backend(
 )  # fmt: skip
 TPU = Backend(
     name="tpu", alignment=16384, host_alignment=4096, host_multiple=4096, heap="in time order",
-    sharing="elementwise", reuses_results=False, table_bytes=512, context_space=2, late_bytes=1 << 17, fast_bytes=128 << 20, runs_as_scheduled=False,
-    temps_are_the_rest=True,
-    limits_memory=True, library="libtpu", default_device="v5e",
+    sharing="elementwise", reuses_results=False, table_bytes=512, context_space=2, late_bytes=1 << 17,
+    fast_bytes=128 << 20, runs_as_scheduled=False, temps_are_the_rest=True, limits_memory=True,
+    library="libtpu", default_device="v5e",
 )  # fmt: skip
 BACKENDS = {b.name: b for b in (CPU, CUDA, TPU)}
 _BY_ANY_NAME = {name: b for b in BACKENDS.values() for name in (b.name, *b.aliases)}

@@ -191,7 +191,7 @@ def with_pages(
     again: float = 0.0,
     style: CopyStyle = "asynchronous",
 ) -> tuple[Any, HeapPrediction, LiftedModule, list[Page]]:
-    """Compile an example with pages drawn at random, and re-runs; also the prediction for what was emitted."""
+    """Compile an example with pages and re-runs drawn at random; also what was predicted for them."""
     found: list[tuple[HeapPrediction, LiftedModule, list[Page]]] = []
 
     def transform(data: bytes) -> bytes:

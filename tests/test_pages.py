@@ -1,4 +1,4 @@
-"""Pages written into scheduled modules: taken by XLA, as many bytes as predicted on both sides, equal numbers."""
+"""Pages written into scheduled modules: taken by XLA, in the predicted bytes on both sides, equal numbers."""
 
 from __future__ import annotations
 

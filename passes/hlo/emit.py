@@ -2,8 +2,9 @@
 
 A use reads the latest earlier run of what it needs. Views (get-tuple-element, bitcast, tuple) have no run of
 their own: they are re-made before their first use for every version of their operands. What came back from
-the host is a version like any other (`passes.hlo.pages`). A clone brings clones of all computations it calls. Runs that nobody reads and outputs of fusions that nobody reads are dropped: XLA
-would do that after us, and the prediction must describe what XLA allocates.
+the host is a version like any other (`passes.hlo.pages`). A clone brings clones of all computations it
+calls. Runs that nobody reads and outputs of fusions that nobody reads are dropped: XLA would do that after
+us, and the prediction must describe what XLA allocates.
 
 The arithmetic of every kernel is untouched. What can still differ by a rounding on CPU: LLVM may contract a
 multiply and an add differently when a kernel's buffers no longer overlap.
