@@ -30,6 +30,8 @@ class Backend:
         calls_share: True if a custom call may write over an operand that dies there.
         reuses_results: True if temporaries live in results and donated arguments while those are free.
         table_bytes: of a tuple's table of pointers; None for one pointer an element.
+        pages: True if copies to the host's memory can run beside kernels.
+        host_pool_bytes: of the host's memory that JAX's client can copy to; None for all of it.
         context_space: the memory space of the word of context that an asynchronous copy has; not the
             temporaries' where it is not 0.
         late_bytes: what passes that follow XLA's callback may add to what is predicted: on a TPU a few slots
@@ -58,6 +60,8 @@ class Backend:
     calls_share: bool = False
     reuses_results: bool = True
     table_bytes: int | None = None
+    pages: bool = True
+    host_pool_bytes: int | None = None
     context_space: int = 0
     late_bytes: int = 0
     fast_bytes: int = 0
@@ -75,12 +79,12 @@ class Backend:
 
 CPU = Backend(
     name="cpu", alignment=64, sharing="elementwise", calls_share=True, library="jaxlib",
-    default_device="cpu", has_machines_memory=True, pins_as_compiled=True, stores_shared=True,
+    default_device="cpu", pages=False, has_machines_memory=True, pins_as_compiled=True, stores_shared=True,
 )  # fmt: skip
 CUDA = Backend(
     name="cuda", aliases=("gpu", "rocm"), alignment=256, sharing="emitters",
     library="jax_plugins.xla_cuda13", default_device="h100", takes_thunks=True,
-    splits_small_dots=True,
+    splits_small_dots=True, host_pool_bytes=64 << 30,
 )  # fmt: skip
 TPU = Backend(
     name="tpu", alignment=16384, host_alignment=4096, host_multiple=4096, heap="in time order",

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from passes.backend import BACKENDS
 from passes.hlo import graph
 from passes.hlo.dataflow import Dataflow, Value, analyse
+from passes.hlo.graph import HOST
 from passes.hlo.inplace import Sharing
 from passes.hlo.liverange import Clock, Range, clock, live_ranges
-
-HOST = 5
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +71,11 @@ class Assigner:
         self._sizes = [max(self.flow.values[v].nbytes for v in g) for g in self.flow.classes]
         for group in self._sorted():
             self._assign(group)
+
+    @property
+    def apart(self) -> frozenset[int]:
+        """Memory spaces that are not the device's main memory."""
+        return frozenset({HOST, self.backend.context_space} - {0})
 
     def space_of(self, group: int) -> int:
         """The memory space of an alias class: 0 is the device's default one, `HOST` is the host's."""

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from passes.hlo import graph
-from passes.hlo.assign import HOST, Assigner
+from passes.hlo.assign import Assigner
+from passes.hlo.graph import HOST
 from passes.hlo.liverange import Range
 from passes.offsets.tight import MAX_ROUNDS, live_bound, pack_tight
 from passes.offsets.xla_heap import PACKERS, HeapLayout, Interval
@@ -254,8 +255,7 @@ class _Row:
 
 def _row(assigner: Assigner) -> _Row:
     order = [(a.nbytes, a.is_temp) for a in assigner.allocations]
-    apart = {HOST, assigner.backend.context_space} - {0}
-    spaces = [s for s in sorted({assigner.space_of(g) for g in assigner.heap}) if s not in apart]
+    spaces = sorted({assigner.space_of(g) for g in assigner.heap} - assigner.apart)
     found = [layout(assigner, space) for space in spaces]
     first = len(order)
     order += [(heap.size, True) for heap, _ in found]

@@ -8,12 +8,14 @@ that op as its deadline, so that no re-run reads what is no longer there.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from passes.cost import DeviceModel
 from passes.hlo import graph
-from passes.hlo.assign import HOST, Assigner
+from passes.hlo.assign import Assigner
+from passes.hlo.graph import HOST
 from passes.hlo.cost import instruction_ns
 from passes.hlo.graph import Instruction
 from passes.hlo.heap import HeapPrediction, predict_assigned
@@ -53,6 +55,11 @@ class LiftedModule:
     instructions: tuple[int, ...]
     values: tuple[int, ...]
     assigner: Assigner
+
+    def buffers_of(self, values: Collection[int]) -> frozenset[BufferId]:
+        """The buffers of values that can be sent to the host."""
+        pairs = zip(self.program.buffers, self.values, strict=True)
+        return frozenset(b.id for b, v in pairs if v in values and b.pageable and b.nbytes)
 
     @property
     def argument_bytes(self) -> int:
@@ -95,7 +102,7 @@ class _Lift:
         self.entry = module.entry
         self.purity = Purity(module)
         self.pageable = pageable_values(self.flow)
-        self.heap = {g for g in self.assigner.heap if self.assigner.space_of(g) != HOST}
+        self.heap = {g for g in self.assigner.heap if self.assigner.space_of(g) not in self.assigner.apart}
         self.buffer: dict[int, BufferId] = {}
         self.buffers: list[Buffer] = []
         self.values: list[int] = []

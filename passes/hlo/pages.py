@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from passes.hlo import graph
-from passes.hlo.assign import HOST
+from passes.hlo.graph import HOST
 from passes.hlo.dataflow import Dataflow
 from passes.hlo.graph import Instruction
 from passes.ir import Page
