@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from passes.backend import CPU, CUDA, TPU
+from passes.paging.link import PCIE4, PCIE5, TPU_V5E, TPU_V6E, Link
 
 TERA = 10**12
 EXPENSIVE_FLOPS = 16
@@ -33,6 +34,7 @@ class DeviceModel:
         bytes_per_second: memory bandwidth.
         link_bytes_per_second: what a device sends to others at a time, one way.
         launch_ns: fixed time of a kernel.
+        host_link: how it is joined to its host's memory; None where that is its own.
     """
 
     name: str
@@ -45,6 +47,7 @@ class DeviceModel:
     bytes_per_second: float
     link_bytes_per_second: float
     launch_ns: int
+    host_link: Link | None = PCIE5
 
 
 def _tpu(name: str, *kinds: str, flops: float, vector: float, bandwidth: float, link: float) -> DeviceModel:
@@ -57,7 +60,7 @@ def _tpu(name: str, *kinds: str, flops: float, vector: float, bandwidth: float, 
         name=name, platform=TPU.name, kinds=kinds, flops_16bit=flops * TERA, flops_32bit=flops * TERA,
         flops_64bit=flops / 32 * TERA, vector_flops=vector * TERA,
         bytes_per_second=_TPU_REACHED_RATIO * bandwidth * TERA, link_bytes_per_second=link * TERA,
-        launch_ns=1200,
+        launch_ns=1200, host_link=TPU_V6E if kinds[0] in ("tpu v6 lite", "tpu7x") else TPU_V5E,
     )  # fmt: skip
 
 
@@ -80,7 +83,7 @@ DEVICES: dict[str, DeviceModel] = {
             name="a100", kinds=("a100",),
             flops_16bit=312 * TERA, flops_32bit=156 * TERA, flops_64bit=19.5 * TERA,
             vector_flops=19.5 * TERA, bytes_per_second=2.039 * TERA, link_bytes_per_second=0.3 * TERA,
-            launch_ns=2500,
+            launch_ns=2500, host_link=PCIE4,
         ),
         DeviceModel(
             name="b200", kinds=("b200",),
@@ -92,7 +95,7 @@ DEVICES: dict[str, DeviceModel] = {
             name="cpu", platform=CPU.name,
             flops_16bit=0.05 * TERA, flops_32bit=0.1 * TERA, flops_64bit=0.05 * TERA,
             vector_flops=0.04 * TERA, bytes_per_second=0.01 * TERA, link_bytes_per_second=0.01 * TERA,
-            launch_ns=1000,
+            launch_ns=1000, host_link=None,
         ),
         _tpu("v4", "tpu v4", flops=137.5, vector=4.3, bandwidth=0.614, link=0.075),
         _tpu("v5e", "tpu v5 lite", "tpu v5e", flops=197, vector=6.1, bandwidth=0.819, link=0.1),

@@ -269,9 +269,11 @@ class Page:
 
     Attributes:
         buffer: what is sent.
-        run: the step that wrote the copy; None for an argument. The copy to the host starts after it.
+        run: the step that wrote the copy. The copy to the host starts after it. None would be an
+            argument, which is never evicted: the simulator refuses it.
         out_done: before this step the copy has arrived, and the bytes on the device are free.
-        in_start: before this step bytes on the device are taken again, and the copy back starts.
+        in_start: before this step bytes on the device are taken again, and the copy back starts. It is
+            a step of the plan, also for an output, whose bytes count at the last step.
         in_done: before this step it is back: uses from here on are served by it.
     """
 
@@ -290,13 +292,18 @@ class Plan:
         steps: op ids in the order in which they run.
         peak_bytes: the simulated peak.
         budget_bytes: what was asked for.
-        overhead_ratio: cost of the re-runs over the cost of running every op once.
+        overhead_ratio: cost of the re-runs and of waiting for the link over the cost of running every op
+            once.
         lower_bound_ratio: no plan for this budget costs less (0.0 where nothing is proved).
         status: see `Status`. With `UNKNOWN` or `INFEASIBLE`, `steps` is the lowest peak found.
         planner: which planner made it.
         seconds: wall time of planning.
         offsets: for every step, the byte offset of each output of that run; empty if not placed.
         pages: copies that wait on the host.
+        page_offsets: for every page, the byte offset at which it comes back; empty if not placed.
+        waiting_ns: how long kernels stand still for the link (`passes.paging.queues`).
+        host_peak_bytes: the most bytes on the host at once.
+        host_budget_bytes: what was allowed there; 0 for no paging.
     """
 
     steps: tuple[OpId, ...]
@@ -309,6 +316,10 @@ class Plan:
     seconds: float
     offsets: tuple[tuple[int, ...], ...] = ()
     pages: tuple[Page, ...] = ()
+    page_offsets: tuple[int, ...] = ()
+    waiting_ns: int = 0
+    host_peak_bytes: int = 0
+    host_budget_bytes: int = 0
 
     def reruns(self) -> tuple[int, ...]:
         """Indices into `steps` that are re-runs."""
@@ -340,6 +351,15 @@ class Plan:
         }
         if self.offsets:
             data["offsets"] = self.offsets
+        if self.host_budget_bytes:
+            data["host"] = {
+                "budget_bytes": self.host_budget_bytes,
+                "peak_bytes": self.host_peak_bytes,
+                "waiting_ns": self.waiting_ns,
+                "pages": [[p.buffer, p.run, p.out_done, p.in_start, p.in_done] for p in self.pages],
+            }
+            if self.page_offsets:
+                data["host"]["page_offsets"] = self.page_offsets
         return json.dumps(data)
 
 

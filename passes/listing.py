@@ -15,9 +15,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from passes.checked import InputError, json_of, listed, mapped, whole, worded
-from passes.ir import PLAN_FORMAT, Buffer, BufferId, Op, OpId, Plan, Program, Status
+from passes.ir import PLAN_FORMAT, Buffer, BufferId, Op, OpId, Page, Plan, Program, Status
 from passes.simulate import simulate
 
 _BAR = 16
@@ -80,21 +81,41 @@ def plan_text(plan: Plan, program: Program | None = None) -> str:
         f"{len(plan.steps)} steps, {len(again)} recomputed, overhead {100 * plan.overhead_ratio:.3f} % "
         f"(at least {100 * plan.lower_bound_ratio:.3f} %)"
     )
+    if plan.pages:
+        head += (
+            f"\n{len(plan.pages)} paged, peak on the host {plan.host_peak_bytes} of "
+            f"{plan.host_budget_bytes} bytes, waiting {plan.waiting_ns} ns"
+        )
     if program is None:
         steps = [f"{step}*" if i in again else str(step) for i, step in enumerate(plan.steps)]
         rows = [" ".join(steps[i : i + 20]) for i in range(0, len(steps), 20)]
-        return "\n".join([head, "steps, recomputed ones with a star", *rows, ""])
+        pages = [
+            f"page %{p.buffer} of step {p.run}: out before {p.out_done}, in from {p.in_start} to {p.in_done}"
+            for p in plan.pages
+        ]
+        return "\n".join([head, "steps, recomputed ones with a star", *rows, *pages, ""])
     try:
-        live = simulate(program, plan.steps).live_bytes.tolist()
+        live = simulate(program, plan.steps, plan.pages).live_bytes.tolist()
     except (ValueError, IndexError) as error:
         raise InputError(f"the plan is not one of this program's: {error}") from error
     width = len(str(max(live, default=0)))
+    moves = _moves(program, plan.pages)
     rows = [
         f"{i:4} |{_bar(live[i], live)}{live[i]:{width + 1}} | {'*' if i in again else ' '}"
-        f"{_op_text(program, program.ops[step])}"
+        f"{_op_text(program, program.ops[step])}{moves.get(i, '')}"
         for i, step in enumerate(plan.steps)
     ]
     return "\n".join([head, *rows, ""])
+
+
+def _moves(program: Program, pages: Sequence[Page]) -> dict[int, str]:
+    """For steps what leaves the device, or comes back, just before them."""
+    found: dict[int, str] = {}
+    for page in pages:
+        name = _sized(program, page.buffer)
+        found[page.out_done] = found.get(page.out_done, "") + f"  out {name}"
+        found[page.in_start] = found.get(page.in_start, "") + f"  in {name}"
+    return found
 
 
 def read_program(text: str) -> Program:
@@ -172,7 +193,31 @@ def read_plan(text: str) -> Plan:
         status=Status(given["status"]),
         planner=worded(given.get("planner", ""), "planner"),
         seconds=_ratio(given, "seconds"),
+        **_host_of(given.get("host")),
     )
+
+
+def _host_of(value: object) -> dict[str, Any]:
+    """What a plan says of the host."""
+    if value is None:
+        return {}
+    host = mapped(value, "host", ("budget_bytes", "peak_bytes", "waiting_ns", "pages"))
+    offsets = listed(host.get("page_offsets", []), "page_offsets")
+    return {
+        "host_budget_bytes": whole(host["budget_bytes"], "budget_bytes of host"),
+        "host_peak_bytes": whole(host["peak_bytes"], "peak_bytes of host"),
+        "waiting_ns": whole(host["waiting_ns"], "waiting_ns"),
+        "pages": tuple(_page(p, f"pages[{i}]") for i, p in enumerate(listed(host["pages"], "pages"))),
+        "page_offsets": tuple(whole(n, f"page_offsets[{i}]") for i, n in enumerate(offsets)),
+    }
+
+
+def _page(value: object, what: str) -> Page:
+    numbers = [whole(n, what) for n in listed(value, what)]
+    if len(numbers) != 5:
+        raise InputError(f"{what} has {len(numbers)} numbers; a page is a buffer, its run and three moments")
+    buffer, run, out_done, in_start, in_done = numbers
+    return Page(buffer=BufferId(buffer), run=run, out_done=out_done, in_start=in_start, in_done=in_done)
 
 
 def _ratio(given: Mapping[str, object], key: str) -> float:

@@ -8,12 +8,13 @@ Arguments never die, so they have no copies here; their bytes are `Graph.argumen
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from passes.ir import BufferId, Op, Program
+from passes.ir import BufferId, Op, Page, Program
+from passes.paging.returned import check_served, pages_by_copy
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -165,26 +166,31 @@ def _local_bytes(op: Op, nbytes: list[int], producer: list[int]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Copies:
-    """The copies that a sequence of steps makes, in the order in which they are made.
+    """The copies that a sequence of steps makes, in the order in which they are made, then returned ones.
 
     Attributes:
         buffer: what each is a copy of.
-        start: step that makes it.
+        start: step that makes it, or before which its bytes are taken when it comes back from the host.
         stop: first step at which it is no longer alive (half-open).
         place: index of the dying copy whose place it takes, -1 if it takes none.
+        page: for returned copies, which are last, the place of their page in the plan's pages.
     """
 
     buffer: list[int]
     start: list[int]
     stop: list[int]
     place: list[int]
+    page: list[int] = field(default_factory=list)
 
 
-def copies_of(graph: Graph, steps: Sequence[int]) -> Copies:
+def copies_of(graph: Graph, steps: Sequence[int], pages: Sequence[Page] = ()) -> Copies:
     """Lifetimes of all copies, and which of them take the place of a dying input.
 
+    What leaves for the host gives its place to nobody.
+
     Raises:
-        ValueError: a step reads a buffer that no earlier step has made.
+        ValueError: a step reads a buffer that no earlier step has made, or a page is of no use or away
+            when it is read.
     """
     latest = [-1] * len(graph.nbytes)
     buffer: list[int] = []
@@ -209,9 +215,45 @@ def copies_of(graph: Graph, steps: Sequence[int]) -> Copies:
         elif graph.producer[b] >= 0:
             raise ValueError(f"no step makes the program's output {b}")
     copies = Copies(buffer=buffer, start=start, stop=stop, place=[-1] * len(buffer))
-    final = frozenset(latest[b] for b in graph.program.outputs if latest[b] >= 0)
-    _take_places(graph, steps, reads, copies, final)
+    final = {latest[b] for b in graph.program.outputs if latest[b] >= 0}
+    if pages:
+        final |= _send_away(pages, len(steps), reads, copies, final)
+    _take_places(graph, steps, reads, copies, frozenset(final))
     return copies
+
+
+def _send_away(
+    pages: Sequence[Page], n_steps: int, reads: list[list[int]], copies: Copies, final: set[int]
+) -> set[int]:
+    """Cut lifetimes where copies are on the host; returns the parts whose places nobody may take."""
+    made = {(copies.start[c], copies.buffer[c]): c for c in range(len(copies.buffer))}
+    uses: dict[int, list[int]] = {}
+    for position, read in enumerate(reads):
+        for copy in read:
+            uses.setdefault(copy, []).append(position)
+    index = {id(page): k for k, page in enumerate(pages)}
+    keep: set[int] = set()
+    for key, own in pages_by_copy(pages).items():
+        if key not in made:
+            raise ValueError(f"step {key[0]} does not make buffer {key[1]}, which a page sends to the host")
+        copy = part = made[key]
+        for page in own:
+            check_served(page, uses.get(copy, ()), n_steps if copy in final else None)
+            keep.add(part)
+            new = len(copies.buffer)
+            copies.buffer.append(copies.buffer[copy])
+            copies.start.append(page.in_start)
+            copies.stop.append(copies.stop[part])
+            copies.stop[part] = page.out_done
+            copies.place.append(-1)
+            copies.page.append(index[id(page)])
+            for position in uses.get(copy, ()):
+                if position >= page.in_done:
+                    reads[position] = [new if c == part else c for c in reads[position]]
+            part = new
+        if copy in final:
+            keep.add(part)
+    return keep
 
 
 def _take_places(

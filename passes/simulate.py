@@ -4,8 +4,9 @@ At a run step (1) outputs come alive and the op's workspace with them; an output
 of an input which dies at this step adds only the difference in size, never less than nothing, and each
 place is taken at most once, in the order of `may_share`; (2) the peak is sampled; (3) what had its last
 use dies. An output that nobody uses dies right after its step, unless it is a program output whose
-latest run it is: that one lives to the end. Arguments live throughout. On the example of `passes.ir`,
-the steps 0 1 2 3 1 4 5 are sampled at 4, 8, 12, 9, 9, 10 and 6 bytes.
+latest run it is: that one lives to the end. Arguments live throughout. A copy that is on the host (a page)
+is not alive from before step `out_done` until before step `in_start`. On the example of `passes.ir`, the
+steps 0 1 2 3 1 4 5 are sampled at 4, 8, 12, 9, 9, 10 and 6 bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from passes.ir import OpId, Program
+from passes.ir import OpId, Page, Program
 from passes.liveness import Copies, Graph, IntArray, copies_of
 
 
@@ -27,9 +28,9 @@ class Timeline:
         live_bytes: sampled live bytes at every step, shape (steps,).
         peak_bytes: their maximum (the arguments' bytes if there is no step).
         peak_step: the first step at which it is reached, 0 if there is no step.
-        cost_ns: cost of all steps.
+        cost_ns: cost of all steps; waiting for the link is not in it (`passes.paging.queues`).
         overhead_ratio: cost of the re-runs over the cost of running every op once.
-        copies: lifetimes of all copies but the arguments.
+        copies: lifetimes of all copies but the arguments; what came back has one of its own.
     """
 
     live_bytes: IntArray
@@ -40,18 +41,19 @@ class Timeline:
     copies: Copies
 
 
-def simulate(program: Program, steps: Sequence[OpId]) -> Timeline:
-    """Live bytes at every step of `steps`; O(size of the program and the steps).
+def simulate(program: Program, steps: Sequence[OpId], pages: Sequence[Page] = ()) -> Timeline:
+    """Live bytes at every step of `steps`; O(size of the program, the steps and the pages).
 
     Raises:
-        ValueError: a step reads a buffer that no earlier step has made.
+        ValueError: a step reads a buffer that no earlier step has made, or that is on the host; a page
+            that is out of order, or that nothing needs.
     """
-    return simulate_graph(Graph.of(program), steps)
+    return simulate_graph(Graph.of(program), steps, pages)
 
 
-def simulate_graph(graph: Graph, steps: Sequence[int]) -> Timeline:
+def simulate_graph(graph: Graph, steps: Sequence[int], pages: Sequence[Page] = ()) -> Timeline:
     """`simulate` for callers that keep the `Graph` of a program."""
-    copies = copies_of(graph, steps)
+    copies = copies_of(graph, steps, pages)
     live = profile(graph, steps, copies)
     peak_step = int(np.argmax(live)) if len(steps) else 0
     cost_ns = sum(graph.cost_ns[op] for op in steps)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from passes.ir import OpId, Program
+from passes.ir import OpId, Page, Program
 from passes.liveness import Copies, Graph, IntArray, copies_of
 from passes.offsets.packing import Span, disjoint
 from passes.offsets.skyline import Jam, Skyline
@@ -35,10 +35,12 @@ class Placement:
     Attributes:
         offsets: for every step the byte offset of each output of that run, in the op's order.
         heap_bytes: end of the highest copy; never less than the peak of live bytes.
+        page_offsets: for every page the byte offset at which its copy comes back.
     """
 
     offsets: tuple[tuple[int, ...], ...]
     heap_bytes: int
+    page_offsets: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,14 +63,17 @@ def place(program: Program, steps: Sequence[OpId]) -> Placement:
     return place_graph(Graph.of(program), steps)
 
 
-def place_graph(graph: Graph, steps: Sequence[int], limit_bytes: int | None = None) -> Placement:
+def place_graph(
+    graph: Graph, steps: Sequence[int], limit_bytes: int | None = None, pages: Sequence[Page] = ()
+) -> Placement:
     """`place` for callers that keep the `Graph` of a program.
 
     Args:
         limit_bytes: where best fit ends above it, pack from the ground up a few times, then search; where
             there are many copies, less or nothing of both.
     """
-    group, segments = copy_groups(graph, steps, copies_of(graph, steps))
+    copies = copies_of(graph, steps, pages)
+    group, segments = copy_groups(graph, steps, copies)
     count = range(len(segments))
     orders = [
         sorted(count, key=lambda g: (*_key(segments[g]), g)),
@@ -81,7 +86,13 @@ def place_graph(graph: Graph, steps: Sequence[int], limit_bytes: int | None = No
             found, _, _ = _stacked(segments, room_bytes, PASSES)
             best = found or _searched(segments, room_bytes) or best
     heap_bytes = graph.argument_bytes + _height(segments, best)
-    return Placement(offsets=by_step(graph, steps, group, best), heap_bytes=heap_bytes)
+    n_made = len(copies.buffer) - len(copies.page)
+    back = {page: graph.argument_bytes + best[group[n_made + k]] for k, page in enumerate(copies.page)}
+    return Placement(
+        offsets=by_step(graph, steps, group, best),
+        heap_bytes=heap_bytes,
+        page_offsets=tuple(back[page] for page in sorted(back)),
+    )
 
 
 def stack_graph(graph: Graph, steps: Sequence[int], limit_bytes: int, passes: int) -> Stacked:
@@ -131,13 +142,15 @@ def _searched(segments: list[list[Span]], limit_bytes: int) -> list[int] | None:
 
 def copy_groups(graph: Graph, steps: Sequence[int], copies: Copies) -> tuple[list[int], list[list[Span]]]:
     """The group of every copy, and the live ranges of every group; workspaces follow the copies."""
-    group: list[int] = []
+    n_made = len(copies.buffer) - len(copies.page)
+    group = [-1] * len(copies.buffer)
     segments: list[list[Span]] = []
-    for copy, buffer in enumerate(copies.buffer):
+    for copy in sorted(range(len(group)), key=lambda c: (copies.start[c], c < n_made)):
+        buffer = copies.buffer[copy]
         if copies.place[copy] >= 0:
-            group.append(group[copies.place[copy]])
+            group[copy] = group[copies.place[copy]]
         else:
-            group.append(len(segments))
+            group[copy] = len(segments)
             segments.append([])
         segments[group[copy]].append(
             Span(start=copies.start[copy], stop=copies.stop[copy], nbytes=graph.nbytes[buffer])

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from passes.ir import BufferId
+from passes.paging.link import Link
+
 PLANNERS = ("auto", "window", "cut", "exact", "dtr", "dtr-eq", "dte", "coop-online", "chen")
 UNITS_PER_OP = 100
 LEAST_UNITS = 1_000_000
@@ -37,6 +40,9 @@ class PlannerConfig:
         exact_work_limit: what the exact mode may use, in its solver's deterministic seconds.
         time_limit_s: wall clock for the exact mode instead; its plan then depends on the machine.
         joint: whether the exact mode also places the plan, so that it fits without any fragmentation.
+        host_bytes: bytes that pages may take on the host at once; 0 for no paging.
+        link: what carries them; needed where `host_bytes` is not 0.
+        must_page: buffers that spend the longest gap between their uses on the host, whatever it costs.
         report: called by the exact mode with lines of progress, after two seconds.
     """
 
@@ -50,6 +56,9 @@ class PlannerConfig:
     exact_work_limit: float = 20.0
     time_limit_s: float | None = None
     joint: bool = False
+    host_bytes: int = 0
+    link: Link | None = None
+    must_page: frozenset[BufferId] = frozenset()
     report: Callable[[str], None] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -59,6 +68,12 @@ class PlannerConfig:
             raise ValueError(f"`work_limit` is {self.work_limit}; it must not be negative")
         if self.bound_moments is not None and self.bound_moments < 1:
             raise ValueError(f"`bound_moments` is {self.bound_moments}; it must be at least 1")
+        if self.host_bytes < 0:
+            raise ValueError(f"`host_bytes` is {self.host_bytes}; it must not be negative")
+        if self.host_bytes and self.link is None:
+            raise ValueError(f"`host_bytes` is {self.host_bytes}, but no `link` says how fast they move")
+        if self.must_page and not self.host_bytes:
+            raise ValueError(f"{len(self.must_page)} buffers must be paged, but `host_bytes` is 0")
 
     def moments(self, n_ops: int) -> int:
         """At how many moments of a program of `n_ops` ops to look for the bound."""

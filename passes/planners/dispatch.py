@@ -15,16 +15,21 @@ from passes.ir import Plan, Program
 from passes.planners import search
 from passes.planners.baselines.plans import BASELINES, baseline
 from passes.planners.config import PlannerConfig
+from passes.planners.paging import plan_paged
 
 
 def plan(program: Program, budget_bytes: int, config: PlannerConfig | None = None) -> Plan:
     """Plan `program` for a peak of at most `budget_bytes`, as `config.planner` says.
+
+    With `config.host_bytes` the plan may have pages; its overhead then counts waiting for the link.
 
     Returns:
         A plan that keeps the budget, `status.found`; else the plan of lowest peak that was found, with
         status INFEASIBLE if it is proved that there is none and UNKNOWN if nothing is proved.
     """
     config = config or PlannerConfig()
+    if config.host_bytes and config.planner not in BASELINES:
+        return plan_paged(program, budget_bytes, config)
     if config.planner in BASELINES:
         made = baseline(program, budget_bytes, config.planner)
     elif config.planner == "exact":
