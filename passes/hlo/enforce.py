@@ -27,7 +27,7 @@ from passes.hlo.labels import forced_values
 from passes.hlo.lift import LiftedModule, lift
 from passes.ir import Status
 from passes.outcome import StageOutcome, paged_by, recomputed_by, tightest_values
-from passes.planners import PlannerConfig, working_set_bytes
+from passes.planners import PlannerConfig
 
 OnFragmentation = Literal["recompute", "pin", "error"]
 
@@ -172,7 +172,7 @@ def _outcome(
 def _refusal(request: EnforceRequest, task: Task, least: Written, begin: float) -> StageOutcome:
     """The outcome for a budget that was not met; `least` is what a second call could be asked for."""
     program = task.lifted.program
-    bound = task.fixed_bytes + working_set_bytes(program)
+    bound = task.fixed_bytes + task.bound_bytes(program)
     proved = bound > task.budget_bytes
     before = task.lifted.prediction
     least_bytes = min(least.needed_bytes, before.total_bytes)

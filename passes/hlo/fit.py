@@ -65,6 +65,12 @@ class Task:
         """What no plan removes: everything that is not a temporary."""
         return self.lifted.prediction.total_bytes - self.lifted.prediction.temp_bytes
 
+    def bound_bytes(self, program: Program) -> int:
+        """No plan of `program` needs less: what must be there, and with pages what one op holds alone."""
+        if self.config.host_bytes:
+            return max(Graph.of(program).local_bytes, default=0)
+        return working_set_bytes(program)
+
     def for_retries(self) -> PlannerConfig:
         """A third of the work, and no second proof."""
         units = self.config.units(len(self.lifted.program.ops))
@@ -129,7 +135,7 @@ def fit(task: Task) -> Written:
     target = task.budget_bytes - task.fixed_bytes
     bound_ratio = 0.0
     for n in range(MAX_ROUNDS):
-        if target < working_set_bytes(program):
+        if target < task.bound_bytes(program):
             break
         written = task.write(plan(program, target, config))
         bound_ratio = max(bound_ratio, written.plan.lower_bound_ratio)
