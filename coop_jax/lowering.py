@@ -137,6 +137,7 @@ def _planned_and_marked(
         pin=config.pin,
         on_fragmentation=config.on_fragmentation,
         constraints=str(config.constraints),
+        host_budget_bytes=_host_budget_bytes(config, facts),
     )
     alternatives = None
     if program is not None:
@@ -154,6 +155,13 @@ def _planned_and_marked(
         )
     xla.mark(ctx, record, _digest(jaxpr), alternatives)
     return jaxpr
+
+
+def _host_budget_bytes(config: RematConfig, facts: module.ModuleFacts) -> int:
+    """What the user gives of the host's memory, as far as JAX can use it."""
+    limit_bytes = aot.host_limit_bytes(facts.platforms[0])
+    asked_bytes = config.budget.host_bytes
+    return asked_bytes if limit_bytes is None else min(asked_bytes, limit_bytes)
 
 
 def _refuse_what_cannot_be_kept(ctx: Any, facts: module.ModuleFacts) -> None:
@@ -180,6 +188,7 @@ def _program_key(unplanned: Sequence[Any], facts: module.ModuleFacts, record: xl
     parts = [*map(_digest, unplanned), str(facts.argument_nbytes), str(facts.output_nbytes)]
     parts += [str(facts.aliased), str(facts.num_devices), str(facts.argument_parts), str(facts.platforms)]
     parts += [record.device_name, record.planner, record.on_fragmentation, record.constraints]
+    parts += [str(record.host_budget_bytes)]
     return hashlib.sha256("|".join(parts).encode()).hexdigest()
 
 

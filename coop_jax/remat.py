@@ -36,6 +36,7 @@ def remat(
     fn: Callable[..., Any] | None = None,
     *,
     budget: Any = None,
+    host: int | str | None = None,
     planner: str = "auto",
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Iterable[str] = (),
@@ -62,6 +63,10 @@ def remat(
         budget: the peak device memory, per device, of the whole compiled program: bytes, "8GiB", "8 GB",
             "85%" of the device's memory, a float in (0, 1] (that fraction of the program's peak without
             rematerialization), a `coop.Budget`, or None: the device's memory less headroom.
+        host: how much may wait in the host's memory, as bytes or "64GiB": values are sent there and brought
+            back where that is cheaper than computing them again, or where nothing else keeps the budget. It
+            is kept as the budget is, and at most what JAX can use of that memory. None for no paging; on a
+            CPU there is none. The same as `coop.Budget(host=...)`.
         planner: "auto" (what to use), or one of `passes.planners.config.PLANNERS`: "exact" proves what it
             can about small programs, "dtr" and others are there to compare with.
         static_argnums, static_argnames: arguments that are Python values, as in `jax.jit`.
@@ -112,7 +117,7 @@ def remat(
     if on_fragmentation not in FRAGMENTATION:
         known = ", ".join(map(repr, FRAGMENTATION))
         raise UnsupportedError(f"on_fragmentation {on_fragmentation!r} is not one of {known}.")
-    parsed = Budget.of(budget)
+    parsed = Budget.of(budget, host)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         if not callable(function):

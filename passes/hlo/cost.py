@@ -63,9 +63,7 @@ def computation_ns(module: Module, computation: Computation, device: DeviceModel
     return kernels_ns + waiting_ns
 
 
-def computation_times_ns(
-    module: Module, computation: Computation, device: DeviceModel
-) -> tuple[int, int]:
+def computation_times_ns(module: Module, computation: Computation, device: DeviceModel) -> tuple[int, int]:
     """Estimated time of the kernels of one run of a computation, and of waiting for copies beside them."""
     clock = waiting = 0
     free = {True: 0, False: 0}

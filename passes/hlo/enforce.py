@@ -145,7 +145,8 @@ def _host_refusal(
     request: EnforceRequest, view: graph.Module, prediction: HeapPrediction, begin: float
 ) -> StageOutcome:
     """The outcome for a module that has more on the host, by the user's own offloading, than it may."""
-    return replace(_untouched(request, view, prediction, begin), status=Status.INFEASIBLE)
+    kept = _untouched(request, view, prediction, begin)
+    return replace(kept, status=Status.INFEASIBLE, host_budget_bytes=request.host_bytes)
 
 
 def _untouched(
@@ -165,7 +166,7 @@ def _outcome(
         planned_temp_bytes=after.temp_bytes + after.constant_bytes,
         cost_ns=cost_ns, recompute_ns=0, lower_bound_ratio=0.0, status=Status.OPTIMAL,
         planner=request.planner, seconds=time.perf_counter() - begin,
-        host_budget_bytes=request.host_bytes, host_bytes=after.host_bytes,
+        host_budget_bytes=request.host_bytes if request.pages else 0, host_bytes=after.host_bytes,
     )  # fmt: skip
 
 
