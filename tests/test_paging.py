@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from strategies import example, programs, sequences, small_gpt
 
 from passes.ir import BufferId, OpId, Page, Plan, Program, Status
-from passes.liveness import Graph
 from passes.listing import plan_text, read_plan
+from passes.liveness import Graph
 from passes.offsets.best_fit import place_graph
 from passes.paging.link import LINKS, Link
 from passes.paging.queues import traffic
@@ -79,7 +79,8 @@ def test_a_copy_that_leaves_twice_is_written_once():
     first, *_ = Pager(Graph.of(program), range(len(program.ops)), HOST).gaps.buffer.tolist()
     uses = [i for i, op in enumerate(program.ops) if first in op.inputs]
     run = program.producer[first]
-    assert run is not None and len(uses) > 2
+    assert run is not None
+    assert len(uses) > 2
     pages = (page(first, run, uses[0] + 1, uses[1], uses[1]), page(first, run, uses[1] + 1, uses[2], uses[2]))
     made = plan_of(program, tuple(range(len(program.ops))), pages[: 1 + (uses[2] > uses[1] + 1)])
     validate(program, made, SLOW)
@@ -179,6 +180,7 @@ def test_pages_keep_budgets_below_what_recompute_alone_reaches():
     least_bytes = max(Graph.of(fixed).local_bytes)
     made = plan(fixed, least_bytes, PlannerConfig(host_bytes=1 << 30, link=SLOW, placed=False))
     validate(fixed, made, SLOW)
-    assert made.status.found and made.waiting_ns
+    assert made.status.found
+    assert made.waiting_ns
     tight = plan(fixed, least_bytes, PlannerConfig(host_bytes=made.host_peak_bytes // 2, link=SLOW))
     assert not tight.status.found

@@ -15,7 +15,7 @@ from passes.ir import Plan, Program
 from passes.planners import search
 from passes.planners.baselines.plans import BASELINES, baseline
 from passes.planners.config import PlannerConfig
-from passes.planners.paging import plan_paged
+from passes.planners.paging import frontier_paged, least_peak_paged, plan_paged
 
 
 def plan(program: Program, budget_bytes: int, config: PlannerConfig | None = None) -> Plan:
@@ -50,14 +50,18 @@ def _strengthened(program: Program, made: Plan) -> Plan:
 
 def least_peak(program: Program, config: PlannerConfig | None = None) -> Plan:
     """The plan of lowest peak that was found, as `passes.planners.search.least_peak`."""
-    return search.least_peak(program, _searched(config))
+    config = _searched(config)
+    return least_peak_paged(program, config) if config.host_bytes else search.least_peak(program, config)
 
 
 def frontier(
     program: Program, budgets_bytes: Sequence[int], config: PlannerConfig | None = None
 ) -> tuple[Plan, ...]:
     """One plan for each budget, as `passes.planners.search.frontier`."""
-    return search.frontier(program, budgets_bytes, _searched(config))
+    config = _searched(config)
+    if config.host_bytes:
+        return frontier_paged(program, budgets_bytes, config)
+    return search.frontier(program, budgets_bytes, config)
 
 
 def _searched(config: PlannerConfig | None) -> PlannerConfig:
