@@ -3,9 +3,9 @@
 Several ways lead to sequences of steps, and for each of them the pager says which copies go to the host:
 
 alone     recompute alone, so that a plan with pages never costs more than one without.
-plain     no recompute: pages alone, the only way below what recompute can reach.
 carried   the link's own share first: what it carries for nothing has no bytes in the program that the cuts
           then bring within the budget. The dearest values are paged, the cheapest recomputed.
+plain     no recompute: pages alone, the only way below what recompute can reach.
 levels    recompute down to some level between the budget and the peak, pages for the rest.
 again     as `carried`, with what the best sequence pages at last, where it does.
 around    a search around the best: some re-runs are taken out, and pages or cuts make up for them.
@@ -16,7 +16,7 @@ All are compared by the time of their steps and of waiting for the link, replaye
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from passes.liveness import Graph
@@ -82,9 +82,9 @@ class Director:
             floor_ns: nothing cheaper is looked for.
         """
         self.offer(alone)
-        self.offer(self.start)
         for _ in self._ways():
-            if not self.work.left or (self.best is not None and self.best.total_ns <= floor_ns):
+            near = self.best is not None and self.best.total_ns <= floor_ns
+            if near or (self.best is not None and not self.work.left):
                 break
         return self.best
 
@@ -101,15 +101,18 @@ class Director:
         return found
 
     def _ways(self) -> Iterator[None]:
-        yield from self._carried()
+        yield from self._carried(SHARES[:1])
+        self.offer(self.start)
+        yield
+        yield from self._carried(SHARES[1:])
         yield from self._levels()
         yield from self._again()
         yield from self._around()
 
-    def _carried(self) -> Iterator[None]:
+    def _carried(self, shares: Sequence[float]) -> Iterator[None]:
         """What the link carries for nothing is free, for several shares of its rate."""
         seen: set[bytes] = set()
-        for share in SHARES:
+        for share in shares:
             rows = carried(self.pager, share)
             self.work.done += STEP_UNITS * len(self.start.steps)
             if len(rows) and rows.tobytes() not in seen:
@@ -144,7 +147,9 @@ class Director:
         for tilt_ratio in TILTS:
             lowered = begin
             if begin.peak_bytes > level_bytes:
-                lowered = descend(graph, begin, level_bytes, self.work, Style(tilt_ratio=tilt_ratio))
+                part = Work(self.work.limit)
+                lowered = descend(graph, begin, level_bytes, part, Style(tilt_ratio=tilt_ratio))
+                self.work.done += part.done
             self.offer(lowered, preferred)
             yield
             if lowered is begin:

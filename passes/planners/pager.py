@@ -235,7 +235,7 @@ class _Replay:
         clock_ns = self.pager.clock_ns
         change = np.zeros(len(clock_ns), dtype=np.int64)
         free = 0
-        for k in sorted(range(len(self.made)), key=lambda k: (self.made[k], k)):
+        for k in sorted(range(len(self.made)), key=lambda k: (self.made[k], self.buffer[k])):
             if self.first[k]:
                 free = max(free, int(clock_ns[self.made[k] + 1])) + self.out_ns[k]
                 end = min(int(np.searchsorted(clock_ns, free)), self.back[k])
@@ -274,7 +274,7 @@ class _Replay:
             if step == len(cost_ns):
                 break
             clock += cost_ns[step]
-            for k in made.get(step, ()):
+            for k in sorted(made.get(step, ()), key=lambda k: self.buffer[k]):
                 if self.first[k]:
                     out_free = max(out_free, clock) + self.out_ns[k]
                     self.arrival[k] = out_free
