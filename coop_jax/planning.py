@@ -97,8 +97,8 @@ def plan(
     """
     return report(
         compile_within(
-            fn, *specs, budget=budget, host=host, device=device, planner=planner, donate_argnums=donate_argnums,
-            static_argnums=static_argnums, kwargs=kwargs, save=save, recompute=recompute, policy=policy,
+            fn, *specs, budget=budget, host=host, device=device, planner=planner,
+            donate_argnums=donate_argnums, static_argnums=static_argnums, kwargs=kwargs, save=save, recompute=recompute, policy=policy,
         )
     )  # fmt: skip
 

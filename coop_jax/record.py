@@ -43,7 +43,7 @@ class Record:
         pin: True if the program was asked to be pinned (see `coop_jax.pinning`).
         on_fragmentation: "recompute", "pin" or "error" where only XLA's packing breaks the budget.
         constraints: what was asked about single values, for people.
-        host_budget_bytes: what may wait in the host's memory, at most what JAX can use of it; 0 for no paging.
+        host_budget_bytes: what may wait in the host's memory, as far as JAX can use it; 0: no paging.
     """
 
     id: str = ""

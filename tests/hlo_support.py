@@ -20,15 +20,18 @@ from jax import lax
 from jax.extend.xla import PipelineStage, register_hlo_module_transformation
 
 from coop_jax import aot
+from coop_jax.addresses import real_assignment
 from passes.cost import DEVICES
 from passes.hlo import graph, proto
 from passes.hlo.assign import Assigner
+from passes.hlo.assignment import predicted_addresses
 from passes.hlo.barriers import drop_barriers
 from passes.hlo.emit import emit
 from passes.hlo.heap import HeapPrediction
 from passes.hlo.heap import predict as predict_heap
 from passes.hlo.lift import LiftedModule, lift
 from passes.hlo.pages import CopyStyle
+from passes.hlo.replay import Replay, replay
 from passes.ir import OpId, Page, Program
 from passes.jaxpr import compat
 
@@ -182,6 +185,17 @@ def random_pages(program: Program, steps: Sequence[OpId], seed: int, rate: float
     return pages
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Paged:
+    """An example with pages, compiled: what was predicted, lifted and written, and the pages."""
+
+    compiled: Any
+    prediction: HeapPrediction
+    before: LiftedModule
+    module: Any
+    pages: list[Page]
+
+
 def with_pages(
     example: Example,
     platform: str,
@@ -190,20 +204,35 @@ def with_pages(
     rate: float = 1.0,
     again: float = 0.0,
     style: CopyStyle = "asynchronous",
-) -> tuple[Any, HeapPrediction, LiftedModule, list[Page]]:
-    """Compile an example with pages and re-runs drawn at random; also what was predicted for them."""
-    found: list[tuple[HeapPrediction, LiftedModule, list[Page]]] = []
+) -> Paged:
+    """Compile an example with pages and re-runs drawn at random."""
+    found: list[dict[str, Any]] = []
 
     def transform(data: bytes) -> bytes:
         before = lifted(data, platform)
         steps = random_steps(seed, again)(before.program)
         pages = random_pages(before.program, steps, seed, rate)
         module = emit(before, steps, pages, style=style)
-        found.append((predict(module, platform), before, pages))
+        prediction = predict(module, platform)
+        found.append({"prediction": prediction, "before": before, "module": module, "pages": pages})
         return proto.serialize(module)
 
     compiled = compile_with(example, transform, platform)
-    return compiled, *found[0]
+    return Paged(compiled=compiled, **found[0])
+
+
+def replayed(compiled: Any) -> Replay:
+    """A program's final module run in the abstract, at XLA's own addresses."""
+    module = proto.parse(aot.final_module(compiled))
+    real = real_assignment(compiled, module)
+    assert real is not None, "XLA does not say where it put what"
+    return replay(graph.read(module), real.addresses)
+
+
+def replayed_module(module: Any, platform: str) -> Replay:
+    """A scheduled module run in the abstract, at the addresses that are predicted for it."""
+    view = graph.read(module)
+    return replay(view, predicted_addresses(Assigner(view, platform, old_rules=OLD_RULES)))
 
 
 def totals(compiled: Any) -> dict[str, int]:

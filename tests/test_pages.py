@@ -32,17 +32,21 @@ def is_predicted(prediction: HeapPrediction, compiled: Any, slack_bytes: int = 0
 
 @pytest.mark.parametrize("model", ["mlp", "lstm", "scan"])
 def test_pages_and_re_runs_on_a_gpu_take_the_predicted_bytes(h200: str, model: str) -> None:
-    compiled, prediction, _, pages = h.with_pages(h.example(model, "grad"), "cuda", seed=1, again=0.1)
-    assert pages
-    assert h.predicted(prediction) == h.totals(compiled)
-    assert is_predicted(prediction, compiled)
+    found = h.with_pages(h.example(model, "grad"), "cuda", seed=1, again=0.1)
+    assert h.predicted(found.prediction) == h.totals(found.compiled)
+    assert is_predicted(found.prediction, found.compiled)
+    seen = h.replayed(found.compiled)
+    assert not seen.problems
+    assert len(found.pages) >= seen.from_host >= seen.to_host > 0
 
 
 @pytest.mark.parametrize("model", ["mlp", "gpt", "conv", "lstm", "scan", "cond"])
 def test_pages_and_re_runs_on_a_tpu_take_the_predicted_bytes(v5e: str, model: str) -> None:
-    compiled, prediction, _, pages = h.with_pages(h.example(model, "grad"), "tpu", seed=2, again=0.1)
-    assert pages
-    assert is_predicted(prediction, compiled, TPU.late_bytes)
+    found = h.with_pages(h.example(model, "grad"), "tpu", seed=2, again=0.1)
+    assert is_predicted(found.prediction, found.compiled, TPU.late_bytes)
+    seen = h.replayed_module(found.module, "tpu")
+    assert not seen.problems
+    assert len(found.pages) >= seen.from_host >= seen.to_host > 0
 
 
 @pytest.mark.parametrize("model", ["mlp", "gpt", "conv", "lstm", "scan", "cond", "mixed"])
@@ -51,10 +55,10 @@ def test_pages_as_plain_copies_give_the_same_bits(model: str) -> None:
     example = dataclasses.replace(h.example(model, "grad"), optimized=True)
     args = h.data_for(example)
     _, plain = h.scheduled(example)
-    compiled, prediction, _, pages = h.with_pages(example, "cpu", seed=3, again=0.1, style="plain")
-    assert len(pages) > 5
-    assert h.predicted(prediction) == h.totals(compiled)
-    for one, other in zip(h.run(plain, args), h.run(compiled, args), strict=True):
+    found = h.with_pages(example, "cpu", seed=3, again=0.1, style="plain")
+    assert len(found.pages) > 5
+    assert h.predicted(found.prediction) == h.totals(found.compiled)
+    for one, other in zip(h.run(plain, args), h.run(found.compiled, args), strict=True):
         assert np.array_equal(one, other, equal_nan=True)
 
 

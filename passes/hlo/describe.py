@@ -18,10 +18,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from passes.hlo.assign import Assigner
-from passes.hlo.graph import HOST
 from passes.hlo.assignment import Address, Assignment, Name
 from passes.hlo.dataflow import Position
-from passes.hlo.graph import Instruction, Shape
+from passes.hlo.graph import HOST, Instruction, Shape
 from passes.hlo.heap import HeapPrediction, heap_intervals, predict_assigned, temp_offsets
 from passes.hlo.lift import is_view
 from passes.hlo.origins import Origins

@@ -183,7 +183,7 @@ def lowest(task: Task) -> tuple[Program, Written]:
 
 
 def _from_below(task: Task, program: Program, best: Written) -> Written:
-    """`best`, which keeps the budget, with as few re-runs as the budget allows; a plan with pages as it is."""
+    """`best`, which keeps the budget, with as few re-runs as that allows; a plan with pages as it is."""
     least = best.plan
     if least.pages:
         return best

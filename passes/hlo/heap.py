@@ -277,11 +277,21 @@ def temp_offsets(assigner: Assigner) -> dict[int, int]:
     for n, at in row.tables.items():
         offsets.update(dict.fromkeys(assigner.allocations[n].values, at))
     for space, at, heap in row.heaps:
-        groups = [g for g in assigner.heap if assigner.space_of(g) == space]
-        leaders = {i.key: i.group for i in heap_intervals(assigner, space)}
-        for g in groups:
-            offsets.update({v: at + heap.offsets[leaders[v]] for v in assigner.flow.classes[g]})
+        offsets.update(_offsets(assigner, space, at, heap))
     return offsets
+
+
+def host_offsets(assigner: Assigner) -> dict[int, int]:
+    """Where XLA will put what waits in the host's memory, by value id, from the start of its heap there."""
+    if not any(assigner.space_of(g) == HOST for g in assigner.heap):
+        return {}
+    return _offsets(assigner, HOST, 0, layout(assigner, HOST)[0])
+
+
+def _offsets(assigner: Assigner, space: int, at: int, heap: HeapLayout) -> dict[int, int]:
+    groups = [g for g in assigner.heap if assigner.space_of(g) == space]
+    leaders = {i.key: i.group for i in heap_intervals(assigner, space)}
+    return {v: at + heap.offsets[leaders[v]] for g in groups for v in assigner.flow.classes[g]}
 
 
 def predict(module: Any, platform: str, *, old_rules: bool = False) -> HeapPrediction:

@@ -15,7 +15,6 @@ from typing import Any
 from passes.cost import DeviceModel
 from passes.hlo import graph
 from passes.hlo.assign import Assigner
-from passes.hlo.graph import HOST
 from passes.hlo.cost import instruction_ns
 from passes.hlo.graph import Instruction
 from passes.hlo.heap import HeapPrediction, predict_assigned

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from passes.hlo import graph
-from passes.hlo.graph import HOST
 from passes.hlo.dataflow import Dataflow
-from passes.hlo.graph import Instruction
+from passes.hlo.graph import HOST, Instruction
 from passes.ir import Page
 
 CopyStyle = Literal["asynchronous", "plain"]
