@@ -29,7 +29,8 @@ def plan(program: Program, budget_bytes: int, config: PlannerConfig | None = Non
     """
     config = config or PlannerConfig()
     if config.host_bytes and config.planner not in BASELINES:
-        return plan_paged(program, budget_bytes, config)
+        made = plan_paged(program, budget_bytes, config)
+        return _exact_paged(program, made, config) if config.planner == "exact" else made
     if config.planner in BASELINES:
         made = baseline(program, budget_bytes, config.planner)
     elif config.planner == "exact":
@@ -70,6 +71,18 @@ def _searched(config: PlannerConfig | None) -> PlannerConfig:
     if config.planner == "exact" or config.planner in BASELINES:
         return dataclasses.replace(config, planner="auto")
     return config
+
+
+def _exact_paged(program: Program, hint: Plan, config: PlannerConfig) -> Plan:
+    """The director's plan as a hint, then the solver."""
+    begin = time.perf_counter()
+    solver = importlib.import_module("passes.planners.exact.paging")
+    limits = importlib.import_module("passes.planners.exact.limits")
+    settings = limits.ExactConfig(
+        work_limit=config.exact_work_limit, time_limit_s=config.time_limit_s, report=config.report
+    )
+    made: Plan = solver.solve_paged(program, hint.budget_bytes, hint, config.link, settings)
+    return dataclasses.replace(made, seconds=hint.seconds + time.perf_counter() - begin)
 
 
 def _exact(program: Program, budget_bytes: int, config: PlannerConfig) -> Plan:

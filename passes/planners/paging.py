@@ -74,7 +74,8 @@ def frontier_paged(program: Program, budgets_bytes: Sequence[int], config: Plann
 
 def _alone(config: PlannerConfig) -> PlannerConfig:
     """The same without a host."""
-    return dataclasses.replace(config, host_bytes=0, link=None, must_page=frozenset())
+    planner = "auto" if config.planner == "exact" else config.planner
+    return dataclasses.replace(config, planner=planner, host_bytes=0, link=None, must_page=frozenset())
 
 
 class _Paging:
