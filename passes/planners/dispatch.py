@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from passes.ir import Plan, Program
 from passes.planners import search
-from passes.planners.baselines.plans import BASELINES, baseline
+from passes.planners.baselines.plans import BASELINES, PAGING_BASELINES, baseline, paging_baseline
 from passes.planners.config import PlannerConfig
 from passes.planners.paging import frontier_paged, least_peak_paged, plan_paged
 
@@ -28,8 +28,12 @@ def plan(program: Program, budget_bytes: int, config: PlannerConfig | None = Non
         status INFEASIBLE if it is proved that there is none and UNKNOWN if nothing is proved.
     """
     config = config or PlannerConfig()
+    if config.planner in PAGING_BASELINES:
+        assert config.link is not None, "PlannerConfig asks for a link"
+        return paging_baseline(program, budget_bytes, config.host_bytes, config.link)
     if config.host_bytes and config.planner not in BASELINES:
-        return plan_paged(program, budget_bytes, config)
+        made = plan_paged(program, budget_bytes, config)
+        return _exact_paged(program, made, config) if config.planner == "exact" else made
     if config.planner in BASELINES:
         made = baseline(program, budget_bytes, config.planner)
     elif config.planner == "exact":
@@ -67,9 +71,21 @@ def frontier(
 def _searched(config: PlannerConfig | None) -> PlannerConfig:
     """The same config with a planner that searches."""
     config = config or PlannerConfig()
-    if config.planner == "exact" or config.planner in BASELINES:
+    if config.planner == "exact" or config.planner in (*BASELINES, *PAGING_BASELINES):
         return dataclasses.replace(config, planner="auto")
     return config
+
+
+def _exact_paged(program: Program, hint: Plan, config: PlannerConfig) -> Plan:
+    """The director's plan as a hint, then the solver."""
+    begin = time.perf_counter()
+    solver = importlib.import_module("passes.planners.exact.paging")
+    limits = importlib.import_module("passes.planners.exact.limits")
+    settings = limits.ExactConfig(
+        work_limit=config.exact_work_limit, time_limit_s=config.time_limit_s, report=config.report
+    )
+    made: Plan = solver.solve_paged(program, hint.budget_bytes, hint, config.link, settings)
+    return dataclasses.replace(made, seconds=hint.seconds + time.perf_counter() - begin)
 
 
 def _exact(program: Program, budget_bytes: int, config: PlannerConfig) -> Plan:

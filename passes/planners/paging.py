@@ -74,7 +74,8 @@ def frontier_paged(program: Program, budgets_bytes: Sequence[int], config: Plann
 
 def _alone(config: PlannerConfig) -> PlannerConfig:
     """The same without a host."""
-    return dataclasses.replace(config, host_bytes=0, link=None, must_page=frozenset())
+    planner = "auto" if config.planner == "exact" else config.planner
+    return dataclasses.replace(config, planner=planner, host_bytes=0, link=None, must_page=frozenset())
 
 
 class _Paging:
@@ -148,10 +149,12 @@ class _Paging:
         )
 
     def _without(self, alone: Plan, bound_ratio: float) -> Plan:
-        """What recompute alone does; nothing is proved by what it cannot do."""
+        """What recompute alone does; nothing is proved by what it cannot do, nor done if pages are forced."""
         status = alone.status
         if status is Status.OPTIMAL and alone.overhead_ratio > bound_ratio + 1e-9:
             status = Status.FEASIBLE
+        if self.host.forced:
+            status = Status.UNKNOWN
         if not status.found:
             all_bytes = max(self.graph.local_bytes, default=0) + self.graph.argument_bytes
             status = Status.INFEASIBLE if all_bytes > alone.budget_bytes else Status.UNKNOWN
