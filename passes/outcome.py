@@ -98,6 +98,8 @@ class StageOutcome:
         least_proved: True if no plan of this stage's program goes below `least_total_bytes`.
         needs_pinning: True if the budget is kept only after the temporaries are packed anew.
         constraints: what the user asked about single values, such as "save=('h',)".
+        kernels_ns: the least that the program is expected to take with its own kernels, some of them run
+            again, within the budget; None where that is not known, or not possible.
     """
 
     stage: Stage
@@ -125,6 +127,7 @@ class StageOutcome:
     host_bytes: int = 0
     waiting_ns: int = 0
     paged: tuple[Paged, ...] = ()
+    kernels_ns: int | None = None
 
     @property
     def fixed_bytes(self) -> int:

@@ -135,6 +135,50 @@ def test_a_plan_whose_repair_is_dear_is_asked_for_once_more_and_the_cheaper_one_
         assert (choice.module is not None) == is_taken
 
 
+def missed(kernels_ns: int | None, cost_ns: int = 1000) -> Record:
+    """A plan that promised `cost_ns` for a program whose own kernels are expected to take `kernels_ns`."""
+    made = dataclasses.replace(OUTCOME, stage="jaxpr", cost_ns=cost_ns, recompute_ns=0, kernels_ns=kernels_ns)
+    return dataclasses.replace(RECORD, jaxpr=made)
+
+
+KERNELS = Wish(plain=True, budget_bytes=BUDGET)
+
+
+def dear(cost_ns: int) -> StageOutcome:
+    return dataclasses.replace(OUTCOME, cost_ns=cost_ns, recompute_ns=0)
+
+
+@pytest.mark.parametrize(("found_ns", "taken"), [(1200, True), (1400, False)])
+def test_where_a_plan_costs_more_than_it_promised_the_programs_own_kernels_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch, found_ns: int, taken: bool
+) -> None:
+    asked = asked_of(monkeypatch, lambda _: dear(found_ns))
+    choice = ways().choose(missed(kernels_ns=1300), dear(1300), MODULE)
+    assert KERNELS in asked
+    assert (choice.module is not None) == taken
+    assert choice.record.hlo is not None
+    assert choice.record.hlo.cost_ns == (found_ns if taken else 1300)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        pytest.param(missed(kernels_ns=1300, cost_ns=1200), id="as promised"),
+        pytest.param(missed(kernels_ns=1600), id="expected to be dearer"),
+        pytest.param(missed(kernels_ns=None), id="not possible"),
+        pytest.param(
+            dataclasses.replace(missed(kernels_ns=900), constraints="save=('h',)"), id="constrained"
+        ),
+    ],
+)
+def test_the_programs_own_kernels_are_not_looked_at_where_nothing_speaks_for_it(
+    monkeypatch: pytest.MonkeyPatch, record: Record
+) -> None:
+    asked = asked_of(monkeypatch, lambda _: dear(500))
+    ways().choose(record, dear(1300), MODULE)
+    assert KERNELS not in asked
+
+
 def test_a_plan_that_was_seen_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Wish] = []
 

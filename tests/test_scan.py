@@ -242,6 +242,23 @@ def test_segments_keep_fewer_carries_than_turns() -> None:
     same(run(new, consts, many, X), run(jaxpr, consts, many, X))
 
 
+def test_scans_one_after_the_other_run_in_segments_all_of_them() -> None:
+    """Every scan keeps its stacks until its own backward scan, so one in segments alone saves little."""
+
+    def thrice(ws: Any, x: Any) -> Any:
+        for _ in range(3):
+            x = lax.scan(lambda h, w: (layer(w, h), None), x, ws)[0]
+        return x.sum()
+
+    many = jnp.concatenate([WS] * 6)
+    jaxpr, consts = opened(jax.grad(thrice), many, X)
+    lowest = ladder(jaxpr, CPU)[-1]
+    fewest = segment_ladder(lowest, CPU)[-1]
+    assert all(choice.in_segments for choice in fewest)
+    assert sum(choice.stacked_bytes for choice in fewest) == 3 * (6 + 6) * X.nbytes
+    same(run(rewrite(jaxpr, fewest), consts, many, X), run(jaxpr, consts, many, X))
+
+
 def test_a_stack_that_something_else_reads_stays_and_costs_nothing() -> None:
     jaxpr, _ = opened(jax.value_and_grad(stacks_read_elsewhere), WS, X)
     (pair,) = find_pairs(jaxpr)

@@ -80,28 +80,34 @@ def _signatures(rung: Rung) -> list[Any]:
 
 
 def segment_ladder(rung: Rung, device: DeviceModel) -> list[Rung]:
-    """Rungs below `rung`, the lowest of the ladder: the pair with the largest stacks runs in segments."""
-    if not rung:
-        return []
-    k = _fullest([(choice,) for choice in rung])
-    choice = rung[k]
+    """Rungs below `rung`, the lowest of the ladder: one pair after the other runs in segments.
+
+    The pair with the largest stacks comes first. One pair in segments says nothing of the others: each
+    keeps its stacks until its own second scan, and what they are together is what counts.
+    """
+    found: list[Rung] = []
+    left = sorted(range(len(rung)), key=lambda k: (-rung[k].stacked_bytes, k))
+    for k in left:
+        lower = [(*rung[:k], site, *rung[k + 1 :]) for site in _segmented(rung[k], device)]
+        found += lower
+        rung = lower[-1] if lower else rung
+    return found
+
+
+def _segmented(choice: Choice | Inside, device: DeviceModel) -> list[Choice | Inside]:
+    """One site in segments, with fewer and fewer bytes; none if it cannot be, or if that saves nothing."""
     found: list[Choice | Inside] = []
     if isinstance(choice, Inside):
-        b = _fullest(choice.bodies)
-        for lower in segment_ladder(choice.bodies[b], device):
-            bodies = (*choice.bodies[:b], lower, *choice.bodies[b + 1 :])
-            found.append(dataclasses.replace(choice, bodies=bodies))
+        bodies = choice.bodies
+        for b in sorted(range(len(bodies)), key=lambda b: (-_bytes(bodies[b]), b)):
+            for lower in segment_ladder(bodies[b], device):
+                bodies = (*bodies[:b], lower, *bodies[b + 1 :])
+                found.append(dataclasses.replace(choice, bodies=bodies))
     else:
         for count in segment_counts(choice.pair.length):
             found += _in_segments(choice.pair, count, device)
-    found = [s for s in found if s.stacked_bytes < choice.stacked_bytes]
-    found.sort(key=lambda s: -s.stacked_bytes)
-    return [(*rung[:k], s, *rung[k + 1 :]) for s in found]
-
-
-def _fullest(rungs: Sequence[Rung]) -> int:
-    """The index of what stacks most."""
-    return max(range(len(rungs)), key=lambda k: (_bytes(rungs[k]), -k))
+    found = [site for site in found if site.stacked_bytes < choice.stacked_bytes]
+    return sorted(found, key=lambda site: -site.stacked_bytes)
 
 
 def _in_segments(pair: ScanPair, count: int, device: DeviceModel) -> list[Choice]:

@@ -58,11 +58,11 @@ def search_structured(jaxpr: Any, request: JaxprRequest, scale: float, tools: To
     """
     search = _Search(original=jaxpr, request=request, scale=scale, tools=tools)
     if request.inside:
-        return _next(search.rungs([_rewritten(jaxpr, (), request.device)], WAYS), request).candidate
+        return _next(search.rungs(_Rungs(jaxpr, [()], request.device), WAYS), request).candidate
     sunk = sink_into_scans(view_inside_scans(jaxpr))
-    looks = search.rungs(_ladder(sunk, request.device), WAYS)
+    looks = search.rungs(_on_ladder(sunk, request.device), WAYS)
     if all(look.over for look in looks):
-        looks += search.rungs(_segments(sunk, request.device), (ALONE, RERUNS))
+        looks += search.rungs(_in_segments(sunk, request.device), (ALONE, RERUNS))
     return _next(looks, request).candidate
 
 
@@ -75,22 +75,40 @@ class _Rewritten:
     lifted: LiftedJaxpr
 
 
-@compat.cached_by_jaxpr
-def _ladder(jaxpr: Any, device: DeviceModel) -> tuple[_Rewritten, ...]:
-    """The program on every rung of its ladder; as it is, if it has none."""
-    return tuple(_rewritten(jaxpr, rung, device) for rung in ladder(jaxpr, device) or [()])
+class _Rungs:
+    """A program on the rungs of a ladder, each rewritten when it is first looked at."""
+
+    def __init__(self, jaxpr: Any, rungs: Sequence[Rung], device: DeviceModel) -> None:
+        self._jaxpr, self._rungs, self._device = jaxpr, rungs, device
+        self._made: dict[int, _Rewritten] = {}
+
+    def __len__(self) -> int:
+        return len(self._rungs)
+
+    def __getitem__(self, k: int) -> _Rewritten:
+        if k not in self._made:
+            rung = self._rungs[k]
+            program = rewrite(self._jaxpr, rung) if rung else self._jaxpr
+            lifted = lift(program, self._device, as_xla=True)
+            self._made[k] = _Rewritten(rung=rung, program=program, lifted=lifted)
+        return self._made[k]
 
 
 @compat.cached_by_jaxpr
-def _segments(jaxpr: Any, device: DeviceModel) -> tuple[_Rewritten, ...]:
+def _ladder(jaxpr: Any, device: DeviceModel) -> tuple[Rung, ...]:
+    """The rungs of a program's ladder; as it is, if it has none."""
+    return tuple(ladder(jaxpr, device) or [()])
+
+
+@compat.cached_by_jaxpr
+def _on_ladder(jaxpr: Any, device: DeviceModel) -> _Rungs:
+    return _Rungs(jaxpr, _ladder(jaxpr, device), device)
+
+
+@compat.cached_by_jaxpr
+def _in_segments(jaxpr: Any, device: DeviceModel) -> _Rungs:
     """The program on the rungs below its ladder."""
-    lowest = _ladder(jaxpr, device)[-1].rung
-    return tuple(_rewritten(jaxpr, rung, device) for rung in segment_ladder(lowest, device))
-
-
-def _rewritten(jaxpr: Any, rung: Rung, device: DeviceModel) -> _Rewritten:
-    program = rewrite(jaxpr, rung) if rung else jaxpr
-    return _Rewritten(rung=rung, program=program, lifted=lift(program, device, as_xla=True))
+    return _Rungs(jaxpr, segment_ladder(_ladder(jaxpr, device)[-1], device), device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +141,7 @@ class _Search:
     scale: float
     tools: Tools
 
-    def rungs(self, rungs: Sequence[_Rewritten], ways: Sequence[int]) -> list[_Look]:
+    def rungs(self, rungs: _Rungs, ways: Sequence[int]) -> list[_Look]:
         """Candidates of some rungs, among them the cheapest that fits.
 
         Bytes fall along the ladder, so the first rung that fits is found by bisection; others may be cheaper.
