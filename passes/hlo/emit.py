@@ -1,4 +1,6 @@
-"""Write a plan into a scheduled module: clones of what is re-run, and the plan's schedule for the entry.
+"""Write a plan into a scheduled module: clones of what is re-run, and the plan's schedule.
+
+The plan is of one computation, the entry or a loop's body.
 
 A use reads the latest earlier run of what it needs. Views (get-tuple-element, bitcast, tuple) have no run of
 their own: they are re-made before their first use for every version of their operands. What came back from
@@ -92,15 +94,15 @@ class Cloner:
 
 
 class _Writer:
-    """Emits the entry's instructions in plan order."""
+    """Emits the instructions of the lifted computation in plan order."""
 
     def __init__(self, lifted: LiftedModule) -> None:
         self.lifted = lifted
-        self.old: Computation = lifted.module.entry
+        self.old: Computation = lifted.scope
         self.module = proto.copy(lifted.module.proto)
-        self.entry = next(c for c in self.module.computations if c.id == self.old.id)
+        self.scope = next(c for c in self.module.computations if c.id == self.old.id)
         self.cloner = Cloner(self.module)
-        self.protos = {i.id: i for i in self.entry.instructions}
+        self.protos = {i.id: i for i in self.scope.instructions}
         self.latest: dict[int, int] = {}
         self.views: dict[tuple[int, tuple[int, ...]], int] = {}
         # Value -> the instruction that brought it back, until its op is run again; who holds paged values.
@@ -131,7 +133,7 @@ class _Writer:
     def added(self, instruction: Any, like: int, mark: str) -> Any:
         """Put an instruction that the original does not have, named and placed in the source like another."""
         old = self.protos[like]
-        instruction.id = self.cloner.instruction_id(self.entry)
+        instruction.id = self.cloner.instruction_id(self.scope)
         instruction.name = self.cloner.name(old.name, mark)
         instruction.metadata.CopyFrom(old.metadata)
         self._put(instruction)
@@ -142,7 +144,7 @@ class _Writer:
             return self.protos[i]
         new = type(self.protos[i])()
         new.CopyFrom(self.protos[i])
-        new.id = self.cloner.instruction_id(self.entry)
+        new.id = self.cloner.instruction_id(self.scope)
         new.name = self.cloner.name(new.name)
         del new.control_predecessor_ids[:]
         self.cloner.callees(new)
@@ -187,20 +189,21 @@ class _Writer:
 
     def finish(self) -> Any:
         root = self.resolve(self.old.root)
-        self.entry.root_id = root
+        self.scope.root_id = root
         self._drop_dead(root)
         made = [self.written[i] for i in self.order]
         kept = [type(i).FromString(i.SerializeToString()) for i in made]
-        del self.entry.instructions[:]
-        self.entry.instructions.extend(kept)
+        del self.scope.instructions[:]
+        self.scope.instructions.extend(kept)
         for sequence in self.module.schedule.sequences:
-            if sequence.key == self.entry.id:
+            if sequence.key == self.scope.id:
                 sequence.value.instruction_ids[:] = self.order
-        entry = type(self.entry).FromString(self.entry.SerializeToString())
-        place = next(n for n, c in enumerate(self.module.computations) if c.id == entry.id)
-        del self.module.computations[place]
-        self.module.computations.extend([*self.cloner.computations, entry])
-        prune_outputs(self.module)
+        scope = type(self.scope).FromString(self.scope.SerializeToString())
+        place = next(n for n, c in enumerate(self.module.computations) if c.id == scope.id)
+        after = [type(c).FromString(c.SerializeToString()) for c in self.module.computations[place + 1 :]]
+        del self.module.computations[place:]
+        self.module.computations.extend([*self.cloner.computations, scope, *after])
+        prune_outputs(self.module, scope.id)
         drop_uncalled(self.module)
         return self.module
 
@@ -277,8 +280,8 @@ def emit(
         A new parsed HloModuleProto; the lifted one is unchanged.
     """
     writer = _Writer(lifted)
-    for i in lifted.module.entry.order:
-        if lifted.module.entry.by_id[i].opcode in ("parameter", "constant"):
+    for i in lifted.scope.order:
+        if lifted.scope.by_id[i].opcode in ("parameter", "constant"):
             writer.leaf(i)
     pager = _Pager(writer, pages, style)
     for n, step in enumerate(steps):

@@ -25,8 +25,9 @@ from passes.hlo.fit import Task, Written, fit
 from passes.hlo.heap import HeapPrediction, packing_saves, predict_assigned
 from passes.hlo.labels import forced_values
 from passes.hlo.lift import LiftedModule, lift
+from passes.hlo.loops import tightened
 from passes.ir import Status
-from passes.outcome import StageOutcome, paged_by, recomputed_by, tightest_values
+from passes.outcome import Recomputed, StageOutcome, paged_by, recomputed_by, tightest_values
 from passes.planners import PlannerConfig
 
 OnFragmentation = Literal["recompute", "pin", "error"]
@@ -100,12 +101,19 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
     task = Task(lifted=lifted, budget_bytes=request.budget_bytes, config=config, pinned=pinned,
                 host_bytes=request.host_bytes)  # fmt: skip
     written = fit(task)
+    inside: tuple[Recomputed, ...] = ()
     if task.is_over(written):
-        return module_bytes, _refusal(request, task, written, begin)
+        deeper = _with_loops(task, written, request.device)
+        if deeper is None:
+            return module_bytes, _refusal(request, task, written, prediction, begin)
+        task, inside = deeper
+        written = fit(task)
+        if task.is_over(written):
+            return module_bytes, _refusal(request, task, written, prediction, begin)
     cost_ns = lifted.program.cost_ns
     outcome = _outcome(request, prediction, written.prediction, cost_ns, begin)
     recompute_ns = program_cost_ns(written.module, request.device) - cost_ns
-    program = lifted.program
+    program = task.lifted.program
     return proto.serialize(written.module), replace(
         outcome,
         changed=True,
@@ -115,12 +123,22 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
         status=Status.FEASIBLE,
         planner=written.plan.planner,
         seconds=time.perf_counter() - begin,
-        recomputed=recomputed_by(program, written.plan.steps, "hlo"),
+        recomputed=inside + recomputed_by(program, written.plan.steps, "hlo"),
         paged=paged_by(program, written.plan.pages, "hlo"),
         waiting_ns=_waiting_ns(written.module, request.device),
         planned_temp_bytes=written.needed_bytes - task.fixed_bytes + prediction.constant_bytes,
         needs_pinning=written.prediction.total_bytes > request.budget_bytes,
     )
+
+
+def _with_loops(
+    task: Task, least: Written, device: DeviceModel
+) -> tuple[Task, tuple[Recomputed, ...]] | None:
+    """The task with bodies of loops planned, and what they run again; None if no loop is too large."""
+    holes_bytes = max(0, least.prediction.temp_bytes - least.plan.peak_bytes)
+    limit_bytes = task.budget_bytes - task.fixed_bytes - holes_bytes
+    found = tightened(task.lifted, least.plan, limit_bytes, device, task.for_retries())
+    return None if found is None else (replace(task, lifted=found.lifted), found.recomputed)
 
 
 def _config(request: EnforceRequest, lifted: LiftedModule, forced: frozenset[int]) -> PlannerConfig:
@@ -170,12 +188,17 @@ def _outcome(
     )  # fmt: skip
 
 
-def _refusal(request: EnforceRequest, task: Task, least: Written, begin: float) -> StageOutcome:
-    """The outcome for a budget that was not met; `least` is what a second call could be asked for."""
+def _refusal(
+    request: EnforceRequest, task: Task, least: Written, before: HeapPrediction, begin: float
+) -> StageOutcome:
+    """The outcome for a budget that was not met; `least` is what a second call could be asked for.
+
+    Nothing is proved where bodies of loops were planned: the bound takes a loop for one op.
+    """
     program = task.lifted.program
     bound = task.fixed_bytes + task.bound_bytes(program)
-    proved = bound > task.budget_bytes
-    before = task.lifted.prediction
+    bound_holds = task.lifted.prediction is before
+    proved = bound_holds and bound > task.budget_bytes
     least_bytes = min(least.needed_bytes, before.total_bytes)
     outcome = _outcome(request, before, before, program.cost_ns, begin)
     return replace(
@@ -185,5 +208,5 @@ def _refusal(request: EnforceRequest, task: Task, least: Written, begin: float) 
         seconds=time.perf_counter() - begin,
         tightest=tightest_values(program, least.plan.steps),
         least_total_bytes=least_bytes,
-        least_proved=least_bytes <= bound,
+        least_proved=bound_holds and least_bytes <= bound,
     )
