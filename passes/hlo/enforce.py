@@ -21,8 +21,10 @@ from passes.hlo import graph, proto
 from passes.hlo.assign import Assigner
 from passes.hlo.barriers import drop_barriers
 from passes.hlo.cost import computation_ns, computation_times_ns, program_cost_ns
+from passes.hlo.emit import emit
 from passes.hlo.fit import Task, Written, fit
 from passes.hlo.heap import HeapPrediction, packing_saves, predict_assigned
+from passes.hlo.hoist import hoisted
 from passes.hlo.labels import forced_values
 from passes.hlo.lift import LiftedModule, lift
 from passes.hlo.loops import tightened
@@ -96,6 +98,8 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
         least = prediction.total_bytes
         return module_bytes, replace(kept, status=Status.UNKNOWN, needs_pinning=True, least_total_bytes=least)
     lifted = lift(view, request.device, request.platform, assigner=before, prediction=prediction)
+    cost_ns = lifted.program.cost_ns
+    lifted = _hoisted(lifted, request.device)
     config = _config(request, lifted, forced)
     pinned = request.on_fragmentation == "pin"
     task = Task(lifted=lifted, budget_bytes=request.budget_bytes, config=config, pinned=pinned,
@@ -105,12 +109,11 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
     if task.is_over(written):
         deeper = _with_loops(task, written, request.device)
         if deeper is None:
-            return module_bytes, _refusal(request, task, written, prediction, begin)
+            return module_bytes, _refusal(request, task, written, prediction, begin, bound_holds=True)
         task, inside = deeper
         written = fit(task)
         if task.is_over(written):
-            return module_bytes, _refusal(request, task, written, prediction, begin)
-    cost_ns = lifted.program.cost_ns
+            return module_bytes, _refusal(request, task, written, prediction, begin, bound_holds=False)
     outcome = _outcome(request, prediction, written.prediction, cost_ns, begin)
     recompute_ns = program_cost_ns(written.module, request.device) - cost_ns
     program = task.lifted.program
@@ -129,6 +132,17 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
         planned_temp_bytes=written.needed_bytes - task.fixed_bytes + prediction.constant_bytes,
         needs_pinning=written.prediction.total_bytes > request.budget_bytes,
     )
+
+
+def _hoisted(lifted: LiftedModule, device: DeviceModel) -> LiftedModule:
+    """The module with what frees memory run as soon as it can be, if that is not packed worse."""
+    order = hoisted(lifted)
+    if order is None:
+        return lifted
+    view = graph.read(emit(lifted, order))
+    assigner = Assigner(view, lifted.platform, old_rules=lifted.assigner.old_rules)
+    found = lift(view, device, lifted.platform, assigner=assigner)
+    return found if found.prediction.total_bytes <= lifted.prediction.total_bytes else lifted
 
 
 def _with_loops(
@@ -189,15 +203,15 @@ def _outcome(
 
 
 def _refusal(
-    request: EnforceRequest, task: Task, least: Written, before: HeapPrediction, begin: float
-) -> StageOutcome:
+    request: EnforceRequest, task: Task, least: Written, before: HeapPrediction, begin: float, *,
+    bound_holds: bool,
+) -> StageOutcome:  # fmt: skip
     """The outcome for a budget that was not met; `least` is what a second call could be asked for.
 
-    Nothing is proved where bodies of loops were planned: the bound takes a loop for one op.
+    The bound does not hold where bodies of loops were planned: it takes a loop for one op.
     """
     program = task.lifted.program
     bound = task.fixed_bytes + task.bound_bytes(program)
-    bound_holds = task.lifted.prediction is before
     proved = bound_holds and bound > task.budget_bytes
     least_bytes = min(least.needed_bytes, before.total_bytes)
     outcome = _outcome(request, before, before, program.cost_ns, begin)
