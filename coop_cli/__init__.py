@@ -12,11 +12,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
-PLANNERS = ("auto", "window", "cut", "exact", "dtr", "dtr-eq", "dte", "coop-online", "chen")
+PLANNERS = ("auto", "window", "cut", "exact", "dtr", "dtr-eq", "dte", "coop-online", "chen", "delta")
 DEVICES = ("h200", "h100", "a100", "b200", "v4", "v5e", "v5p", "v6e", "tpu7x")
 PLANNER_HELP = (
     "auto (default), window or cut: search; exact: prove the optimum (OR-Tools); dtr, dtr-eq, dte, "
-    "coop-online, chen: what others do, replayed at addresses"
+    "coop-online, chen, delta (with --host): what others do, replayed"
 )
 EXAMPLES = """examples:
   coop explain train.py:step --spec params --spec 'f32[64,1024]' --device h200
@@ -193,6 +193,13 @@ def _add_solve(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--bound", default="cut", choices=("cut", "strong"),
         help="the lower bound: cut (default), or strong: by a linear program, in seconds",
+    )  # fmt: skip
+    command.add_argument(
+        "--host", metavar="BYTES", help='also send values to the host, at most so many, such as "64GiB"'
+    )
+    command.add_argument(
+        "--link", default="pcie5", metavar="NAME|GB/S",
+        help="what carries them: pcie3, pcie4, pcie5 (default), c2c, tpu-v5e, tpu-v6e, or GB/s each way",
     )  # fmt: skip
     _add_output(command, "PLAN.json")
 

@@ -13,9 +13,10 @@ import jax
 
 from coop_jax.errors import UnsupportedError
 from passes.hlo import graph, proto
-from passes.hlo.assign import HOST, Assigner
+from passes.hlo.assign import Assigner
 from passes.hlo.assignment import Assignment, compare, of_message, read_assignment
 from passes.hlo.gpu_executable import read_gpu_assignment
+from passes.hlo.graph import HOST
 from passes.hlo.heap import packing_saves, predict_assigned
 from passes.hlo.mentions import ThunkError
 from passes.hlo.pin import read

@@ -35,6 +35,8 @@ from passes.jaxpr.calibration import UNCALIBRATED, Calibration
 from passes.jaxpr.compat import BeingLowered
 from passes.outcome import StageOutcome
 
+# Where pages may do the rest: as little recompute as can be, and some.
+PAGED_RATIOS = (0.65, 0.4)
 RATIOS = (0.85, 0.65, 0.5, 0.35, 0.25, 0.15, 0.08)
 # Costs are estimates; what is cheaper by less is not worth a compile.
 CHEAPER_RATIO = 0.999
@@ -129,7 +131,7 @@ class OtherWays:
         if again.wish() is not None or self.settings != self.program.settings():
             return first
         search.is_seen(record, first_wish)
-        tuned = search.tuned(first)
+        tuned = search.paged(search.tuned(first), outcome)
         hlo = tuned.record.hlo
         assert hlo is not None, "the enforcing stage has spoken"
         if not hlo.status.found:
@@ -204,6 +206,20 @@ class _Search:
                 break
             planned, verdict = found.record.jaxpr, _hlo(found)
             if _rank(verdict) < _rank_of(best):
+                best = self._choice(found)
+        return best
+
+    def paged(self, best: xla.Choice, first: StageOutcome) -> xla.Choice:
+        """The best of what is known and programs in which less is computed again, and pages do the rest."""
+        if not first.host_budget_bytes:
+            return best
+        budget_bytes = self.record.budget_bytes
+        left = (budget_bytes - first.fixed_bytes) / max(first.before_temp_bytes, 1)
+        aims = [Wish(budget_bytes=budget_bytes, aim_bytes=xla.UNLIMITED_BYTES)]
+        aims += [Wish(budget_bytes=budget_bytes, temp_ratio=r) for r in PAGED_RATIOS if r > left]
+        for asked in aims:
+            found = self._look(asked)
+            if found is not None and _rank(_hlo(found)) < _rank_of(best):
                 best = self._choice(found)
         return best
 
@@ -332,6 +348,8 @@ class _Search:
     def _is_met_by(self, plain: Plain) -> bool:
         """True if the program without `coop.remat` keeps the budget; what it needs is known afterwards."""
         if self.module is not None and signature(self.module) != plain.signature:
+            return False
+        if plain.memory.host_bytes > self.record.host_budget_bytes > 0:
             return False
         known = Known(wish=again.PLAIN, total_bytes=plain.memory.total_bytes, cost_ns=plain.cost_ns)
         MEMORY.learn(self.ways.key, known)

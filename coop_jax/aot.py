@@ -36,6 +36,9 @@ from passes.jaxpr import executables
 GPUS = ("h200", "h100", "a100", "b200")
 TARGETS = (*GPUS, *tpu.CHIPS)
 
+# What JAX reads the size of its GPU client's pinned pool from, in GiB.
+HOST_POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+
 _MEMORY_SIZE = re.compile(r"device_memory_size: (\d+)")
 
 
@@ -79,6 +82,7 @@ class Memory:
         temp_bytes: XLA's heap of temporaries.
         alias_bytes: results that live in donated arguments.
         total_bytes: arguments + outputs + temporaries - aliased; this is what budgets bound.
+        host_bytes: the same in the host's memory.
     """
 
     argument_bytes: int
@@ -86,6 +90,7 @@ class Memory:
     temp_bytes: int
     alias_bytes: int
     total_bytes: int
+    host_bytes: int = 0
 
     @property
     def fixed_bytes(self) -> int:
@@ -94,7 +99,9 @@ class Memory:
 
     def to_dict(self) -> dict[str, int]:
         """The fields by name."""
-        names = ("argument_bytes", "output_bytes", "temp_bytes", "alias_bytes", "total_bytes")
+        names = (
+            "argument_bytes", "output_bytes", "temp_bytes", "alias_bytes", "total_bytes", "host_bytes",
+        )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
     def __str__(self) -> str:
@@ -311,7 +318,14 @@ def memory(compiled: Any) -> Memory:
         temp_bytes=stats.total_allocation_bytes - fixed_bytes if is_rest else stats.temp_size_in_bytes,
         alias_bytes=stats.alias_size_in_bytes,
         total_bytes=stats.total_allocation_bytes,
+        host_bytes=host_bytes(stats),
     )
+
+
+def host_bytes(stats: Any) -> int:
+    """Arguments + results + temporaries - aliased in the host's memory, by XLA's `CompiledMemoryStats`."""
+    held = stats.host_argument_size_in_bytes + stats.host_output_size_in_bytes
+    return int(held + stats.host_temp_size_in_bytes - stats.host_alias_size_in_bytes)
 
 
 def model_for(platform: str, device_kind: str) -> DeviceModel:
@@ -326,6 +340,18 @@ def model_for(platform: str, device_kind: str) -> DeviceModel:
     if known:
         return max(known, key=lambda pair: pair[0])[1]
     return DEVICES[(backend_of(platform) or CPU).default_device]
+
+
+def host_limit_bytes(platform: str) -> int | None:
+    """The host's memory that JAX can copy to and from a device of a platform; None if all of it.
+
+    On a GPU it is the pinned pool of JAX's client, 64 GiB unless the environment says otherwise.
+    """
+    backend = backend_of(platform)
+    if backend is None or backend.host_pool_bytes is None:
+        return None
+    asked = os.environ.get(HOST_POOL, "")
+    return int(asked) << 30 if asked.isdigit() else backend.host_pool_bytes
 
 
 def device_memory_bytes(device: Any) -> int | None:

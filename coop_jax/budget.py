@@ -8,13 +8,16 @@ decorated function: arguments + outputs + temporaries - aliased.
     "85%"                  of the device's memory
     0.5                    of the same program's peak without rematerialization
     None                   the device's memory less headroom
-    Budget(device=..., headroom=...)
+    Budget(device=..., host=..., headroom=...)
+
+`host` is how much may wait in the host's memory (paging), in bytes; without it nothing does.
 
 Nothing here imports jax: the device's memory and the plain program's peak are passed in.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import numbers
 import re
@@ -23,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from coop_jax.errors import BudgetError, UnsupportedError
+from coop_jax.errors import BudgetError
 from coop_jax.text import format_bytes
 
 DEFAULT_HEADROOM = "10%"
@@ -32,7 +35,7 @@ _ACCEPTED = (
     'Accepted are: bytes as an integer (8_000_000_000); a size with its unit ("8GiB", "7.5 GB", "512 MiB", '
     '"300 kB"; GiB is 2**30, GB is 10**9 bytes); a share of the device\'s memory ("85%"); a float in (0, 1], '
     "the fraction of the same program's peak without rematerialization (0.5); None, the device's memory less "
-    "headroom; or coop.Budget(device=..., headroom=...)."
+    "headroom; or coop.Budget(device=..., host=..., headroom=...)."
 )
 _SCALE = {
     "B": 1,
@@ -70,7 +73,7 @@ class Budget:
     Attributes:
         device: bytes, "8GiB", "85%" of the device's memory, a float in (0, 1] (that fraction of the
             program's peak without rematerialization), or None: all of the device's memory.
-        host: reserved for paging to the host; must be None.
+        host: bytes, or "64GiB", of the host's memory in which values may wait; None for no paging.
         headroom: bytes, "512MiB" or "10%" of the device's memory, taken off. None means 10 % of the
             device's memory where `device` is None, else nothing.
     """
@@ -81,10 +84,7 @@ class Budget:
 
     def __post_init__(self) -> None:
         if self.host is not None:
-            raise UnsupportedError(
-                f"host={self.host!r}: there is no paging to host memory yet, so no host budget can be kept. "
-                "Leave `host` out."
-            )
+            parse_bytes(self.host)
         if self.device is not None:
             _parse(self.device)
         if self.headroom is None or _is_zero(self.headroom):
@@ -93,13 +93,23 @@ class Budget:
             raise _refuse(self.headroom, "`headroom` must be bytes or a share of the device's memory")
 
     @classmethod
-    def of(cls, value: Any) -> Budget:
-        """The budget that a user's `value` means.
+    def of(cls, value: Any, host: int | str | None = None) -> Budget:
+        """The budget that a user's `value` means, with what may wait on the host.
 
         Raises:
-            BudgetError: `value` is none of the accepted forms.
+            BudgetError: `value` is none of the accepted forms, or says something else of the host.
         """
-        return value if isinstance(value, Budget) else cls(device=value)
+        budget = value if isinstance(value, Budget) else cls(device=value)
+        if host is None:
+            return budget
+        if budget.host is not None:
+            raise BudgetError(f"host={host!r}, but the budget says host={budget.host!r}: give it once.")
+        return dataclasses.replace(budget, host=host)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that may wait on the host; 0 for no paging."""
+        return 0 if self.host is None else parse_bytes(self.host)
 
     @property
     def needs_device(self) -> bool:
@@ -152,9 +162,9 @@ class Budget:
         headroom = self.headroom
         if headroom is None and self.device is None:
             headroom = DEFAULT_HEADROOM
-        if headroom is None or _is_zero(headroom):
-            return device
-        return f"{device} less {_describe(_parse(headroom))}"
+        if headroom is not None and not _is_zero(headroom):
+            device = f"{device} less {_describe(_parse(headroom))}"
+        return f"{device}, and {format_bytes(self.host_bytes)} on the host" if self.host_bytes else device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ The words are in `coop_cli`, the commands that compile or draw in `coop_jax.comm
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import reprlib
 import sys
@@ -20,7 +21,9 @@ from coop_jax.progress import on_terminal
 from coop_jax.text import format_bytes, printable
 from passes.checked import InputError, is_whole, whole_of
 from passes.ir import Plan, Program
-from passes.offsets.best_fit import place
+from passes.liveness import Graph
+from passes.offsets.best_fit import place_graph
+from passes.paging.link import LINKS, Link
 from passes.planners import PlannerConfig, plan
 from passes.simulate import simulate
 from passes.validate import validate
@@ -70,10 +73,12 @@ def _print(text: str) -> None:
 def _solve(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
     program = _read(arguments.program)
+    if arguments.planner == "delta" and not config.host_bytes:
+        raise InputError("--planner delta swaps to the host; say how much it may take there with --host")
     before_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
     budget_bytes = parse_budget(arguments.budget, before_bytes)
     made = plan(program, budget_bytes, config)
-    validate(program, made)
+    validate(program, made, config.link)
     if arguments.out is not None:
         arguments.out.write_text(made.to_json() + "\n", encoding="utf-8")
     _print(made.to_json() + "\n" if arguments.json else summary(program, made, before_bytes))
@@ -81,6 +86,29 @@ def _solve(arguments: argparse.Namespace) -> int:
 
 
 def _config(arguments: argparse.Namespace) -> PlannerConfig:
+    config = _planner_config(arguments)
+    if arguments.host is None:
+        return config
+    if arguments.joint:
+        raise InputError("--joint places plans without pages; leave out --host")
+    host_bytes = _bytes(arguments.host.strip(), "--host", least=1)
+    link = _link(arguments.link.strip())
+    return dataclasses.replace(config, planner=arguments.planner, host_bytes=host_bytes, link=link)
+
+
+def _link(text: str) -> Link:
+    """A link by its name, or by its GB/s each way."""
+    if text in LINKS:
+        return LINKS[text]
+    rate = float(text) * 1e9 if NUMBER.fullmatch(text) else 0.0
+    if not 0 < rate < 1e15:
+        raise InputError(f"--link is {reprlib.repr(text)}; give GB/s, or one of {', '.join(LINKS)}")
+    return Link(name=f"{text} GB/s", to_host_bytes_per_second=rate, from_host_bytes_per_second=rate)
+
+
+def _planner_config(arguments: argparse.Namespace) -> PlannerConfig:
+    if arguments.planner == "delta":
+        return PlannerConfig()
     limit_s = None if arguments.time_limit is None else _seconds(arguments.time_limit)
     if arguments.planner == "exact":
         joint = bool(arguments.joint)
@@ -151,7 +179,7 @@ def summary(program: Program, made: Plan, before_bytes: int) -> str:
     placement_bytes = placed_bytes(program, made)
     fragmentation_ratio = placement_bytes / made.peak_bytes - 1 if made.peak_bytes else 0.0
     share = f"{made.peak_bytes / before_bytes:.3f} of before" if before_bytes else "nothing to plan"
-    again_ns = sum(program.ops[made.steps[i]].cost_ns for i in made.reruns())
+    again_ns = sum(program.ops[made.steps[i]].cost_ns for i in made.reruns()) + made.waiting_ns
     rows = [
         (
             "program",
@@ -164,11 +192,20 @@ def summary(program: Program, made: Plan, before_bytes: int) -> str:
         ("overhead", f"{made.overhead_ratio:.3%}, cost {again_ns}"),
         ("lower bound", f"{made.lower_bound_ratio:.3%}"),
         ("re-runs", str(len(made.reruns()))),
+        *_host_rows(made),
         ("planner", made.planner),
         ("status", _status(made)),
         ("seconds", f"{made.seconds:.3f}"),
     ]
     return "".join(f"{name:<12} {value}\n" for name, value in rows)
+
+
+def _host_rows(made: Plan) -> list[tuple[str, str]]:
+    """What a plan does with the host, if it may."""
+    if not made.host_budget_bytes:
+        return []
+    room = f"{format_bytes(made.host_peak_bytes)} of {format_bytes(made.host_budget_bytes)}"
+    return [("pages", f"{len(made.pages)}, on the host {room}, waiting {made.waiting_ns}")]
 
 
 def placed_bytes(program: Program, made: Plan) -> int:
@@ -179,7 +216,11 @@ def placed_bytes(program: Program, made: Plan) -> int:
         for step, offsets in zip(made.steps, made.offsets, strict=bool(made.offsets))
         for b, offset in zip(dict.fromkeys(program.ops[step].outputs), offsets, strict=True)
     ]
-    best_fit_bytes = place(program, made.steps).heap_bytes
+    ends += [
+        offset + program.buffers[page.buffer].nbytes
+        for page, offset in zip(made.pages, made.page_offsets, strict=bool(made.offsets))
+    ]
+    best_fit_bytes = place_graph(Graph.of(program), made.steps, None, made.pages).heap_bytes
     return min(best_fit_bytes, max(ends, default=argument_bytes)) if made.offsets else best_fit_bytes
 
 

@@ -85,29 +85,37 @@ class BudgetExceededError(CoopError):
     Attributes:
         budget_bytes: what was asked for.
         compiled_bytes: what XLA counted.
+        memory: whose bytes these are, "device" or "host".
     """
 
     kind = "BudgetExceededError"
     page = "errors/budget-exceeded"
 
-    def __init__(self, *, budget_bytes: int, compiled_bytes: int) -> None:
+    def __init__(self, *, budget_bytes: int, compiled_bytes: int, memory: str = "device") -> None:
         self.budget_bytes = budget_bytes
         self.compiled_bytes = compiled_bytes
+        self.memory = memory
+        where = "" if memory == "device" else f" on the {memory}"
         super().__init__(
-            f"the compiled program needs {format_bytes(compiled_bytes)}, which is "
-            f"{format_bytes(compiled_bytes - budget_bytes)} over its budget of {format_bytes(budget_bytes)}. "
+            f"the compiled program needs {format_bytes(compiled_bytes)}{where}, which is "
+            f"{format_bytes(compiled_bytes - budget_bytes)} over its budget of {format_bytes(budget_bytes)}"
+            f"{where}. "
             "XLA made something larger of the plan than was foreseen. Another budget, smaller or larger, "
             "leads to another plan, which may be kept; please report this program."
         )
 
     def fields(self) -> dict[str, Any]:
         """See `CoopError.fields`."""
-        return {"budget_bytes": self.budget_bytes, "compiled_bytes": self.compiled_bytes}
+        return {
+            "budget_bytes": self.budget_bytes,
+            "compiled_bytes": self.compiled_bytes,
+            "memory": self.memory,
+        }
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
         """See `CoopError.from_fields`."""
-        return cls(budget_bytes=fields["budget_bytes"], compiled_bytes=fields["compiled_bytes"])
+        return cls(**fields)
 
 
 class InfeasibleBudgetError(CoopError):
@@ -123,6 +131,8 @@ class InfeasibleBudgetError(CoopError):
         advice: what would help, one sentence each.
         constraints: what was asked about single values, such as "save=('h',)"; "" if nothing was.
         estimated: True if `least_bytes` is an estimate made before XLA was asked.
+        host_budget_bytes: what might wait in the host's memory; 0 for no paging.
+        host_bytes: what the program keeps there by itself, before anything is paged.
     """
 
     kind = "InfeasibleBudgetError"
@@ -141,6 +151,8 @@ class InfeasibleBudgetError(CoopError):
         advice: Sequence[str] = (),
         constraints: str = "",
         estimated: bool = False,
+        host_budget_bytes: int = 0,
+        host_bytes: int = 0,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.least_bytes = least_bytes
@@ -152,6 +164,8 @@ class InfeasibleBudgetError(CoopError):
         self.advice = tuple(advice)
         self.constraints = constraints
         self.estimated = estimated
+        self.host_budget_bytes = host_budget_bytes
+        self.host_bytes = host_bytes
         super().__init__(_infeasible_text(self))
 
     @property
@@ -173,6 +187,8 @@ class InfeasibleBudgetError(CoopError):
             advice=_advice(outcome),
             constraints=outcome.constraints,
             estimated=_is_estimate(outcome),
+            host_budget_bytes=outcome.host_budget_bytes,
+            host_bytes=outcome.host_bytes,
         )
 
     def fields(self) -> dict[str, Any]:
@@ -188,6 +204,8 @@ class InfeasibleBudgetError(CoopError):
             "advice": list(self.advice),
             "constraints": self.constraints,
             "estimated": self.estimated,
+            "host_budget_bytes": self.host_budget_bytes,
+            "host_bytes": self.host_bytes,
         }
 
     @classmethod
@@ -269,6 +287,15 @@ def _infeasible_text(error: InfeasibleBudgetError) -> str:
     impossible = error.proved or error.budget_bytes < error.fixed_bytes
     word = "no plan can keep" if impossible else "no plan was found that keeps"
     kept = f" and {error.constraints}" if error.constraints else ""
+    if error.host_budget_bytes:
+        kept = f", with {format_bytes(error.host_budget_bytes)} on the host" + kept
+    if 0 < error.host_budget_bytes < error.host_bytes:
+        return (
+            f"this program keeps {format_bytes(error.host_bytes)} on the host by itself, which is "
+            f"{format_bytes(error.host_bytes - error.host_budget_bytes)} over its budget of "
+            f"{format_bytes(error.host_budget_bytes)} there. Give it more, or keep less there: arguments in "
+            "pinned host memory, and what a policy offloads, count."
+        )
     lines = [f"{word} this program within its budget of {format_bytes(error.budget_bytes)}{kept}."]
     if error.least_bytes is None:
         lines.append("The least feasible budget is not known.")

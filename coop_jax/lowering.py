@@ -30,8 +30,9 @@ from passes.jaxpr.constraints import constrain_pair, constrain_program
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.shards import enter
 from passes.jaxpr.stage import JaxprRequest, JointResult, plan_joint, plan_program
-from passes.jaxpr.values import Constraints, ConstraintUnsupported
+from passes.jaxpr.values import Constraints, ConstraintUnsupported, names_in
 from passes.outcome import StageOutcome, scaled
+from passes.saved import OFFLOADED
 
 compat.hide_frames(__file__)
 
@@ -137,6 +138,7 @@ def _planned_and_marked(
         pin=config.pin,
         on_fragmentation=config.on_fragmentation,
         constraints=str(config.constraints),
+        host_budget_bytes=_host_budget_bytes(config, facts, jaxpr if constrained is None else constrained),
     )
     alternatives = None
     if program is not None:
@@ -154,6 +156,15 @@ def _planned_and_marked(
         )
     xla.mark(ctx, record, _digest(jaxpr), alternatives)
     return jaxpr
+
+
+def _host_budget_bytes(config: RematConfig, facts: module.ModuleFacts, written: Any) -> int:
+    """What the user gives of the host's memory, as far as JAX can use it; all of that for a program, as it
+    is written, with values that must wait there."""
+    limit_bytes = aot.host_limit_bytes(facts.platforms[0]) or xla.UNLIMITED_BYTES
+    forced = OFFLOADED in names_in(compat.open_jaxpr(written)[0])
+    asked_bytes = config.budget.host_bytes or (limit_bytes if forced else 0)
+    return min(asked_bytes, limit_bytes)
 
 
 def _refuse_what_cannot_be_kept(ctx: Any, facts: module.ModuleFacts) -> None:
@@ -180,6 +191,7 @@ def _program_key(unplanned: Sequence[Any], facts: module.ModuleFacts, record: xl
     parts = [*map(_digest, unplanned), str(facts.argument_nbytes), str(facts.output_nbytes)]
     parts += [str(facts.aliased), str(facts.num_devices), str(facts.argument_parts), str(facts.platforms)]
     parts += [record.device_name, record.planner, record.on_fragmentation, record.constraints]
+    parts += [str(record.host_budget_bytes)]
     return hashlib.sha256("|".join(parts).encode()).hexdigest()
 
 

@@ -70,6 +70,7 @@ def plan(
     fn: Callable[..., Any],
     *specs: Any,
     budget: Any,
+    host: int | str | None = None,
     device: str | aot.Target | None = None,
     planner: str = "auto",
     donate_argnums: int | Sequence[int] = (),
@@ -78,6 +79,7 @@ def plan(
     save: str | Sequence[str] = (),
     recompute: str | Sequence[str] = (),
     policy: Callable[..., bool] | None = None,
+    offload: str | Sequence[str] = (),
 ) -> Report:
     """Compile a function within a budget, perhaps for a device that is not here, and report.
 
@@ -87,7 +89,7 @@ def plan(
         specs: its positional arguments, as arrays or `jax.ShapeDtypeStruct` objects.
         budget: every form of `coop.remat`'s budget.
         device: such as "h200", "v5e" or "v6e:2x4"; None means the default device of this process.
-        planner, save, recompute, policy: as in `coop.remat`.
+        host, planner, save, recompute, policy, offload: as in `coop.remat`.
         donate_argnums, static_argnums: as in `jax.jit`.
         kwargs: keyword arguments of `fn`.
 
@@ -97,8 +99,9 @@ def plan(
     """
     return report(
         compile_within(
-            fn, *specs, budget=budget, device=device, planner=planner, donate_argnums=donate_argnums,
-            static_argnums=static_argnums, kwargs=kwargs, save=save, recompute=recompute, policy=policy,
+            fn, *specs, budget=budget, host=host, device=device, planner=planner,
+            donate_argnums=donate_argnums, static_argnums=static_argnums, kwargs=kwargs, save=save,
+            recompute=recompute, policy=policy, offload=offload,
         )
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ from typing import Any
 from passes.hlo import proto, wire
 from passes.hlo.enforce import OnFragmentation
 from passes.ir import Status
-from passes.outcome import LiveValue, Recomputed, StageOutcome
+from passes.outcome import LiveValue, Paged, Recomputed, StageOutcome
 
 MARK_FORMAT = "coop-mark/1"
 RECORD, FACTS, TRIAL = "coop.record", "coop.facts", "coop.trial"
@@ -43,6 +43,7 @@ class Record:
         pin: True if the program was asked to be pinned (see `coop_jax.pinning`).
         on_fragmentation: "recompute", "pin" or "error" where only XLA's packing breaks the budget.
         constraints: what was asked about single values, for people.
+        host_budget_bytes: what may wait in the host's memory, as far as JAX can use it; 0: no paging.
     """
 
     id: str = ""
@@ -58,6 +59,7 @@ class Record:
     pin: bool = False
     on_fragmentation: OnFragmentation = "recompute"
     constraints: str = ""
+    host_budget_bytes: int = 0
 
 
 def marked(record: Record, *, name: str, digest: str) -> tuple[Record, dict[str, str]]:
@@ -98,6 +100,7 @@ def _outcome_from(data: Mapping[str, Any]) -> StageOutcome:
     fields = dict(data)
     fields["status"] = Status(fields["status"])
     fields["recomputed"] = tuple(Recomputed(**r) for r in fields["recomputed"])
+    fields["paged"] = tuple(Paged(**p) for p in fields["paged"])
     fields["tightest"] = tuple(LiveValue(**v) for v in fields["tightest"])
     return StageOutcome(**fields)
 

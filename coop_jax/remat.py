@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, overload
 
@@ -36,6 +37,7 @@ def remat(
     fn: Callable[..., Any] | None = None,
     *,
     budget: Any = None,
+    host: int | str | None = None,
     planner: str = "auto",
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Iterable[str] = (),
@@ -62,6 +64,10 @@ def remat(
         budget: the peak device memory, per device, of the whole compiled program: bytes, "8GiB", "8 GB",
             "85%" of the device's memory, a float in (0, 1] (that fraction of the program's peak without
             rematerialization), a `coop.Budget`, or None: the device's memory less headroom.
+        host: how much may wait in the host's memory, as bytes or "64GiB": values are sent there and brought
+            back where that is cheaper than computing them again, or where nothing else keeps the budget. It
+            is kept as the budget is, and at most what JAX can use of that memory. None for no paging; on a
+            CPU there is none. The same as `coop.Budget(host=...)`.
         planner: "auto" (what to use), or one of `passes.planners.config.PLANNERS`: "exact" proves what it
             can about small programs, "dtr" and others are there to compare with.
         static_argnums, static_argnames: arguments that are Python values, as in `jax.jit`.
@@ -75,9 +81,11 @@ def remat(
             it is read (reshaped, unnamed), but not for results of the function, which exist anyway.
         policy: as `jax.checkpoint` takes it and called the same way, about equations outside of control
             flow and in bodies of scans. Of the values that the backward pass needs, those it saves are as
-            in `save`, all others as in `recompute`; a scan's carry is stacked, and results of other control
-            flow and of operations that cannot be run again are kept.
-        offload: refused: there is no paging to the host yet.
+            in `save`, those it offloads as in `offload`, all others as in `recompute`; a scan's carry is
+            stacked, and results of other control flow and of operations that cannot be run again are kept.
+        offload: names of values that are kept as with `save`, but wait in the host's memory from their last
+            use in the forward pass on, whatever it costs. Without `host` all of that memory may be used that
+            JAX can use: then other values may wait there, too. On a CPU they are kept.
         device: name of the cost model to plan with, such as "h200"; None takes the device's own.
         pin: pack the temporaries of the program anew after its compile (see `coop.pin`), where the function
             is called outside `jax.jit` on a CPU. A program under a `jax.jit` of your own cannot be pinned
@@ -95,17 +103,13 @@ def remat(
         BudgetError: the budget is none of the accepted forms.
         UnsupportedError: an option that does not exist yet, an unknown planner or device; when it is lowered:
             for `jax.export`, or for a platform on which no budget can be enforced.
-        ConstraintError: when it is traced: a name in `save` or `recompute` that is not in the function or in
-            both; when it is planned: a value in `recompute` that cannot be computed twice.
+        ConstraintError: when it is traced: a name in `save`, `recompute` or `offload` that is not in the
+            function, or in two of them; when it is planned: a value in `recompute` that cannot be computed
+            twice.
         InfeasibleBudgetError: when it is compiled: no plan keeps the budget and the constraints.
         BudgetExceededError: when it is compiled: XLA needs more than planned.
     """
-    if offload:
-        raise UnsupportedError(
-            f"offload={offload!r}: there is no paging to the host yet. Leave `offload` out: the budget "
-            "decides what is kept on the device and what is computed again."
-        )
-    constraints = _constraints(save, recompute, policy)
+    constraints = _constraints(save, recompute, policy, offload)
     if planner not in PLANNERS:
         raise UnsupportedError(f"planner {planner!r} is not one of {', '.join(map(repr, PLANNERS))}.")
     if device is not None and device not in DEVICES:
@@ -113,7 +117,7 @@ def remat(
     if on_fragmentation not in FRAGMENTATION:
         known = ", ".join(map(repr, FRAGMENTATION))
         raise UnsupportedError(f"on_fragmentation {on_fragmentation!r} is not one of {known}.")
-    parsed = Budget.of(budget)
+    parsed = Budget.of(budget, host)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         if not callable(function):
@@ -233,23 +237,23 @@ def _stage(function: Callable[..., Any], config: RematConfig, args: Any, kwargs:
     return jax.tree.unflatten(out_tree, [next(results) if n is None else operands[n] for n in forwarded])
 
 
-def _constraints(save: Any, recompute: Any, policy: Any) -> Constraints:
+def _constraints(save: Any, recompute: Any, policy: Any, offload: Any) -> Constraints:
     """What the user asked about single values.
 
     Raises:
         ConstraintError: not names, a name in both, or a policy that cannot be called.
     """
     names = {}
-    for key, given in (("save", save), ("recompute", recompute)):
+    for key, given in (("save", save), ("recompute", recompute), ("offload", offload)):
         names[key] = (given,) if isinstance(given, str) else tuple(given)
         if not all(isinstance(name, str) for name in names[key]):
             raise ConstraintError(f"{key}={given!r}: names are strings, as in checkpoint_name(x, 'h').")
-    both = sorted({*names["save"]} & {*names["recompute"]})
-    if both:
-        raise ConstraintError(f"{', '.join(map(repr, both))} cannot be in `save` and in `recompute`.")
+    for one, other in itertools.combinations(names, 2):
+        if both := sorted({*names[one]} & {*names[other]}):
+            raise ConstraintError(f"{', '.join(map(repr, both))} cannot be in `{one}` and in `{other}`.")
     if policy is not None and not callable(policy):
         raise ConstraintError(f"policy={policy!r}: not callable; see `jax.checkpoint_policies`.")
-    return Constraints(save=names["save"], recompute=names["recompute"], policy=policy)
+    return Constraints(**names, policy=policy)
 
 
 def _check_names(closed: Any, constraints: Constraints) -> None:
@@ -259,7 +263,7 @@ def _check_names(closed: Any, constraints: Constraints) -> None:
         ConstraintError: with the names that it gives.
     """
     jaxpr, _ = compat.open_jaxpr(closed)
-    asked = {*constraints.save, *constraints.recompute}
+    asked = {*constraints.save, *constraints.recompute, *constraints.offload}
     unknown = sorted(asked - names_in(jaxpr)) if asked else []
     if unknown and not compat.has_custom_vjp(jaxpr):
         known = ", ".join(map(repr, sorted(names_in(jaxpr)))) or "none"

@@ -9,16 +9,17 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from coop_jax import aot, xla
 from coop_jax.addresses import address_view
 from coop_jax.errors import BudgetExceededError, UnsupportedError
+from coop_jax.on_host import HostUse
 from coop_jax.pinning import PinOutcome, outcome_of
 from coop_jax.screen import Block, Lines, Printable, Table
 from coop_jax.text import format_bytes, format_ns, format_table
-from passes.backend import BACKENDS
+from passes.backend import BACKENDS, backend_of
 from passes.ir import Status
 from passes.jaxpr import executables
 from passes.outcome import Recomputed, StageOutcome
@@ -49,6 +50,7 @@ class Report(Printable):
             negative where recompute saves more traffic than it costs.
         lower_bound_ratio: no plan for this budget costs less (0.0: nothing proved).
         status: "optimal" or "feasible".
+        host: what waits in the host's memory; see `coop_jax.on_host`.
         changed: True if the program was rewritten for the budget. What then runs again inside branches, or
             inside the kernels that read it, is not among `recomputed`.
         device_name: the cost model.
@@ -86,6 +88,7 @@ class Report(Printable):
     seconds: dict[str, float]
     looks: int
     constraints: str = ""
+    host: HostUse = field(default_factory=HostUse)
     changed: bool = False
 
     @property
@@ -101,6 +104,7 @@ class Report(Printable):
             "baseline": self.baseline,
             "status": str(self.status),
             "recomputed": [dataclasses.asdict(r) for r in self.recomputed],
+            "host": self.host.to_dict(),
         }
 
     def __str__(self) -> str:
@@ -110,6 +114,7 @@ class Report(Printable):
             f"budget {asked}{given}" + (f" and {self.constraints}" if self.constraints else ""),
             format_table(("", "bytes", "", "of budget"), self._byte_rows()),
             self._recompute_text(),
+            *self.host.lines(),
         ]
         if self.compiled_cost_ns is not None:
             lines.append(self._kernels_text(self.compiled_cost_ns))
@@ -117,6 +122,8 @@ class Report(Printable):
             lines.append(
                 format_table(("recomputed", "times", "bytes", "cost", "stage"), _grouped(self.recomputed))
             )
+        if table := self.host.table():
+            lines.append(format_table(table.header, table.rows))
         stages = ", ".join(f"{name} {value:.2f} s" for name, value in self.seconds.items())
         lines.append(_address_text(self.offsets))
         if self.looks:
@@ -134,7 +141,8 @@ class Report(Printable):
         """
         given = {f.name: data[f.name] for f in dataclasses.fields(cls)}
         again = tuple(Recomputed(**item) for item in given["recomputed"])
-        return cls(**{**given, "status": Status(given["status"]), "recomputed": again})
+        host = HostUse.from_dict(given["host"])
+        return cls(**{**given, "status": Status(given["status"]), "recomputed": again, "host": host})
 
     def blocks(self) -> list[Block]:
         """For `coop_jax.screen`."""
@@ -143,13 +151,15 @@ class Report(Printable):
             header=("budget " + format_bytes(self.budget_bytes), "bytes", "", "of budget"), rows=tuple(rows),
             shares=tuple(min(1.0, max(0, int(row[1])) / self.budget_bytes / 1.2) for row in rows),
         )  # fmt: skip
-        tail = [self._recompute_text()]
+        tail = [self._recompute_text(), *self.host.lines()]
         if self.compiled_cost_ns is not None:
             tail.append(self._kernels_text(self.compiled_cost_ns))
         blocks: list[Block] = [table, Lines(lines=(*tail, _address_text(self.offsets)))]
         if self.recomputed:
             header = ("recomputed", "times", "bytes", "cost", "stage")
             blocks.append(Table(header=header, rows=tuple(_grouped(self.recomputed))))
+        if table := self.host.table():
+            blocks.append(table)
         return blocks
 
     def _byte_rows(self) -> list[tuple[str, str, str, str]]:
@@ -214,10 +224,14 @@ def report(compiled: Any) -> Report:
     memory = aot.memory(compiled)
     if memory.total_bytes > record.budget_bytes:
         raise BudgetExceededError(budget_bytes=record.budget_bytes, compiled_bytes=memory.total_bytes)
-    return _assemble(record, memory, _offsets(compiled, record, memory))
+    platform = executables.platform_of(compiled)
+    stages = [s for s in (record.jaxpr, record.hlo) if s is not None]
+    limit_bytes = aot.host_limit_bytes(platform)
+    host = HostUse.of(record, stages, memory.host_bytes, backend_of(platform), limit_bytes)
+    return _assemble(record, memory, _offsets(compiled, record, memory), host)
 
 
-def _assemble(record: xla.Record, memory: aot.Memory, offsets: Offsets) -> Report:
+def _assemble(record: xla.Record, memory: aot.Memory, offsets: Offsets, host: HostUse) -> Report:
     stages = [s for s in (record.jaxpr, record.hlo) if s is not None]
     planned = memory.fixed_bytes + stages[-1].planned_temp_bytes if stages else memory.total_bytes
     baseline = record.baseline_total_bytes
@@ -247,6 +261,7 @@ def _assemble(record: xla.Record, memory: aot.Memory, offsets: Offsets) -> Repor
         seconds={s.stage: s.seconds for s in stages},
         looks=0 if record.hlo is None else record.hlo.looks,
         constraints=record.constraints,
+        host=host,
         changed=bool(changed),
     )
 

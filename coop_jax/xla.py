@@ -24,8 +24,9 @@ from typing import Any, Protocol
 import jax
 from jax.extend import xla as jax_xla
 
+from coop_jax.aot import host_bytes
 from coop_jax.dumping import dump_enforced
-from coop_jax.errors import InfeasibleBudgetError, error_from_text
+from coop_jax.errors import BudgetExceededError, InfeasibleBudgetError, error_from_text
 from coop_jax.record import (
     FACTS,
     RECORD,
@@ -329,6 +330,7 @@ def _enforced(data: bytes, attributes: Mapping[str, str], platform: str) -> byte
         platform=platform,
         planner=record.planner,
         old_rules=compat.OLD_RULES,
+        host_bytes=record.host_budget_bytes,
         on_fragmentation=_on_fragmentation(record, platform, trial=trial is not None),
     )
     pinning = REGISTRY.pinning(record.id)
@@ -403,7 +405,11 @@ def check_total(record: Record, memory: Any) -> None:
             compile it comes, through JAX's compilation cache.
         BudgetExceededError: it is over, though the enforcing stage had found a way.
     """
-    total = int(memory.total_allocation_bytes)
+    total, on_host = int(memory.total_allocation_bytes), host_bytes(memory)
+    if on_host > record.host_budget_bytes > 0:
+        raise BudgetExceededError(
+            budget_bytes=record.host_budget_bytes, compiled_bytes=on_host, memory="host"
+        )
     if total <= record.budget_bytes:
         return
     if record.hlo is None:

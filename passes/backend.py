@@ -21,6 +21,8 @@ class Backend:
         name: as XLA's callback and JAX's lowering call it.
         aliases: what else JAX calls its devices.
         alignment: of the starts of temporaries, in bytes.
+        host_alignment: of those in the host's memory, which are packed largest first.
+        host_multiple: of which the size of the host's memory is a multiple.
         heap: how temporaries are packed, see `passes.offsets.xla_heap`: largest first and longest first,
             of which the smaller heap is taken, or each when it comes alive, among what is there then.
         sharing: which fusions may write over an operand: those that are elementwise on the way from it to
@@ -28,6 +30,10 @@ class Backend:
         calls_share: True if a custom call may write over an operand that dies there.
         reuses_results: True if temporaries live in results and donated arguments while those are free.
         table_bytes: of a tuple's table of pointers; None for one pointer an element.
+        pages: True if copies to the host's memory can run beside kernels.
+        host_pool_bytes: of the host's memory that JAX's client can copy to; None for all of it.
+        context_space: the memory space of the word of context that an asynchronous copy has; not the
+            temporaries' where it is not 0.
         late_bytes: what passes that follow XLA's callback may add to what is predicted: on a TPU a few slots
             of the heap, where scalars are moved.
         fast_bytes: what passes that follow may take off, since they move values to a memory of the chip. What
@@ -47,11 +53,16 @@ class Backend:
     name: str
     aliases: tuple[str, ...] = ()
     alignment: int
+    host_alignment: int = 256
+    host_multiple: int = 1
     heap: HeapRule = "largest first"
     sharing: SharingRule
     calls_share: bool = False
     reuses_results: bool = True
     table_bytes: int | None = None
+    pages: bool = True
+    host_pool_bytes: int | None = None
+    context_space: int = 0
     late_bytes: int = 0
     fast_bytes: int = 0
     runs_as_scheduled: bool = True
@@ -68,18 +79,18 @@ class Backend:
 
 CPU = Backend(
     name="cpu", alignment=64, sharing="elementwise", calls_share=True, library="jaxlib",
-    default_device="cpu", has_machines_memory=True, pins_as_compiled=True, stores_shared=True,
+    default_device="cpu", pages=False, has_machines_memory=True, pins_as_compiled=True, stores_shared=True,
 )  # fmt: skip
 CUDA = Backend(
     name="cuda", aliases=("gpu", "rocm"), alignment=256, sharing="emitters",
     library="jax_plugins.xla_cuda13", default_device="h100", takes_thunks=True,
-    splits_small_dots=True,
+    splits_small_dots=True, host_pool_bytes=64 << 30,
 )  # fmt: skip
 TPU = Backend(
-    name="tpu", alignment=16384, heap="in time order", sharing="elementwise", reuses_results=False,
-    table_bytes=512, late_bytes=1 << 17, fast_bytes=128 << 20, runs_as_scheduled=False,
-    temps_are_the_rest=True,
-    limits_memory=True, library="libtpu", default_device="v5e",
+    name="tpu", alignment=16384, host_alignment=4096, host_multiple=4096, heap="in time order",
+    sharing="elementwise", reuses_results=False, table_bytes=512, context_space=2, late_bytes=1 << 17,
+    fast_bytes=128 << 20, runs_as_scheduled=False, temps_are_the_rest=True, limits_memory=True,
+    library="libtpu", default_device="v5e",
 )  # fmt: skip
 BACKENDS = {b.name: b for b in (CPU, CUDA, TPU)}
 _BY_ANY_NAME = {name: b for b in BACKENDS.values() for name in (b.name, *b.aliases)}

@@ -79,11 +79,13 @@ class Buffer:
         id: index into `Program.buffers`.
         nbytes: size in bytes; zero for storage that the program does not manage.
         name: for people.
+        pageable: False for what cannot be sent to the host, such as a part of a tuple that is used whole.
     """
 
     id: BufferId
     nbytes: int
     name: str = ""
+    pageable: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

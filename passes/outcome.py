@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from passes.ir import OpId, Program, Status
+from passes.ir import BufferId, OpId, Page, Program, Status
 from passes.liveness import live_steps
 from passes.simulate import simulate
 
@@ -36,6 +36,25 @@ class Recomputed:
     source: str
     nbytes: int
     cost_ns: int
+    stage: Stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paged:
+    """One value that waits in the host's memory.
+
+    Attributes:
+        op: the kernel or primitive that makes it.
+        source: the user's line that it comes from, "" where XLA does not say.
+        nbytes: its bytes.
+        times: how often it comes back.
+        stage: which stage wrote it into the program.
+    """
+
+    op: str
+    source: str
+    nbytes: int
+    times: int
     stage: Stage
 
 
@@ -68,6 +87,10 @@ class StageOutcome:
         planner: which planner's plan was taken.
         seconds: wall time of this stage, all looks at other plans included.
         looks: how often the program was planned and compiled once more to look at another plan.
+        host_budget_bytes: what may wait in the host's memory; 0 for no paging.
+        host_bytes: predicted bytes there, a user's own offloading included.
+        waiting_ns: estimated time that kernels stand still for the link; a part of `recompute_ns`.
+        paged: what waits in the host's memory, in program order.
         recomputed: what is run again, in program order.
         tightest: the largest values alive at the tightest point, largest first.
         least_total_bytes: the least whole-program budget that this stage could meet; filled when
@@ -100,6 +123,10 @@ class StageOutcome:
     needs_pinning: bool = False
     constraints: str = ""
     looks: int = 0
+    host_budget_bytes: int = 0
+    host_bytes: int = 0
+    waiting_ns: int = 0
+    paged: tuple[Paged, ...] = ()
     kernels_ns: int | None = None
 
     @property
@@ -138,6 +165,28 @@ def recomputed_by(program: Program, steps: Sequence[OpId], stage: Stage) -> tupl
                 Recomputed(op=op.name, source=op.source, nbytes=nbytes, cost_ns=op.cost_ns, stage=stage)
             )
         seen.add(step)
+    return tuple(found)
+
+
+def paged_by(program: Program, pages: Sequence[Page], stage: Stage) -> tuple[Paged, ...]:
+    """What pages send to the host, each copy once, in the order of their runs."""
+    times: dict[tuple[int, BufferId], int] = {}
+    for page in sorted(pages, key=lambda p: (-1 if p.run is None else p.run, p.buffer)):
+        key = (-1 if page.run is None else page.run, page.buffer)
+        times[key] = times.get(key, 0) + 1
+    found = []
+    for (_, buffer), n in times.items():
+        producer = program.producer[buffer]
+        op = None if producer is None else program.ops[producer]
+        found.append(
+            Paged(
+                op=program.buffers[buffer].name if op is None else op.name,
+                source="" if op is None else op.source,
+                nbytes=program.buffers[buffer].nbytes,
+                times=n,
+                stage=stage,
+            )
+        )
     return tuple(found)
 
 

@@ -148,7 +148,7 @@ def _check_waiting(program: Program, plan: Plan, link: Link) -> None:
         clock, waiting_ns = max(ends), waiting_ns + max(ends) - clock
         if now < len(plan.steps):
             clock += program.ops[plan.steps[now]].cost_ns
-        for page in plan.pages:
+        for page in sorted(plan.pages, key=lambda page: page.buffer):
             if page.run == now and _is_first(plan, page):
                 begin = max([clock, *(end for _, end in out)])
                 out.append((page, begin + link.to_host_ns(program.buffers[page.buffer].nbytes)))

@@ -7,6 +7,7 @@ that no rounding (LLVM may contract a multiply and an add differently) can blur 
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,15 +20,19 @@ from jax import lax
 from jax.extend.xla import PipelineStage, register_hlo_module_transformation
 
 from coop_jax import aot
+from coop_jax.addresses import real_assignment
 from passes.cost import DEVICES
 from passes.hlo import graph, proto
 from passes.hlo.assign import Assigner
+from passes.hlo.assignment import predicted_addresses
 from passes.hlo.barriers import drop_barriers
 from passes.hlo.emit import emit
 from passes.hlo.heap import HeapPrediction
 from passes.hlo.heap import predict as predict_heap
 from passes.hlo.lift import LiftedModule, lift
-from passes.ir import OpId, Program
+from passes.hlo.pages import CopyStyle
+from passes.hlo.replay import Replay, replay
+from passes.ir import OpId, Page, Program
 from passes.jaxpr import compat
 
 Transform = Callable[[bytes], bytes]
@@ -151,6 +156,83 @@ def random_steps(seed: int, rate: float) -> Callable[[Program], list[OpId]]:
         return steps
 
     return choose
+
+
+def random_pages(program: Program, steps: Sequence[OpId], seed: int, rate: float = 1.0) -> list[Page]:
+    """With probability `rate` a page for every gap between uses of every copy, at any moments in the gap."""
+    rng = random.Random(seed)
+    latest: dict[int, int] = {}
+    touched: dict[tuple[int, int], list[int]] = {}
+    for place, step in enumerate(steps):
+        for b in program.ops[step].inputs:
+            if b in latest:
+                touched[b, latest[b]].append(place)
+        for b in program.ops[step].outputs:
+            latest[b] = place
+            touched[b, place] = [place]
+    pages = []
+    for (b, run), places in touched.items():
+        buffer = program.buffers[b]
+        if not buffer.pageable or not buffer.nbytes or b in program.outputs:
+            continue
+        for before, after in itertools.pairwise(places):
+            if after - before > 1 and rng.random() < rate:
+                moments = sorted(rng.randint(before + 1, after) for _ in range(3))
+                out_done, in_start, in_done = moments
+                pages.append(
+                    Page(buffer=buffer.id, run=run, out_done=out_done, in_start=in_start, in_done=in_done)
+                )
+    return pages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Paged:
+    """An example with pages, compiled: what was predicted, lifted and written, and the pages."""
+
+    compiled: Any
+    prediction: HeapPrediction
+    before: LiftedModule
+    module: Any
+    pages: list[Page]
+
+
+def with_pages(
+    example: Example,
+    platform: str,
+    *,
+    seed: int = 0,
+    rate: float = 1.0,
+    again: float = 0.0,
+    style: CopyStyle = "asynchronous",
+) -> Paged:
+    """Compile an example with pages and re-runs drawn at random."""
+    found: list[dict[str, Any]] = []
+
+    def transform(data: bytes) -> bytes:
+        before = lifted(data, platform)
+        steps = random_steps(seed, again)(before.program)
+        pages = random_pages(before.program, steps, seed, rate)
+        module = emit(before, steps, pages, style=style)
+        prediction = predict(module, platform)
+        found.append({"prediction": prediction, "before": before, "module": module, "pages": pages})
+        return proto.serialize(module)
+
+    compiled = compile_with(example, transform, platform)
+    return Paged(compiled=compiled, **found[0])
+
+
+def replayed(compiled: Any) -> Replay:
+    """A program's final module run in the abstract, at XLA's own addresses."""
+    module = proto.parse(aot.final_module(compiled))
+    real = real_assignment(compiled, module)
+    assert real is not None, "XLA does not say where it put what"
+    return replay(graph.read(module), real.addresses)
+
+
+def replayed_module(module: Any, platform: str) -> Replay:
+    """A scheduled module run in the abstract, at the addresses that are predicted for it."""
+    view = graph.read(module)
+    return replay(view, predicted_addresses(Assigner(view, platform, old_rules=OLD_RULES)))
 
 
 def totals(compiled: Any) -> dict[str, int]:

@@ -15,7 +15,7 @@ from passes.liveness import Graph
 from passes.offsets.best_fit import place_graph
 from passes.paging.link import LINKS, Link
 from passes.paging.queues import traffic
-from passes.planners import PlannerConfig, plan
+from passes.planners import PlannerConfig, frontier, least_peak, plan
 from passes.planners.pager import Host, Pager
 from passes.simulate import simulate
 from passes.validate import validate
@@ -184,3 +184,56 @@ def test_pages_keep_budgets_below_what_recompute_alone_reaches():
     assert made.waiting_ns
     tight = plan(fixed, least_bytes, PlannerConfig(host_bytes=made.host_peak_bytes // 2, link=SLOW))
     assert not tight.status.found
+
+
+def test_delta_keeps_budgets_and_costs_more():
+    program = small_gpt(4)
+    peak_bytes = simulate(program, range(len(program.ops))).peak_bytes
+    link = dataclasses.replace(SLOW, to_host_bytes_per_second=3e8, from_host_bytes_per_second=3e8)
+    options = {"host_bytes": 1 << 30, "link": link}
+    for share in (0.8, 0.6):
+        budget_bytes = int(share * peak_bytes)
+        theirs = plan(program, budget_bytes, PlannerConfig(planner="delta", **options))
+        validate(program, theirs, link)
+        assert theirs.status.found
+        ours = plan(program, budget_bytes, PlannerConfig(quick=True, **options))
+        assert ours.overhead_ratio <= theirs.overhead_ratio
+
+
+def test_placed_plans_put_what_comes_back_somewhere_else():
+    program = small_gpt(4)
+    peak_bytes = simulate(program, range(len(program.ops))).peak_bytes
+    link = dataclasses.replace(SLOW, to_host_bytes_per_second=1e9, from_host_bytes_per_second=1e9)
+    config = PlannerConfig(quick=True, placed=True, host_bytes=1 << 30, link=link)
+    made = plan(program, peak_bytes // 2, config)
+    validate(program, made, link)
+    assert made.status.found
+    assert len(made.page_offsets) == len(made.pages) > 0
+
+
+def test_what_must_be_paged_is_paged_and_its_bytes_are_free():
+    program = small_gpt(3)
+    peak_bytes = simulate(program, range(len(program.ops))).peak_bytes
+    gaps = Pager(Graph.of(program), range(len(program.ops)), HOST).gaps
+    big = int(gaps.buffer[(gaps.time_ns * gaps.nbytes).argmax()])
+    config = PlannerConfig(quick=True, host_bytes=1 << 30, link=FAST, must_page=frozenset({BufferId(big)}))
+    made = plan(program, peak_bytes, config)
+    validate(program, made, FAST)
+    assert [page.buffer for page in made.pages] == [big]
+    assert made.peak_bytes <= peak_bytes
+    refused = plan(program, peak_bytes, dataclasses.replace(config, host_bytes=1))
+    assert not refused.status.found
+
+
+def test_the_lowest_peak_and_the_frontier_know_the_host():
+    program = small_gpt(3)
+    peak_bytes = simulate(program, range(len(program.ops))).peak_bytes
+    config = PlannerConfig(quick=True, host_bytes=1 << 30, link=SLOW)
+    alone = least_peak(program, PlannerConfig(quick=True))
+    made = least_peak(program, config)
+    validate(program, made, SLOW)
+    assert made.peak_bytes <= alone.peak_bytes
+    plans = frontier(program, [peak_bytes // 3, peak_bytes // 2, peak_bytes], config)
+    for one in plans:
+        validate(program, one, SLOW)
+    assert [p.overhead_ratio for p in plans] == sorted((p.overhead_ratio for p in plans), reverse=True)

@@ -136,3 +136,32 @@ def test_the_package_runs_as_a_module(program_path: Path):
     )
     assert done.returncode == 0, done.stderr
     assert "overhead" in done.stdout
+
+
+@pytest.mark.parametrize("planner", ["auto", "delta"])
+def test_solve_sends_values_to_the_host(program_path: Path, planner: str, capsys: pytest.CaptureFixture[str]):
+    out = program_path.with_name("plan.json")
+    options = ["--host", "1MiB", "--link", "0.5", "--planner", planner, "--out", str(out)]
+    assert main(["solve", str(program_path), "--budget", "0.6", *options]) == 0
+    assert "pages        " in capsys.readouterr().out
+    plan = json.loads(out.read_text())
+    assert plan["peak_bytes"] <= plan["budget_bytes"]
+    assert plan["host"]["budget_bytes"] == 1 << 20
+    assert main(["show", str(out), "--program", str(program_path)]) == 0
+    assert ("paged, peak on the host" in capsys.readouterr().out) == (planner == "auto")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--planner", "delta"], "say how much it may take there with --host"),
+        (["--host", "1MiB", "--link", "string"], "--link is 'string'; give GB/s, or one of pcie3"),
+        (["--host", "1MiB", "--joint", "--planner", "exact"], "leave out --host"),
+        (["--host", "0"], "--host is"),
+    ],
+)
+def test_what_is_wrong_with_a_host_is_said(
+    program_path: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["solve", str(program_path), "--budget", "0.6", *options]) == 2
+    assert message in capsys.readouterr().err

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from passes.backend import BACKENDS
 from passes.hlo import graph
 from passes.hlo.dataflow import Dataflow, Value, analyse
+from passes.hlo.graph import HOST
 from passes.hlo.inplace import Sharing
 from passes.hlo.liverange import Clock, Range, clock, live_ranges
-
-HOST = 5
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +56,10 @@ class Assigner:
         if self.backend.table_bytes is not None:
             for value in self.flow.values:
                 value.nbytes = self.backend.table_bytes if value.is_tuple else value.nbytes
+        if self.backend.context_space:
+            for value in self.flow.values:
+                if value.home.index == (2,) and self.flow.instruction(value.home).opcode == "copy-start":
+                    value.memory_space = self.backend.context_space
         self.sharing = Sharing(module, self.backend)
         self.allocations: list[Allocation] = []
         self.home: dict[int, Allocation] = {}
@@ -68,6 +71,11 @@ class Assigner:
         self._sizes = [max(self.flow.values[v].nbytes for v in g) for g in self.flow.classes]
         for group in self._sorted():
             self._assign(group)
+
+    @property
+    def apart(self) -> frozenset[int]:
+        """Memory spaces that are not the device's main memory."""
+        return frozenset({HOST, self.backend.context_space} - {0})
 
     def space_of(self, group: int) -> int:
         """The memory space of an alias class: 0 is the device's default one, `HOST` is the host's."""

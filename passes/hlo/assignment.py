@@ -12,7 +12,7 @@ from typing import Any
 
 from passes.hlo.assign import Assigner
 from passes.hlo.dataflow import Index
-from passes.hlo.heap import temp_offsets
+from passes.hlo.heap import host_offsets, temp_offsets
 from passes.hlo.schema import Schema
 
 Name = tuple[str, Index]
@@ -105,6 +105,26 @@ def is_temp(allocation: Any) -> bool:
     )
 
 
+def predicted_addresses(assigner: Assigner) -> dict[Name, Address]:
+    """Where XLA is expected to put everything: temporaries, what waits on the host, and the rest."""
+    flow = assigner.flow
+    found: dict[Name, Address] = {}
+
+    def put(v: int, allocation: int, offset: int) -> None:
+        value = flow.values[v]
+        found[flow.instruction(value.home).name, value.home.index] = Address(
+            allocation=allocation, offset=offset, nbytes=value.nbytes, is_temp=not allocation
+        )
+
+    for n, allocation in enumerate(assigner.allocations):
+        for v in allocation.values:
+            put(v, n + 2, 0)
+    for n, offsets in enumerate((temp_offsets(assigner), host_offsets(assigner))):
+        for v, offset in offsets.items():
+            put(v, n, offset)
+    return found
+
+
 def compare(assigner: Assigner, real: Assignment) -> Comparison:
     """Hold the predicted offsets of a module against what XLA assigned to it."""
     flow = assigner.flow
@@ -112,6 +132,12 @@ def compare(assigner: Assigner, real: Assignment) -> Comparison:
     predicted = {
         (flow.instruction(homes[v]).name, homes[v].index): at for v, at in temp_offsets(assigner).items()
     }
-    temps = {name: a.offset for name, a in real.addresses.items() if a.is_temp}
+    on_host = {
+        (flow.instruction(homes[v]).name, homes[v].index)
+        for group in assigner.heap
+        for v in flow.classes[group]
+        if assigner.space_of(group) in assigner.apart
+    }
+    temps = {name: a.offset for name, a in real.addresses.items() if a.is_temp and name not in on_host}
     differing = tuple(sorted(n for n, at in temps.items() if predicted.get(n) != at))
     return Comparison(buffers=len(temps), equal=len(temps) - len(differing), differing=differing)

@@ -4,7 +4,8 @@ A kernel moves the bytes it really reads and writes: a fusion that only slices a
 an update in place writes the update. Dots and convolutions, alone, in fusions or as library calls, add
 2 * M * N * K flops at the width of their operands; elementwise work and reductions add a flop for an element,
 transcendental functions `EXPENSIVE_FLOPS`. Loops count their body times the trip count where the module says
-it.
+it. Copies to and from the host run beside the kernels, in two queues at the rates of the device's link: what
+counts is how long the program waits for them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from passes.cost import EXPENSIVE_FLOPS, DeviceModel, kernel_ns
 from passes.hlo import graph
-from passes.hlo.graph import Computation, Instruction, Module
+from passes.hlo.graph import HOST, Computation, Instruction, Module
 
 _FREE = frozenset(
     {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "optimization-barrier", "opt-barrier",
@@ -40,7 +41,7 @@ def instruction_ns(
 ) -> int:
     """Estimated time of one run of an instruction, called computations included."""
     opcode = instruction.opcode
-    if opcode in _FREE or instruction.proto.custom_call_target in _NO_KERNELS:
+    if opcode in _FREE or is_host_copy(instruction) or instruction.proto.custom_call_target in _NO_KERNELS:
         return 0
     if opcode in ("call", "async-start"):
         return sum(computation_ns(module, module.computations[c], device) for c in instruction.called)
@@ -57,8 +58,37 @@ def instruction_ns(
 
 
 def computation_ns(module: Module, computation: Computation, device: DeviceModel) -> int:
-    """Estimated time of one run of a computation."""
-    return sum(instruction_ns(module, computation, computation.by_id[i], device) for i in computation.order)
+    """Estimated time of one run of a computation, waiting for the host included."""
+    kernels_ns, waiting_ns = computation_times_ns(module, computation, device)
+    return kernels_ns + waiting_ns
+
+
+def computation_times_ns(module: Module, computation: Computation, device: DeviceModel) -> tuple[int, int]:
+    """Estimated time of the kernels of one run of a computation, and of waiting for copies beside them."""
+    clock = waiting = 0
+    free = {True: 0, False: 0}
+    arrival: dict[int, int] = {}
+    for i in computation.order:
+        instruction = computation.by_id[i]
+        if is_host_copy(instruction) and device.host_link is not None:
+            to_host = instruction.shape.at((0,)).memory_space == HOST
+            nbytes, link = instruction.shape.at((0,)).nbytes, device.host_link
+            takes_ns = link.to_host_ns(nbytes) if to_host else link.from_host_ns(nbytes)
+            arrival[i] = free[to_host] = max(free[to_host], clock) + takes_ns
+        elif instruction.opcode == "copy-done" and instruction.operands[0] in arrival:
+            late = max(0, arrival[instruction.operands[0]] - clock)
+            clock, waiting = clock + late, waiting + late
+        else:
+            clock += instruction_ns(module, computation, instruction, device)
+    return clock - waiting, waiting
+
+
+def is_host_copy(instruction: Instruction) -> bool:
+    """True for the start of a copy between the device's memory and the host's."""
+    if instruction.opcode != "copy-start" or instruction.shape.parts is None:
+        return False
+    spaces = [part.memory_space for part in instruction.shape.parts[:2]]
+    return (spaces[0] == HOST) != (spaces[1] == HOST)
 
 
 def program_cost_ns(module: Any, device: DeviceModel) -> int:

@@ -156,7 +156,7 @@ class _Builder:
         if opcode in _CALLS:
             return self.call(comp, instr, operands)
         if opcode == "copy-start":
-            tree = self.define_all(comp, instr)
+            tree = {i: self.define(comp, instr, i, False) for i in ((), (0,), (2,))}
             return {**tree, (1,): operands[0][()]}
         if opcode == "copy-done":
             return {(): operands[0][0,]}

@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from passes.hlo.assign import HOST, Assigner
+from passes.hlo.assign import Assigner
 from passes.hlo.assignment import Address, Assignment, Name
 from passes.hlo.dataflow import Position
-from passes.hlo.graph import Instruction, Shape
+from passes.hlo.graph import HOST, Instruction, Shape
 from passes.hlo.heap import HeapPrediction, heap_intervals, predict_assigned, temp_offsets
 from passes.hlo.lift import is_view
 from passes.hlo.origins import Origins
@@ -201,7 +201,7 @@ class _Describe:
 
 def _lives(assigner: Assigner) -> list[tuple[int, int, int, int]]:
     """(value, room, first time, time after the last) of all in the heap; no storage is counted twice."""
-    spaces = {assigner.space_of(g) for g in assigner.heap} - {HOST}
+    spaces = {assigner.space_of(g) for g in assigner.heap} - assigner.apart
     found = []
     for space in sorted(spaces):
         storages: dict[int, list[tuple[int, int, int, int]]] = {}

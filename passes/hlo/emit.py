@@ -1,9 +1,12 @@
-"""Write a plan into a scheduled module: clones of what is re-run, and the plan's schedule for the entry.
+"""Write a plan into a scheduled module: clones of what is re-run, and the plan's schedule.
+
+The plan is of one computation, the entry or a loop's body.
 
 A use reads the latest earlier run of what it needs. Views (get-tuple-element, bitcast, tuple) have no run of
-their own: they are re-made before their first use for every version of their operands. A clone brings clones
-of all computations it calls. Runs that nobody reads and outputs of fusions that nobody reads are dropped: XLA
-would do that after us, and the prediction must describe what XLA allocates.
+their own: they are re-made before their first use for every version of their operands. What came back from
+the host is a version like any other (`passes.hlo.pages`). A clone brings clones of all computations it
+calls. Runs that nobody reads and outputs of fusions that nobody reads are dropped: XLA would do that after
+us, and the prediction must describe what XLA allocates.
 
 The arithmetic of every kernel is untouched. What can still differ by a rounding on CPU: LLVM may contract a
 multiply and an add differently when a kernel's buffers no longer overlap.
@@ -17,8 +20,9 @@ from typing import Any
 from passes.hlo import proto
 from passes.hlo.graph import Computation
 from passes.hlo.lift import LiftedModule, is_view
+from passes.hlo.pages import CopyStyle, Moments, copy_done, copy_plain, copy_start, holders
 from passes.hlo.prune import drop_uncalled, prune_outputs
-from passes.ir import OpId
+from passes.ir import OpId, Page
 
 _ID_BITS = 32
 
@@ -35,14 +39,14 @@ class Cloner:
         self._next_computation = max(self._by_id) + 1
         self._next_local: dict[int, int] = {}
 
-    def name(self, old: str) -> str:
-        """A new name like `old`."""
+    def name(self, old: str, mark: str = "remat") -> str:
+        """A new name like `old`, with a mark that says what it is for."""
         stem = old.split(".remat")[0]
         n = 1
-        while f"{stem}.remat{n}" in self._names:
+        while f"{stem}.{mark}{n}" in self._names:
             n += 1
-        self._names.add(f"{stem}.remat{n}")
-        return f"{stem}.remat{n}"
+        self._names.add(f"{stem}.{mark}{n}")
+        return f"{stem}.{mark}{n}"
 
     def instruction_id(self, computation: Any) -> int:
         """A new instruction id of a computation."""
@@ -90,17 +94,20 @@ class Cloner:
 
 
 class _Writer:
-    """Emits the entry's instructions in plan order."""
+    """Emits the instructions of the lifted computation in plan order."""
 
     def __init__(self, lifted: LiftedModule) -> None:
         self.lifted = lifted
-        self.old: Computation = lifted.module.entry
+        self.old: Computation = lifted.scope
         self.module = proto.copy(lifted.module.proto)
-        self.entry = next(c for c in self.module.computations if c.id == self.old.id)
+        self.scope = next(c for c in self.module.computations if c.id == self.old.id)
         self.cloner = Cloner(self.module)
-        self.protos = {i.id: i for i in self.entry.instructions}
+        self.protos = {i.id: i for i in self.scope.instructions}
         self.latest: dict[int, int] = {}
         self.views: dict[tuple[int, tuple[int, ...]], int] = {}
+        # Value -> the instruction that brought it back, until its op is run again; who holds paged values.
+        self.returned: dict[int, int] = {}
+        self.held: dict[int, int] = {}
         self.written: dict[int, Any] = {}
         self.order: list[int] = []
         self.once = [
@@ -118,14 +125,26 @@ class _Writer:
         new = self._instance(i, again=i in self.latest)
         new.operand_ids[:] = operands
         self.latest[i] = new.id
+        if self.returned:
+            for v in self.lifted.assigner.flow.trees[self.old.id, i].values():
+                self.returned.pop(v, None)
         self._put(new)
+
+    def added(self, instruction: Any, like: int, mark: str) -> Any:
+        """Put an instruction that the original does not have, named and placed in the source like another."""
+        old = self.protos[like]
+        instruction.id = self.cloner.instruction_id(self.scope)
+        instruction.name = self.cloner.name(old.name, mark)
+        instruction.metadata.CopyFrom(old.metadata)
+        self._put(instruction)
+        return instruction
 
     def _instance(self, i: int, again: bool) -> Any:
         if not again:
             return self.protos[i]
         new = type(self.protos[i])()
         new.CopyFrom(self.protos[i])
-        new.id = self.cloner.instruction_id(self.entry)
+        new.id = self.cloner.instruction_id(self.scope)
         new.name = self.cloner.name(new.name)
         del new.control_predecessor_ids[:]
         self.cloner.callees(new)
@@ -139,6 +158,8 @@ class _Writer:
 
     def resolve(self, i: int) -> int:
         """The instruction that now holds what instruction `i` of the original held."""
+        if self.held.get(i) in self.returned:
+            return self.returned[self.held[i]]
         if i in self.latest:
             return self.latest[i]
         instruction = self.old.by_id[i]
@@ -168,38 +189,103 @@ class _Writer:
 
     def finish(self) -> Any:
         root = self.resolve(self.old.root)
-        self.entry.root_id = root
+        self.scope.root_id = root
         self._drop_dead(root)
         made = [self.written[i] for i in self.order]
         kept = [type(i).FromString(i.SerializeToString()) for i in made]
-        del self.entry.instructions[:]
-        self.entry.instructions.extend(kept)
+        del self.scope.instructions[:]
+        self.scope.instructions.extend(kept)
         for sequence in self.module.schedule.sequences:
-            if sequence.key == self.entry.id:
+            if sequence.key == self.scope.id:
                 sequence.value.instruction_ids[:] = self.order
-        entry = type(self.entry).FromString(self.entry.SerializeToString())
-        place = next(n for n, c in enumerate(self.module.computations) if c.id == entry.id)
-        del self.module.computations[place]
-        self.module.computations.extend([*self.cloner.computations, entry])
-        prune_outputs(self.module)
+        scope = type(self.scope).FromString(self.scope.SerializeToString())
+        place = next(n for n, c in enumerate(self.module.computations) if c.id == scope.id)
+        after = [type(c).FromString(c.SerializeToString()) for c in self.module.computations[place + 1 :]]
+        del self.module.computations[place:]
+        self.module.computations.extend([*self.cloner.computations, scope, *after])
+        prune_outputs(self.module, scope.id)
         drop_uncalled(self.module)
         return self.module
 
 
-def emit(lifted: LiftedModule, steps: Sequence[OpId]) -> Any:
+class _Pager:
+    """Writes the copies of a plan's pages at their moments."""
+
+    def __init__(self, writer: _Writer, pages: Sequence[Page], style: CopyStyle) -> None:
+        self.writer = writer
+        self.style = style
+        self.values = writer.lifted.values
+        self.at = holders(writer.lifted, {self.values[p.buffer] for p in pages})
+        writer.held = {i: v for v, held in self.at.items() for i in held}
+        self.moments = Moments.of(pages)
+        # (buffer, run) -> what is on its way to the host, or there; page -> what is on its way back.
+        self.host: dict[tuple[int, int | None], Any] = {}
+        self.coming: dict[Page, Any] = {}
+
+    def before(self, step: int) -> None:
+        """What happens just before a step."""
+        for page in self.moments.out_done.get(step, ()):
+            self._arrived(page)
+        for page in self.moments.in_start.get(step, ()):
+            self.coming[page] = self._started(page, self.host[page.buffer, page.run].id, to_host=False)
+        for page in self.moments.in_done.get(step, ()):
+            done = self._finished(page, self.coming.pop(page))
+            self.writer.returned[self.values[page.buffer]] = done.id
+
+    def after(self, step: int) -> None:
+        """What starts when a step has run: each copy is sent once, however often it comes back."""
+        for page in self.moments.run.get(step, ()):
+            if (page.buffer, page.run) not in self.host:
+                source = self.writer.resolve(self._holder(page))
+                self.host[page.buffer, page.run] = self._started(page, source, to_host=True)
+
+    def _holder(self, page: Page) -> int:
+        return self.at[self.values[page.buffer]][0]
+
+    def _arrived(self, page: Page) -> None:
+        key = page.buffer, page.run
+        self.host[key] = self._finished(page, self.host[key])
+
+    def _started(self, page: Page, source: int, *, to_host: bool) -> Any:
+        make = copy_start if self.style == "asynchronous" else copy_plain
+        shape = self.writer.protos[self._holder(page)].shape
+        mark = "to_host" if to_host else "from_host"
+        made = make(self.writer.written[source], shape, to_host=to_host)
+        return self.writer.added(made, self._holder(page), mark)
+
+    def _finished(self, page: Page, started: Any) -> Any:
+        """The end of a copy; the same object if it has ended."""
+        if started.opcode != "copy-start":
+            return started
+        return self.writer.added(copy_done(started), self._holder(page), "arrived")
+
+
+def emit(
+    lifted: LiftedModule,
+    steps: Sequence[OpId],
+    pages: Sequence[Page] = (),
+    *,
+    style: CopyStyle = "asynchronous",
+) -> Any:
     """The module that runs `steps`.
 
     Args:
         lifted: from `passes.hlo.lift.lift`.
         steps: a plan's steps: every op of the program first in order, re-runs anywhere between.
+        pages: a plan's pages; a page that brings a copy back again sends it no second time.
+        style: how copies are written: as asynchronous copies between memories, or as plain copies on the
+            device, which save nothing, for platforms that have no others.
 
     Returns:
         A new parsed HloModuleProto; the lifted one is unchanged.
     """
     writer = _Writer(lifted)
-    for i in lifted.module.entry.order:
-        if lifted.module.entry.by_id[i].opcode in ("parameter", "constant"):
+    for i in lifted.scope.order:
+        if lifted.scope.by_id[i].opcode in ("parameter", "constant"):
             writer.leaf(i)
-    for step in steps:
+    pager = _Pager(writer, pages, style)
+    for n, step in enumerate(steps):
+        pager.before(n)
         writer.run(lifted.instructions[step])
+        pager.after(n)
     return writer.finish()

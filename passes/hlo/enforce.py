@@ -13,19 +13,24 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
+from passes.backend import BACKENDS
 from passes.cost import DeviceModel
 from passes.hlo import graph, proto
 from passes.hlo.assign import Assigner
 from passes.hlo.barriers import drop_barriers
-from passes.hlo.cost import computation_ns, program_cost_ns
+from passes.hlo.cost import computation_ns, computation_times_ns, program_cost_ns
+from passes.hlo.emit import emit
 from passes.hlo.fit import Task, Written, fit
 from passes.hlo.heap import HeapPrediction, packing_saves, predict_assigned
-from passes.hlo.lift import lift
+from passes.hlo.hoist import hoisted
+from passes.hlo.labels import forced_values
+from passes.hlo.lift import LiftedModule, lift
+from passes.hlo.loops import tightened
 from passes.ir import Status
-from passes.outcome import StageOutcome, recomputed_by, tightest_values
-from passes.planners import PlannerConfig, working_set_bytes
+from passes.outcome import Recomputed, StageOutcome, paged_by, recomputed_by, tightest_values
+from passes.planners import PlannerConfig
 
 OnFragmentation = Literal["recompute", "pin", "error"]
 
@@ -41,6 +46,7 @@ class EnforceRequest:
         planner: one of `passes.planners.config.PLANNERS`.
         old_rules: True for jaxlib before 0.12: XLA's total counts the scalars of reducers, and
             asynchronous values live from their own instruction on.
+        host_bytes: what may wait in the host's memory, a user's own offloading included; 0 for no paging.
         on_fragmentation: what to do where the budget would be kept but for XLA's packing of temporaries:
             "recompute", "pin" (count the bytes as they will be after pinning) or "error".
     """
@@ -50,7 +56,13 @@ class EnforceRequest:
     platform: str
     planner: str = "auto"
     old_rules: bool = False
+    host_bytes: int = 0
     on_fragmentation: OnFragmentation = "recompute"
+
+    @property
+    def pages(self) -> bool:
+        """True if values may be sent to the host."""
+        return self.host_bytes > 0 and BACKENDS[self.platform].pages
 
 
 def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageOutcome]:
@@ -72,9 +84,12 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
     view = graph.read(module)
     before = Assigner(view, request.platform, old_rules=request.old_rules)
     prediction = predict_assigned(before)
-    if prediction.total_bytes <= request.budget_bytes:
+    if 0 < request.host_bytes < prediction.host_bytes:
+        return module_bytes, _host_refusal(request, view, prediction, begin)
+    forced = forced_values(before.flow) if request.pages else frozenset()
+    if prediction.total_bytes <= request.budget_bytes and not forced:
         return module_bytes, _untouched(request, view, prediction, begin)
-    saved = 0 if request.on_fragmentation == "recompute" else packing_saves(before)
+    saved = 0 if request.on_fragmentation == "recompute" or forced else packing_saves(before)
     if saved and prediction.total_bytes - saved <= request.budget_bytes:
         kept = _untouched(request, view, prediction, begin)
         pinned_temp_bytes = kept.planned_temp_bytes - saved
@@ -83,15 +98,25 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
         least = prediction.total_bytes
         return module_bytes, replace(kept, status=Status.UNKNOWN, needs_pinning=True, least_total_bytes=least)
     lifted = lift(view, request.device, request.platform, assigner=before, prediction=prediction)
-    config = PlannerConfig(planner=request.planner, quick=True)
-    pinned = request.on_fragmentation == "pin"
-    task = Task(lifted=lifted, budget_bytes=request.budget_bytes, config=config, pinned=pinned)
-    written = fit(task)
-    if task.excess_bytes(written):
-        return module_bytes, _refusal(request, task, written, begin)
     cost_ns = lifted.program.cost_ns
+    lifted = _hoisted(lifted, request.device)
+    config = _config(request, lifted, forced)
+    pinned = request.on_fragmentation == "pin"
+    task = Task(lifted=lifted, budget_bytes=request.budget_bytes, config=config, pinned=pinned,
+                host_bytes=request.host_bytes)  # fmt: skip
+    written = fit(task)
+    inside: tuple[Recomputed, ...] = ()
+    if task.is_over(written):
+        deeper = _with_loops(task, written, request.device)
+        if deeper is None:
+            return module_bytes, _refusal(request, task, written, prediction, begin, bound_holds=True)
+        task, inside = deeper
+        written = fit(task)
+        if task.is_over(written):
+            return module_bytes, _refusal(request, task, written, prediction, begin, bound_holds=False)
     outcome = _outcome(request, prediction, written.prediction, cost_ns, begin)
     recompute_ns = program_cost_ns(written.module, request.device) - cost_ns
+    program = task.lifted.program
     return proto.serialize(written.module), replace(
         outcome,
         changed=True,
@@ -101,10 +126,59 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
         status=Status.FEASIBLE,
         planner=written.plan.planner,
         seconds=time.perf_counter() - begin,
-        recomputed=recomputed_by(lifted.program, written.plan.steps, "hlo"),
+        recomputed=inside + recomputed_by(program, written.plan.steps, "hlo"),
+        paged=paged_by(program, written.plan.pages, "hlo"),
+        waiting_ns=_waiting_ns(written.module, request.device),
         planned_temp_bytes=written.needed_bytes - task.fixed_bytes + prediction.constant_bytes,
         needs_pinning=written.prediction.total_bytes > request.budget_bytes,
     )
+
+
+def _hoisted(lifted: LiftedModule, device: DeviceModel) -> LiftedModule:
+    """The module with what frees memory run as soon as it can be, if that is not packed worse."""
+    order = hoisted(lifted)
+    if order is None:
+        return lifted
+    view = graph.read(emit(lifted, order))
+    assigner = Assigner(view, lifted.platform, old_rules=lifted.assigner.old_rules)
+    found = lift(view, device, lifted.platform, assigner=assigner)
+    return found if found.prediction.total_bytes <= lifted.prediction.total_bytes else lifted
+
+
+def _with_loops(
+    task: Task, least: Written, device: DeviceModel
+) -> tuple[Task, tuple[Recomputed, ...]] | None:
+    """The task with bodies of loops planned, and what they run again; None if no loop is too large."""
+    holes_bytes = max(0, least.prediction.temp_bytes - least.plan.peak_bytes)
+    limit_bytes = task.budget_bytes - task.fixed_bytes - holes_bytes
+    found = tightened(task.lifted, least.plan, limit_bytes, device, task.for_retries())
+    return None if found is None else (replace(task, lifted=found.lifted), found.recomputed)
+
+
+def _config(request: EnforceRequest, lifted: LiftedModule, forced: frozenset[int]) -> PlannerConfig:
+    """How to plan: with pages where there is a host budget and a link."""
+    config = PlannerConfig(planner=request.planner, quick=True)
+    if not request.pages:
+        return config
+    return replace(
+        config,
+        host_bytes=request.host_bytes - lifted.prediction.host_bytes,
+        link=request.device.host_link,
+        must_page=lifted.buffers_of(forced),
+    )
+
+
+def _waiting_ns(module: Any, device: DeviceModel) -> int:
+    view = graph.read(module)
+    return computation_times_ns(view, view.entry, device)[1]
+
+
+def _host_refusal(
+    request: EnforceRequest, view: graph.Module, prediction: HeapPrediction, begin: float
+) -> StageOutcome:
+    """The outcome for a module that has more on the host, by the user's own offloading, than it may."""
+    kept = _untouched(request, view, prediction, begin)
+    return replace(kept, status=Status.INFEASIBLE, host_budget_bytes=request.host_bytes)
 
 
 def _untouched(
@@ -124,15 +198,21 @@ def _outcome(
         planned_temp_bytes=after.temp_bytes + after.constant_bytes,
         cost_ns=cost_ns, recompute_ns=0, lower_bound_ratio=0.0, status=Status.OPTIMAL,
         planner=request.planner, seconds=time.perf_counter() - begin,
+        host_budget_bytes=request.host_bytes if request.pages else 0, host_bytes=after.host_bytes,
     )  # fmt: skip
 
 
-def _refusal(request: EnforceRequest, task: Task, least: Written, begin: float) -> StageOutcome:
-    """The outcome for a budget that was not met; `least` is what a second call could be asked for."""
+def _refusal(
+    request: EnforceRequest, task: Task, least: Written, before: HeapPrediction, begin: float, *,
+    bound_holds: bool,
+) -> StageOutcome:  # fmt: skip
+    """The outcome for a budget that was not met; `least` is what a second call could be asked for.
+
+    The bound does not hold where bodies of loops were planned: it takes a loop for one op.
+    """
     program = task.lifted.program
-    bound = task.fixed_bytes + working_set_bytes(program)
-    proved = bound > task.budget_bytes
-    before = task.lifted.prediction
+    bound = task.fixed_bytes + task.bound_bytes(program)
+    proved = bound_holds and bound > task.budget_bytes
     least_bytes = min(least.needed_bytes, before.total_bytes)
     outcome = _outcome(request, before, before, program.cost_ns, begin)
     return replace(
@@ -142,5 +222,5 @@ def _refusal(request: EnforceRequest, task: Task, least: Written, begin: float) 
         seconds=time.perf_counter() - begin,
         tightest=tightest_values(program, least.plan.steps),
         least_total_bytes=least_bytes,
-        least_proved=least_bytes <= bound,
+        least_proved=bound_holds and least_bytes <= bound,
     )

@@ -1,4 +1,4 @@
-"""Find a plan whose emitted module keeps the budget in XLA's own heap.
+"""Find a plan whose emitted module keeps the budget in XLA's own heap, and the host's in the host's.
 
 Live bytes are not the heap: packing leaves holes, and temporaries that XLA kept inside results may no longer
 fit there. So every plan is written and its heap predicted; what does not fit is planned again, tighter by
@@ -49,6 +49,7 @@ class Task:
     """One module, its budget, and how to plan it.
 
     Attributes:
+        host_bytes: what the module may keep on the host in all; paging is off where `config` says so.
         pinned: True if the temporaries will be packed anew after the compile, so that XLA's packing
             does not count.
     """
@@ -56,12 +57,19 @@ class Task:
     lifted: LiftedModule
     budget_bytes: int
     config: PlannerConfig
+    host_bytes: int = 0
     pinned: bool = False
 
     @property
     def fixed_bytes(self) -> int:
         """What no plan removes: everything that is not a temporary."""
         return self.lifted.prediction.total_bytes - self.lifted.prediction.temp_bytes
+
+    def bound_bytes(self, program: Program) -> int:
+        """No plan of `program` needs less: what must be there, and with pages what one op holds alone."""
+        if self.config.host_bytes:
+            return max(Graph.of(program).local_bytes, default=0)
+        return working_set_bytes(program)
 
     def for_retries(self) -> PlannerConfig:
         """A third of the work, and no second proof."""
@@ -70,7 +78,7 @@ class Task:
 
     def write(self, made: Plan) -> Written:
         """Emit a plan and predict its heap."""
-        module = emit(self.lifted, made.steps)
+        module = emit(self.lifted, made.steps, made.pages)
         assigner = Assigner(
             graph.read(module, self.lifted.module), self.lifted.platform,
             old_rules=self.lifted.assigner.old_rules,
@@ -86,6 +94,14 @@ class Task:
         """By how much a module breaks the budget, with what XLA may add later."""
         late_bytes = self.lifted.assigner.backend.late_bytes
         return max(0, written.needed_bytes + late_bytes - self.budget_bytes)
+
+    def host_excess_bytes(self, written: Written) -> int:
+        """By how much a module with pages breaks the host's budget: holes between what waits there."""
+        return max(0, written.prediction.host_bytes - self.host_bytes) if written.plan.pages else 0
+
+    def is_over(self, written: Written) -> bool:
+        """True if a module breaks one of both budgets."""
+        return bool(self.excess_bytes(written) or self.host_excess_bytes(written))
 
     def _spilled(self, after: Assigner) -> frozenset[int]:
         heap = {after.flow.values[v].home for group in after.heap for v in after.flow.classes[group]}
@@ -119,24 +135,29 @@ def fit(task: Task) -> Written:
     target = task.budget_bytes - task.fixed_bytes
     bound_ratio = 0.0
     for n in range(MAX_ROUNDS):
-        if target < working_set_bytes(program):
+        if target < task.bound_bytes(program):
             break
         written = task.write(plan(program, target, config))
         bound_ratio = max(bound_ratio, written.plan.lower_bound_ratio)
         excess = task.excess_bytes(written)
-        if not excess:
+        if not task.is_over(written):
             return _with_bound(written, bound_ratio)
         if not written.plan.status.found:
             break
-        config = task.for_retries()
+        config = _with_less_host(task.for_retries(), config.host_bytes - task.host_excess_bytes(written))
         if not written.spilled <= spilled:
             spilled |= written.spilled
             program = task.program_with(spilled)
-            peak = simulate(program, written.plan.steps).peak_bytes
+            peak = simulate(program, written.plan.steps, written.plan.pages).peak_bytes
             excess = max(0, excess - max(0, peak - written.plan.peak_bytes))
         target = min(target, written.plan.peak_bytes) - (excess << max(0, n - 1))
     program, least = lowest(task)
-    return _with_bound(least if task.excess_bytes(least) else _from_below(task, program, least), bound_ratio)
+    over = task.is_over(least)
+    return _with_bound(least if over else _from_below(task, program, least), bound_ratio)
+
+
+def _with_less_host(config: PlannerConfig, host_bytes: int) -> PlannerConfig:
+    return replace(config, host_bytes=max(0, host_bytes))
 
 
 def _with_bound(written: Written, bound_ratio: float) -> Written:
@@ -148,19 +169,24 @@ def lowest(task: Task) -> tuple[Program, Written]:
     """The plan of lowest total that is found whatever the budget is, and the program that it is for."""
     program, spilled = task.lifted.program, frozenset[int]()
     tried: list[tuple[Program, Written]] = []
+    config = task.for_retries()
     for _ in range(MAX_LOWEST):
-        written = task.write(least_peak(program, task.for_retries()))
+        written = task.write(least_peak(program, config))
         tried.append((program, written))
-        if written.spilled <= spilled:
+        less = config.host_bytes - task.host_excess_bytes(written)
+        if written.spilled <= spilled and less == config.host_bytes:
             break
+        config = _with_less_host(config, less)
         spilled |= written.spilled
         program = task.program_with(spilled)
-    return min(tried, key=lambda t: t[1].needed_bytes)
+    return min(tried, key=lambda t: (task.host_excess_bytes(t[1]) > 0, t[1].needed_bytes))
 
 
 def _from_below(task: Task, program: Program, best: Written) -> Written:
-    """`best`, which keeps the budget, with as few re-runs as the budget allows."""
+    """`best`, which keeps the budget, with as few re-runs as that allows; a plan with pages as it is."""
     least = best.plan
+    if least.pages:
+        return best
     low, limit = least.peak_bytes, task.budget_bytes - task.fixed_bytes
     high = limit
     for _ in range(MAX_RELAXED):

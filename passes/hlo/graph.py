@@ -11,6 +11,8 @@ from math import prod
 from typing import Any
 
 TUPLE, OPAQUE, TOKEN, BUFFER = 13, 14, 17, 34
+# The memory space of a layout: 0 is the device's default one.
+HOST = 5
 _BITS = {
     1: 8, 30: 1, 26: 2, 21: 4, 2: 8, 3: 16, 4: 32, 5: 64, 31: 1, 27: 2, 22: 4, 6: 8, 7: 16, 8: 32, 9: 64,
     10: 16, 11: 32, 16: 16, 12: 64, 19: 8, 28: 8, 20: 8, 23: 8, 29: 8, 24: 8, 25: 8, 32: 4, 33: 8, 35: 6,

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from passes.hlo import graph
-from passes.hlo.assign import HOST, Assigner
+from passes.hlo.assign import Assigner
+from passes.hlo.graph import HOST
 from passes.hlo.liverange import Range
 from passes.offsets.tight import MAX_ROUNDS, live_bound, pack_tight
 from passes.offsets.xla_heap import PACKERS, HeapLayout, Interval
@@ -26,6 +27,7 @@ class HeapPrediction:
         constant_bytes: constants that get storage, and scalars of reducers where XLA counts them.
         total_bytes: arguments + outputs - aliased + constants + temps.
         live_bytes: largest sum of temporaries alive at once, without fragmentation.
+        host_bytes: arguments, results and temporaries in the host's memory, aliased ones counted once.
         exact: False where the module has something that is only bounded.
     """
 
@@ -36,6 +38,7 @@ class HeapPrediction:
     constant_bytes: int
     total_bytes: int
     live_bytes: int
+    host_bytes: int = 0
     exact: bool = True
 
 
@@ -178,7 +181,10 @@ def layout(assigner: Assigner, space: int = 0) -> tuple[HeapLayout, int]:
     """Where a memory space's values sit, and the largest sum of their bytes alive at once."""
     events = _Events(assigner, space)
     intervals = events.run()
-    return PACKERS[assigner.backend.heap](intervals, assigner.backend.alignment), events.peak
+    backend = assigner.backend
+    if space == HOST:
+        return PACKERS["largest first"](intervals, backend.host_alignment), events.peak
+    return PACKERS[backend.heap](intervals, backend.alignment), events.peak
 
 
 def heap_intervals(assigner: Assigner, space: int = 0) -> list[Interval]:
@@ -205,8 +211,17 @@ def predict_assigned(assigner: Assigner) -> HeapPrediction:
     return HeapPrediction(
         temp_bytes=row.nbytes, argument_bytes=argument, output_bytes=kinds["output"] + kinds["donated"],
         alias_bytes=kinds["donated"], constant_bytes=kinds["constant"], total_bytes=fixed + row.nbytes,
-        live_bytes=sum(row.peaks) + tables,
+        live_bytes=sum(row.peaks) + tables, host_bytes=_host_bytes(assigner),
     )  # fmt: skip
+
+
+def _host_bytes(assigner: Assigner) -> int:
+    """What a module keeps in the host's memory."""
+    fixed = sum(a.nbytes for a in assigner.allocations if a.space == HOST)
+    has_temps = any(assigner.space_of(g) == HOST for g in assigner.heap)
+    size = layout(assigner, HOST)[0].size if has_temps else 0
+    multiple = assigner.backend.host_multiple
+    return fixed + -(-size // multiple) * multiple
 
 
 def packing_saves(assigner: Assigner, *, rounds: int = MAX_ROUNDS) -> int:
@@ -240,7 +255,7 @@ class _Row:
 
 def _row(assigner: Assigner) -> _Row:
     order = [(a.nbytes, a.is_temp) for a in assigner.allocations]
-    spaces = [s for s in sorted({assigner.space_of(g) for g in assigner.heap}) if s != HOST]
+    spaces = sorted({assigner.space_of(g) for g in assigner.heap} - assigner.apart)
     found = [layout(assigner, space) for space in spaces]
     first = len(order)
     order += [(heap.size, True) for heap, _ in found]
@@ -262,11 +277,21 @@ def temp_offsets(assigner: Assigner) -> dict[int, int]:
     for n, at in row.tables.items():
         offsets.update(dict.fromkeys(assigner.allocations[n].values, at))
     for space, at, heap in row.heaps:
-        groups = [g for g in assigner.heap if assigner.space_of(g) == space]
-        leaders = {i.key: i.group for i in heap_intervals(assigner, space)}
-        for g in groups:
-            offsets.update({v: at + heap.offsets[leaders[v]] for v in assigner.flow.classes[g]})
+        offsets.update(_offsets(assigner, space, at, heap))
     return offsets
+
+
+def host_offsets(assigner: Assigner) -> dict[int, int]:
+    """Where XLA will put what waits in the host's memory, by value id, from the start of its heap there."""
+    if not any(assigner.space_of(g) == HOST for g in assigner.heap):
+        return {}
+    return _offsets(assigner, HOST, 0, layout(assigner, HOST)[0])
+
+
+def _offsets(assigner: Assigner, space: int, at: int, heap: HeapLayout) -> dict[int, int]:
+    groups = [g for g in assigner.heap if assigner.space_of(g) == space]
+    leaders = {i.key: i.group for i in heap_intervals(assigner, space)}
+    return {v: at + heap.offsets[leaders[v]] for g in groups for v in assigner.flow.classes[g]}
 
 
 def predict(module: Any, platform: str, *, old_rules: bool = False) -> HeapPrediction:

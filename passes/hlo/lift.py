@@ -1,22 +1,26 @@
-"""Lift a scheduled HLO module to the IR: its entry's kernels in schedule order, its arrays as buffers.
+"""Lift a scheduled computation to the IR: its kernels in schedule order, its arrays as buffers.
 
-Views are not buffers. Storage that exists for the whole run (arguments, results, constants, and temporaries
-that XLA keeps inside results) has zero bytes. Called computations are one op each with their inner peak as
-workspace. An op that overwrites storage runs once; an op that reads storage which is overwritten later gets
-that op as its deadline, so that no re-run reads what is no longer there.
+It is the entry of a module, or the body of one of its loops. Views are not buffers. Storage that exists for
+the whole run has zero bytes: arguments, results, constants, temporaries that XLA keeps inside results, and of
+a body all that it shares with the world outside, such as what it carries. Called computations are one op each
+with their inner peak as workspace. An op that overwrites storage runs once; an op that reads storage which is
+overwritten later gets that op as its deadline, so that no re-run reads what is no longer there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from passes.cost import DeviceModel
 from passes.hlo import graph
-from passes.hlo.assign import HOST, Assigner
+from passes.hlo.assign import Assigner
 from passes.hlo.cost import instruction_ns
-from passes.hlo.graph import Instruction
+from passes.hlo.dataflow import Value
+from passes.hlo.graph import Computation, Instruction
 from passes.hlo.heap import HeapPrediction, predict_assigned
+from passes.hlo.pages import pageable_values
 from passes.hlo.purity import Purity
 from passes.ir import Buffer, BufferId, Op, OpId, Program
 
@@ -37,21 +41,28 @@ class LiftedModule:
 
     Attributes:
         module: the view of the message.
+        scope: the computation that was lifted.
         platform: see `passes.backend`.
-        program: ops of the entry in schedule order.
+        program: its ops in schedule order.
         prediction: what XLA allocates for the module as it is.
-        instructions: op id -> instruction id in the entry.
+        instructions: op id -> instruction id in the scope.
         values: buffer id -> value id.
         assigner: the replayed buffer assignment of the module.
     """
 
     module: graph.Module
+    scope: Computation
     platform: str
     program: Program
     prediction: HeapPrediction
     instructions: tuple[int, ...]
     values: tuple[int, ...]
     assigner: Assigner
+
+    def buffers_of(self, values: Collection[int]) -> frozenset[BufferId]:
+        """The buffers of values that can be sent to the host."""
+        pairs = zip(self.program.buffers, self.values, strict=True)
+        return frozenset(b.id for b, v in pairs if v in values and b.pageable and b.nbytes)
 
     @property
     def argument_bytes(self) -> int:
@@ -86,28 +97,34 @@ def source_of(module: Any, instruction: Instruction) -> str:
 
 
 class _Lift:
-    def __init__(self, module: graph.Module, device: DeviceModel, assigner: Assigner) -> None:
+    def __init__(
+        self, module: graph.Module, scope: Computation, device: DeviceModel, assigner: Assigner
+    ) -> None:
         self.module = module
         self.device = device
         self.assigner = assigner
         self.flow = self.assigner.flow
-        self.entry = module.entry
+        self.scope = scope
         self.purity = Purity(module)
-        self.heap = {g for g in self.assigner.heap if self.assigner.space_of(g) != HOST}
+        is_entry = scope is module.entry
+        self.pageable = pageable_values(self.flow) if is_entry else frozenset[int]()
+        self.heap = {g for g in self.assigner.heap if self.assigner.space_of(g) not in self.assigner.apart}
+        if not is_entry:
+            self.heap -= {self.flow.class_of[v.id] for v in self.flow.values if self._caller(v) is None}
         self.buffer: dict[int, BufferId] = {}
         self.buffers: list[Buffer] = []
         self.values: list[int] = []
-        self.ops = [i for i in self.entry.order if not is_view(self.entry.by_id[i].opcode)]
+        self.ops = [i for i in self.scope.order if not is_view(self.scope.by_id[i].opcode)]
         self.op_of = {i: OpId(n) for n, i in enumerate(self.ops)}
         self.producer = self._producers()
         self.nested = self._nested()
         self.writers = self._writers()
 
     def _producers(self) -> dict[int, int]:
-        """Value -> op that first makes it visible in the entry; -1 for arguments and constants."""
+        """Value -> op that first makes it visible in the scope; -1 for arguments and constants."""
         producer: dict[int, int] = {}
-        for i in self.entry.order:
-            for v in self.flow.trees[self.entry.id, i].values():
+        for i in self.scope.order:
+            for v in self.flow.trees[self.scope.id, i].values():
                 producer.setdefault(v, self.op_of.get(i, OpId(-1)))
         return producer
 
@@ -115,14 +132,20 @@ class _Lift:
         """Op -> values that computations it calls define."""
         nested: dict[int, list[int]] = {}
         for value in self.flow.values:
-            at = value.home.computation
-            if at == self.entry.id:
-                continue
-            caller = -1
-            while at != self.entry.id:
-                at, caller = self.flow.callers[at]
-            nested.setdefault(self.op_of[caller], []).append(value.id)
+            caller = self._caller(value)
+            if caller is not None and caller >= 0:
+                nested.setdefault(self.op_of[caller], []).append(value.id)
         return nested
+
+    def _caller(self, value: Value) -> int | None:
+        """The instruction of the scope that calls what makes a value; -1 if it is made in the scope itself,
+        None if outside of it."""
+        at, caller = value.home.computation, -1
+        while at != self.scope.id:
+            if at not in self.flow.callers:
+                return None
+            at, caller = self.flow.callers[at]
+        return caller
 
     def _writers(self) -> dict[int, list[int]]:
         """Alias class -> ops that write its storage, in order."""
@@ -146,18 +169,20 @@ class _Lift:
         if found is None:
             found = self.buffer[v] = BufferId(len(self.buffers))
             name = self.flow.instruction(self.flow.values[v].home).name
-            self.buffers.append(Buffer(id=found, nbytes=self.nbytes(v), name=name))
+            self.buffers.append(
+                Buffer(id=found, nbytes=self.nbytes(v), name=name, pageable=v in self.pageable)
+            )
             self.values.append(v)
         return found
 
     def arrays(self, instruction: int) -> list[int]:
         """Values of arrays at an instruction, each once, in index order."""
-        tree = self.flow.trees[self.entry.id, instruction]
+        tree = self.flow.trees[self.scope.id, instruction]
         found = dict.fromkeys(tree[i] for i in sorted(tree))
         return [v for v in found if not self.flow.values[v].is_tuple]
 
     def op(self, n: int) -> Op:
-        instruction = self.entry.by_id[self.ops[n]]
+        instruction = self.scope.by_id[self.ops[n]]
         made = [v for v in self.arrays(instruction.id) if self.producer[v] == n]
         read = list(dict.fromkeys(v for o in instruction.operands for v in self.arrays(o)))
         read = [v for v in read if v not in made]
@@ -167,7 +192,7 @@ class _Lift:
             id=OpId(n),
             inputs=tuple(self.buffer_of(v) for v in read),
             outputs=tuple(self.buffer_of(v) for v in made),
-            cost_ns=instruction_ns(self.module, self.entry, instruction, self.device),
+            cost_ns=instruction_ns(self.module, self.scope, instruction, self.device),
             recomputable=self._recomputable(n, instruction, made, read),
             deadline=self._deadline(n, read),
             may_share=self._may_share(instruction, made, read),
@@ -178,9 +203,9 @@ class _Lift:
 
     def _held(self, done: Instruction) -> list[int]:
         """What an asynchronous operation reads until it is done."""
-        start = self.entry.by_id[done.operands[0]]
+        start = self.scope.by_id[done.operands[0]]
         while start.opcode == "async-update":
-            start = self.entry.by_id[start.operands[0]]
+            start = self.scope.by_id[start.operands[0]]
         return [v for o in start.operands for v in self.arrays(o)]
 
     def _recomputable(self, n: int, instruction: Instruction, made: list[int], read: list[int]) -> bool:
@@ -227,16 +252,16 @@ class _Lift:
         if any(len(self.flow.classes[self.flow.class_of[u]]) > 1 for u in (v, w)):
             return False
         target, source = self.flow.values[v].home, self.flow.values[w].home
-        if instruction.opcode == "copy" or target.computation != self.entry.id:
+        if instruction.opcode == "copy" or target.computation != self.scope.id:
             return False
         if (
-            source.computation != self.entry.id
+            source.computation != self.scope.id
             or source.index
             or source.instruction not in instruction.operands
         ):
             return False
-        operand = self.entry.by_id[source.instruction]
-        return self.assigner.sharing.may_share(self.entry, operand, source.index, instruction, target.index)
+        operand = self.scope.by_id[source.instruction]
+        return self.assigner.sharing.may_share(self.scope, operand, source.index, instruction, target.index)
 
     def _workspace(self, n: int) -> int:
         """The largest sum of what called computations keep alive beside this op's inputs and outputs."""
@@ -262,28 +287,29 @@ def can_drop_outputs(instruction: Instruction) -> bool:
 
 
 def lift(
-    module: graph.Module, device: DeviceModel, platform: str, *, assigner: Assigner | None = None,
-    prediction: HeapPrediction | None = None,
+    module: graph.Module, device: DeviceModel, platform: str, *, scope: Computation | None = None,
+    assigner: Assigner | None = None, prediction: HeapPrediction | None = None,
 ) -> LiftedModule:  # fmt: skip
-    """Lift the entry of a scheduled module.
+    """Lift a computation of a scheduled module.
 
     Args:
         module: see `passes.hlo.graph.read`.
+        scope: a loop's body; None for the entry.
         device: cost model.
         platform: see `passes.backend`.
         assigner, prediction: of this module, where they are known already.
     """
     assigner = assigner or Assigner(module, platform)
-    work = _Lift(module, device, assigner)
-    for i in work.entry.order:
-        if work.entry.by_id[i].opcode in ("parameter", "constant"):
+    work = _Lift(module, scope or module.entry, device, assigner)
+    for i in work.scope.order:
+        if work.scope.by_id[i].opcode in ("parameter", "constant"):
             for v in work.arrays(i):
                 work.buffer_of(v)
     ops = tuple(work.op(n) for n in range(len(work.ops)))
-    outputs = tuple(work.buffer_of(v) for v in work.arrays(work.entry.root))
+    outputs = tuple(work.buffer_of(v) for v in work.arrays(work.scope.root))
     program = Program.build(name=module.name, ops=ops, buffers=tuple(work.buffers), outputs=outputs)
     return LiftedModule(
-        module=module, platform=platform, program=program,
+        module=module, scope=work.scope, platform=platform, program=program,
         prediction=prediction or predict_assigned(assigner),
         instructions=tuple(work.ops), values=tuple(work.values), assigner=assigner,
     )  # fmt: skip

@@ -29,9 +29,9 @@ def drop_uncalled(module: Any) -> None:
         del sequences[n]
 
 
-def prune_outputs(module: Any) -> None:
-    """Remove unread outputs of the entry's loop and input fusions, in place, and views nobody reads."""
-    entry = next(c for c in module.computations if c.id == module.entry_computation_id)
+def prune_outputs(module: Any, scope: int) -> None:
+    """Remove unread outputs of a computation's loop and input fusions, in place, and views nobody reads."""
+    entry = next(c for c in module.computations if c.id == scope)
     by_id = {i.id: i for i in entry.instructions}
     users: dict[int, list[Any]] = {i: [] for i in by_id}
     for instruction in entry.instructions:

@@ -1,10 +1,10 @@
 """Write a user's constraints into a program, so that every planner keeps them without knowing of them.
 
-A value to be kept passes through a `name` equation of ours that no planner runs again (`passes.saved`), and
-all its readers read the result. A value not to be kept is computed once more, behind a barrier, just before
-the first equation of the backward pass that needs it: in straight-line code here, for pairs of scans by
-choosing what the first one stacks (`passes.jaxpr.scan_emit`). What it is computed from is kept or not as the
-planners see fit.
+A value to be kept, on the device or on the host, passes through a `name` equation of ours that no planner
+runs again (`passes.saved`), and all its readers read the result. A value not to be kept is computed once
+more, behind a barrier, just before the first equation of the backward pass that needs it: in straight-line
+code here, for pairs of scans by choosing what the first one stacks (`passes.jaxpr.scan_emit`). What it is
+computed from is kept or not as the planners see fit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from passes.jaxpr.scan_cut import joined_body
 from passes.jaxpr.scan_emit import rewrite_groups, with_inner
 from passes.jaxpr.scans import ScanPair, find_pairs
 from passes.jaxpr.values import Constraints, Values
-from passes.saved import SAVED
+from passes.saved import OFFLOADED, SAVED, is_saved
 
 
 def constrain_program(closed: Any, constraints: Constraints) -> Any:
@@ -124,17 +124,27 @@ def _with_saved(halves: _Halves, values: Values) -> _Halves:
     rename: dict[Any, Any] = {}
     eqns, flags = [], []
     for eqn, backward in zip(halves.jaxpr.eqns, halves.backward, strict=True):
-        kept = [v for v in eqn.outvars if v in values.saved and compat.checkpoint_name_of(eqn) != SAVED]
+        kept = [v for v in eqn.outvars if v in values.saved and not is_saved(compat.checkpoint_name_of(eqn))]
+        mark = OFFLOADED if any(v in values.offloaded for v in kept) else SAVED
         eqn = compat.rename_inputs(eqn, rename)
-        eqns.append(compat.in_scope(eqn, SAVED) if kept else eqn)
+        eqns.append(compat.in_scope(eqn, mark) if kept else eqn)
         flags.append(backward)
         for v in kept:
             rename[v] = compat.fresh_var(v)
-            eqns.append(compat.name_eqn(v, rename[v], SAVED, eqn))
-            flags.append(backward)
+            added = _kept(v, rename[v], mark, eqn)
+            eqns += added
+            flags += [backward] * len(added)
     if not rename:
         return halves
     return _with_eqns(halves, eqns, flags, [compat.renamed(v, rename) for v in halves.jaxpr.outvars])
+
+
+def _kept(value: Any, result: Any, mark: str, like: Any) -> list[Any]:
+    """Equations that mark a value; one for the host is an array of its own, so that it can be sent."""
+    if mark == SAVED:
+        return [compat.name_eqn(value, result, mark, like)]
+    stored = compat.fresh_var(value)
+    return [compat.barrier_eqn([value], [stored]), compat.name_eqn(stored, result, mark, like)]
 
 
 def _with_fewer_stacks(halves: _Halves, constraints: Constraints) -> _Halves:

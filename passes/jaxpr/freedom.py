@@ -15,7 +15,7 @@ from passes.ir import BufferId, Op, OpId, Program
 from passes.jaxpr import compat
 from passes.jaxpr.emit import EmitConfig
 from passes.jaxpr.lift import LiftedJaxpr
-from passes.saved import SAVED
+from passes.saved import is_saved
 
 SMALL_DOT_ELEMENTS = 2 << 20
 MOVES = frozenset({"slice", "dynamic_slice", "split", "gather", "convert_element_type"})
@@ -32,7 +32,7 @@ def emit_config(
     """
     wanted = {body[-1] for body in lifted.bodies}
     own = {body[-1] for body in as_is.bodies}
-    saved = {i for i in wanted if compat.checkpoint_name_of(lifted.jaxpr.eqns[i]) == SAVED}
+    saved = {i for i in wanted if is_saved(compat.checkpoint_name_of(lifted.jaxpr.eqns[i]))}
     apart, held_back = (wanted - own) | saved, set()
     if BACKENDS[device.platform].splits_small_dots:
         small = small_dots(lifted)

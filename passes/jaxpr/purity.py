@@ -18,7 +18,7 @@ import jax
 
 from passes.jaxpr import compat
 from passes.jaxpr.primitives import CALLS, CONTROL_FLOW, Kind, kind_of
-from passes.saved import SAVED
+from passes.saved import is_saved
 
 # Python is told nothing twice; generators with hidden state; what crosses memories, devices or programs;
 # functions that hold a budget of their own.
@@ -30,7 +30,7 @@ ONCE = frozenset(
 
 def eqn_kind(eqn: Any) -> Kind:
     """The kind of one equation: effects, impure insides and `passes.saved` make it opaque."""
-    if has_effect(eqn) or compat.checkpoint_name_of(eqn) == SAVED:
+    if has_effect(eqn) or is_saved(compat.checkpoint_name_of(eqn)):
         return Kind.OPAQUE
     name = eqn.primitive.name
     if name in CONTROL_FLOW or name in CALLS:

@@ -18,7 +18,7 @@ from passes.jaxpr import compat
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.purity import has_effect
 from passes.jaxpr.rewrite import consts_as_literals, renewed, run_scan, splice
-from passes.saved import SAVED
+from passes.saved import is_saved
 
 Slicewise = Callable[[Any], Any]
 
@@ -79,7 +79,7 @@ def on_slice(eqn: Any) -> Slicewise | None:
     if len(eqn.invars) != 1 or not compat.is_variable(eqn.invars[0]) or not eqn.invars[0].aval.ndim:
         return None
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    if compat.checkpoint_name_of(eqn) == SAVED:
+    if is_saved(compat.checkpoint_name_of(eqn)):
         return None
     if name in ELEMENTWISE:
         return lambda x: eqn.primitive.bind(x, **params)

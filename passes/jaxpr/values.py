@@ -14,7 +14,7 @@ from typing import Any
 from passes.jaxpr import compat
 from passes.jaxpr.primitives import CONTROL_FLOW, Kind, kind_of
 from passes.jaxpr.purity import eqn_kind
-from passes.saved import SAVED
+from passes.saved import OFFLOADED, is_saved
 
 
 class ConstraintUnsupported(Exception):
@@ -30,16 +30,20 @@ class Constraints:
         recompute: names of values that are not kept across to the backward pass, nor is what is computed
             elementwise from them.
         policy: as `jax.checkpoint` takes it: True for what is as in `save` if the backward pass needs it,
-            False for what is as in `recompute`; None asks for nothing.
+            False for what is as in `recompute`, offload for what is as in `offload`; None asks for nothing.
+        offload: names of values that are never run again, and wait in the host's memory.
     """
 
     save: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ()
     policy: Callable[..., Any] | None = None
+    offload: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         parts = [
-            f"{key}={names}" for key, names in (("save", self.save), ("recompute", self.recompute)) if names
+            f"{key}={names}"
+            for key, names in (("save", self.save), ("recompute", self.recompute), ("offload", self.offload))
+            if names
         ]
         if self.policy is not None:
             name = getattr(self.policy, "__qualname__", type(self.policy).__name__)
@@ -77,6 +81,7 @@ class Values:
         # Values that are alive across, under the name of the value that they are views of.
         self._crossing = {self.base(v) for v in (*read, *passed) if self._is_forward(v)}
         self.saved: set[Any] = set()
+        self.offloaded: set[Any] = set()
         self.dropped: set[Any] = set()
         self._take_names(constraints)
         self._take_checkpoints(passed)
@@ -85,6 +90,7 @@ class Values:
         self._drop_what_follows()
         needed = self._needed()
         self.saved |= {v for v in needed & wanted if self._producer(v) is not None}
+        self.offloaded &= self.saved
         self.dropped &= needed
         self._check_rerunnable()
 
@@ -113,8 +119,10 @@ class Values:
             name = compat.checkpoint_name_of(eqn)
             if name is None or self._producer(base := self.base(eqn.outvars[0])) is None:
                 continue
-            if name == SAVED or name in constraints.save:
+            if is_saved(name) or name in (*constraints.save, *constraints.offload):
                 self.saved.add(base)
+                if name == OFFLOADED or name in constraints.offload:
+                    self.offloaded.add(base)
             elif name in constraints.recompute and not backward:
                 self.dropped.add(base)
 
@@ -134,11 +142,8 @@ class Values:
                 continue
             saves = compat.policy_saves(policy, eqn)
             if saves is None:
-                raise ConstraintUnsupported(
-                    "policy: it offloads values to the host, and there is no paging to the host. Use a "
-                    "policy that saves or recomputes."
-                )
-            if saves:
+                self.offloaded.update(map(self.base, eqn.outvars))
+            if saves is None or saves:
                 wanted.update(map(self.base, eqn.outvars))
             elif eqn_kind(eqn) is not Kind.OPAQUE:
                 self.dropped.update(v for v in eqn.outvars if self.base(v) is v)
@@ -176,6 +181,6 @@ class Values:
 
 
 def _is_view(eqn: Any) -> bool:
-    if compat.checkpoint_name_of(eqn) == SAVED:
+    if is_saved(compat.checkpoint_name_of(eqn)):
         return False
     return kind_of(eqn.primitive.name) is Kind.VIEW or compat.is_full_precision(eqn)

@@ -4,7 +4,8 @@ Kernels run one after the other. A copy to the host joins the first queue when t
 run; a copy back joins the second one just before step `in_start`. Each queue is in order, one copy at a
 time, at its own rate of the link, and both run beside the kernels. Just before step `i` the program waits
 for the copies that are out before `i`, then starts those that begin there, in the order of the plan's pages,
-and then waits for those that are back before `i`. A copy whose page is not its first is on the host already.
+and then waits for those that are back before `i`. Copies of one run go to the host in the order of their
+buffers. A copy whose page is not its first is on the host already.
 
 A copy has its bytes on the host from the moment after its run until its last page is back: they are
 sampled in the moments before the steps and at the end.
@@ -123,6 +124,8 @@ class _Events:
                 self.out_done.setdefault(page.out_done, []).append(k)
             self.in_start.setdefault(page.in_start, []).append(k)
             self.in_done.setdefault(page.in_done, []).append(k)
+        for made in self.made.values():
+            made.sort(key=lambda k: pages[k].buffer)
 
 
 def _host_bytes(nbytes: Sequence[int], pages: Sequence[Page], n_steps: int) -> IntArray:

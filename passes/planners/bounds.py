@@ -8,13 +8,20 @@ Cut bound: when op `t` runs first, everything that later ops read is held, or ma
 the re-runs after that moment cost at least the cheapest choice of the cut at `t` on the original
 schedule whose kept bytes fit beside what `t` itself needs. Both bounds relax in the plans' favour: what
 `t` reads and writes is free to keep, in-place ops save all they could, and a re-run needs no workspace.
+
+With pages, what the link has carried by then is away: its rate times the time until `t`, which waiting and
+re-runs before `t` lengthen at their own price, never more than the host's budget. The bound is then the
+least of that price and the cut's together, which prices a kept byte at no more than a byte of link time.
 """
 
 from __future__ import annotations
 
+import numpy as np
+
 from passes.ir import Program
 from passes.liveness import Graph
-from passes.planners.flow import Cutter, Moment, cheapest_within, moment_at
+from passes.paging.link import Link
+from passes.planners.flow import COST_UNITS, Cutter, Moment, cheapest_within, moment_at
 from passes.planners.schedule import Schedule
 
 HELD_MOMENTS = 6
@@ -76,6 +83,54 @@ class Bound:
             hull = cheapest_within(self._moments[position], budget_bytes - self._forced[position])
             best_ns = max(best_ns, hull.bound_ns or 0.0)
         return best_ns / base_ns if base_ns else 0.0
+
+    def paged_ratio(self, budget_bytes: int, link: Link, host_bytes: int) -> float:
+        """The same for every plan with pages on a link, waiting being overhead, too."""
+        base_ns = sum(self._graph.cost_ns)
+        best_ns = 0.0
+        begins_ns = np.concatenate(([0], np.cumsum(self._graph.cost_ns)))
+        for position in self._positions:
+            begin_ns = float(begins_ns[position])
+            away_bytes = min(host_bytes, int(begin_ns * link.to_host_bytes_per_second / 1e9) + 1)
+            room_bytes = budget_bytes + away_bytes - self._forced[position]
+            if self._schedule.live[position] <= budget_bytes + away_bytes:
+                continue
+            if position not in self._moments:
+                self._moments[position] = moment_at(self._schedule, position, slot=position + 1)
+            price_ns = 1e9 / link.to_host_bytes_per_second
+            best_ns = max(best_ns, least_with_waiting_ns(self._moments[position], room_bytes, price_ns))
+        return best_ns / base_ns if base_ns else 0.0
+
+
+def least_with_waiting_ns(moment: Moment, capacity_bytes: int, price_ns: float, max_flows: int = 24) -> float:
+    """No choice costs less, where bytes beyond the capacity may be had at `price_ns` each.
+
+    That is the hull's bound with no byte priced above `price_ns`: the largest of the lines with such slopes.
+    """
+    cutter = Cutter(moment)
+    above = cutter.keep_all()
+    if above.kept_bytes <= capacity_bytes or not moment.demanded:
+        return 0.0
+    below, best, most = None, 0.0, price_ns * COST_UNITS
+    while cutter.solved < max_flows:
+        slope = most
+        if below is not None:
+            slope = min(most, (below.cost - above.cost) / (above.kept_bytes - below.kept_bytes))
+        if slope <= 0:
+            break
+        middle = cutter.solve(slope, 1.0)
+        value = slope * (middle.kept_bytes - capacity_bytes) + middle.cost
+        gained = value - cutter.rounding(slope, 1.0) - best
+        best += max(0.0, gained)
+        if middle.kept_bytes > capacity_bytes:
+            if below is None or middle.kept_bytes >= above.kept_bytes:
+                break
+            above = middle
+        elif below is not None and middle.kept_bytes <= below.kept_bytes:
+            break
+        else:
+            below = middle
+    return max(0.0, best - moment.free_ops) / COST_UNITS
 
 
 def forced_bytes(graph: Graph, last_need: list[int]) -> list[int]:

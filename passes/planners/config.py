@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from passes.ir import BufferId
 from passes.paging.link import Link
 
-PLANNERS = ("auto", "window", "cut", "exact", "dtr", "dtr-eq", "dte", "coop-online", "chen")
+PLANNERS = ("auto", "window", "cut", "exact", "dtr", "dtr-eq", "dte", "coop-online", "chen", "delta")
 UNITS_PER_OP = 100
 LEAST_UNITS = 1_000_000
 QUICK_UNITS = 200_000
@@ -24,7 +24,7 @@ class PlannerConfig:
 
     Attributes:
         planner: "auto" (the cheaper of both), "window" or "cut"; "exact" (a 0-1 program, from `auto`'s plan
-            on); or a baseline: "dtr", "dtr-eq", "dte", "coop-online", "chen".
+            on); or a baseline: "dtr", "dtr-eq", "dte", "coop-online", "chen"; "delta" with a host.
         work_limit: how much work a search may do, in units of about a microsecond; None scales with the
             program (about a second, and 100 us an op from 10,000 ops on; a fifth of a second, and 100 us an
             op from 2000 ops on, if `quick`). It ends sooner near the bound; far from it, or where the first
@@ -72,6 +72,8 @@ class PlannerConfig:
             raise ValueError(f"`host_bytes` is {self.host_bytes}; it must not be negative")
         if self.host_bytes and self.link is None:
             raise ValueError(f"`host_bytes` is {self.host_bytes}, but no `link` says how fast they move")
+        if self.planner == "delta" and not self.host_bytes:
+            raise ValueError("planner 'delta' swaps to the host; give `host_bytes` and a `link`")
         if self.must_page and not self.host_bytes:
             raise ValueError(f"{len(self.must_page)} buffers must be paged, but `host_bytes` is 0")
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 from passes.ir import Plan, Program
 from passes.planners import search
-from passes.planners.baselines.plans import BASELINES, baseline
+from passes.planners.baselines.plans import BASELINES, PAGING_BASELINES, baseline, paging_baseline
 from passes.planners.config import PlannerConfig
-from passes.planners.paging import plan_paged
+from passes.planners.paging import frontier_paged, least_peak_paged, plan_paged
 
 
 def plan(program: Program, budget_bytes: int, config: PlannerConfig | None = None) -> Plan:
@@ -28,8 +28,12 @@ def plan(program: Program, budget_bytes: int, config: PlannerConfig | None = Non
         status INFEASIBLE if it is proved that there is none and UNKNOWN if nothing is proved.
     """
     config = config or PlannerConfig()
+    if config.planner in PAGING_BASELINES:
+        assert config.link is not None, "PlannerConfig asks for a link"
+        return paging_baseline(program, budget_bytes, config.host_bytes, config.link)
     if config.host_bytes and config.planner not in BASELINES:
-        return plan_paged(program, budget_bytes, config)
+        made = plan_paged(program, budget_bytes, config)
+        return _exact_paged(program, made, config) if config.planner == "exact" else made
     if config.planner in BASELINES:
         made = baseline(program, budget_bytes, config.planner)
     elif config.planner == "exact":
@@ -50,22 +54,38 @@ def _strengthened(program: Program, made: Plan) -> Plan:
 
 def least_peak(program: Program, config: PlannerConfig | None = None) -> Plan:
     """The plan of lowest peak that was found, as `passes.planners.search.least_peak`."""
-    return search.least_peak(program, _searched(config))
+    config = _searched(config)
+    return least_peak_paged(program, config) if config.host_bytes else search.least_peak(program, config)
 
 
 def frontier(
     program: Program, budgets_bytes: Sequence[int], config: PlannerConfig | None = None
 ) -> tuple[Plan, ...]:
     """One plan for each budget, as `passes.planners.search.frontier`."""
-    return search.frontier(program, budgets_bytes, _searched(config))
+    config = _searched(config)
+    if config.host_bytes:
+        return frontier_paged(program, budgets_bytes, config)
+    return search.frontier(program, budgets_bytes, config)
 
 
 def _searched(config: PlannerConfig | None) -> PlannerConfig:
     """The same config with a planner that searches."""
     config = config or PlannerConfig()
-    if config.planner == "exact" or config.planner in BASELINES:
+    if config.planner == "exact" or config.planner in (*BASELINES, *PAGING_BASELINES):
         return dataclasses.replace(config, planner="auto")
     return config
+
+
+def _exact_paged(program: Program, hint: Plan, config: PlannerConfig) -> Plan:
+    """The director's plan as a hint, then the solver."""
+    begin = time.perf_counter()
+    solver = importlib.import_module("passes.planners.exact.paging")
+    limits = importlib.import_module("passes.planners.exact.limits")
+    settings = limits.ExactConfig(
+        work_limit=config.exact_work_limit, time_limit_s=config.time_limit_s, report=config.report
+    )
+    made: Plan = solver.solve_paged(program, hint.budget_bytes, hint, config.link, settings)
+    return dataclasses.replace(made, seconds=hint.seconds + time.perf_counter() - begin)
 
 
 def _exact(program: Program, budget_bytes: int, config: PlannerConfig) -> Plan:

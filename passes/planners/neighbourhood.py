@@ -46,7 +46,7 @@ def improve(
         reruns = schedule.rerun_positions()
         if not reruns:
             break
-        for position in _pick(schedule, reruns, kinds, random_number):
+        for position in pick(schedule, reruns, kinds, random_number):
             if schedule.steps[position] != HOLE:
                 schedule.try_delete(position, schedule.graph.argument_bytes + (1 << 62))
         prune(schedule)
@@ -96,7 +96,7 @@ def _numbered(looks: Iterable[object]) -> list[int]:
     return [numbers.setdefault(look, len(numbers)) for look in looks]
 
 
-def _pick(
+def pick(
     schedule: Schedule, reruns: list[int], kinds: Sequence[int], random_number: random.Random
 ) -> list[int]:
     """Which re-runs to take out: a few scattered ones, neighbours, those of a range of ops or of like ops."""

@@ -13,7 +13,7 @@ waiting differs. It knows nothing of re-runs: a sequence that has some is one mo
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -103,10 +103,14 @@ class Pager:
         away = self._away(np.arange(len(self.gaps.buffer)))
         return int((self.schedule.live - away).max(initial=self.graph.argument_bytes))
 
-    def within(self, budget_bytes: int) -> Paged | None:
-        """Pages with which the sequence keeps the budgets; None if none are found."""
-        chosen = self._chosen(budget_bytes)
-        return None if chosen is None else self._timed(chosen, budget_bytes)
+    def within(self, budget_bytes: int, preferred: Collection[int] = ()) -> Paged | None:
+        """Pages with which the sequence keeps the budgets; None if none are found.
+
+        Args:
+            preferred: buffers whose gaps are taken first.
+        """
+        chosen = self._chosen(budget_bytes, preferred)
+        return None if chosen is None else self.timed(chosen, budget_bytes)
 
     def _away(self, rows: IntArray) -> IntArray:
         """Bytes that are away at every position if these gaps are paged, transfers taking no time."""
@@ -117,7 +121,7 @@ class Pager:
         away: IntArray = np.cumsum(change[:-1])
         return away
 
-    def _forced(self) -> list[int]:
+    def forced(self) -> list[int]:
         """The longest gap of each buffer that must be paged."""
         gaps = self.gaps
         best: dict[int, int] = {}
@@ -127,10 +131,12 @@ class Pager:
                 best[int(gaps.buffer[row])] = row
         return sorted(best.values())
 
-    def _chosen(self, budget_bytes: int) -> IntArray | None:
+    def _chosen(self, budget_bytes: int, preferred: Collection[int]) -> IntArray | None:
         """Rows of gaps whose paging brings the profile within the budget, the host's too."""
         gaps = self.gaps
-        forced = self._forced()
+        first = np.isin(gaps.buffer, sorted(preferred))
+        rank = np.lexsort((-gaps.time_ns, ~first)).argsort()
+        forced = self.forced()
         chosen: BoolArray = np.zeros(len(gaps.buffer), dtype=np.bool_)
         chosen[forced] = True
         low: IntArray = self.schedule.live - self._away(np.asarray(forced, dtype=np.int64))
@@ -141,7 +147,7 @@ class Pager:
             position = int(low.argmax())
             excess = int(low[position]) - budget_bytes
             rows = np.flatnonzero(~chosen & (gaps.after < position) & (gaps.back > position))
-            for row in rows[np.argsort(-gaps.time_ns[rows], kind="stable")].tolist():
+            for row in rows[np.argsort(rank[rows])].tolist():
                 if excess <= 0:
                     break
                 if room.take(row):
@@ -152,7 +158,7 @@ class Pager:
                 return None
         chosen[forced] = False
         rows = np.flatnonzero(chosen)
-        for row in rows[np.argsort(gaps.time_ns[rows], kind="stable")].tolist():
+        for row in rows[np.argsort(-rank[rows])].tolist():
             inside = low[gaps.after[row] + 1 : gaps.back[row]]
             if inside.max() + gaps.nbytes[row] <= budget_bytes:
                 inside += gaps.nbytes[row]
@@ -161,7 +167,7 @@ class Pager:
         found: IntArray = np.flatnonzero(chosen)
         return found
 
-    def _timed(self, rows: IntArray, budget_bytes: int) -> Paged:
+    def timed(self, rows: IntArray, budget_bytes: int) -> Paged:
         """When the chosen gaps' copies leave and come back."""
         gaps = self.gaps
         rows = rows[np.lexsort((gaps.after[rows], gaps.use[rows]))]
@@ -213,6 +219,8 @@ class _Replay:
         self.in_start = [-1] * len(rows)
         self.arrival = [0] * len(rows)
         self.returned = [0] * len(rows)
+        self.on_way: list[tuple[int, int]] = []
+        self.on_way_bytes = 0
 
     def _firsts(self) -> list[bool]:
         """Whether a page is the first of its copy, which is the one that goes over the link."""
@@ -227,7 +235,7 @@ class _Replay:
         clock_ns = self.pager.clock_ns
         change = np.zeros(len(clock_ns), dtype=np.int64)
         free = 0
-        for k in sorted(range(len(self.made)), key=lambda k: (self.made[k], k)):
+        for k in sorted(range(len(self.made)), key=lambda k: (self.made[k], self.buffer[k])):
             if self.first[k]:
                 free = max(free, int(clock_ns[self.made[k] + 1])) + self.out_ns[k]
                 end = min(int(np.searchsorted(clock_ns, free)), self.back[k])
@@ -251,14 +259,13 @@ class _Replay:
         """The pages, in the order in which they come back."""
         made, after, due = _by_step(self.made), _by_step(self.after), _by_step(self.use)
         clock = out_free = in_free = head = 0
-        on_way: list[tuple[int, int]] = []
         cost_ns = self.pager.cost_ns
         for step in range(len(cost_ns) + 1):
-            clock = self._arrive(step, clock, on_way)
-            while head < len(self.use) and self._starts(head, step, on_way):
+            clock = self._arrive(step, clock)
+            while head < len(self.use) and self._starts(head, step):
                 if self.out_done[head] < 0:
                     clock = max(clock, self.arrival[head])
-                    self._leave(head, step, on_way)
+                    self._leave(head, step)
                 in_free = max(in_free, clock) + self.in_ns[head]
                 self.in_start[head], self.returned[head] = step, in_free
                 self.taken[step : self.back[head]] += self.nbytes[head]
@@ -267,12 +274,13 @@ class _Replay:
             if step == len(cost_ns):
                 break
             clock += cost_ns[step]
-            for k in made.get(step, ()):
+            for k in sorted(made.get(step, ()), key=lambda k: self.buffer[k]):
                 if self.first[k]:
                     out_free = max(out_free, clock) + self.out_ns[k]
                     self.arrival[k] = out_free
             for k in after.get(step, ()):
-                heapq.heappush(on_way, (self.arrival[k], k))
+                heapq.heappush(self.on_way, (self.arrival[k], k))
+                self.on_way_bytes += self.nbytes[k]
         pages = self._pages()
         found = replay(cost_ns, self.pager.graph.nbytes, pages, self.pager.host.link)
         return Paged(
@@ -282,24 +290,28 @@ class _Replay:
             host_peak_bytes=found.host_peak_bytes,
         )
 
-    def _arrive(self, step: int, clock: int, on_way: list[tuple[int, int]]) -> int:
+    def _arrive(self, step: int, clock: int) -> int:
         """Free what has arrived, and wait for more where the budget asks for it; returns the clock."""
         if step >= len(self.taken):
             return clock
-        held = int(self.taken[step]) + sum(self.nbytes[k] for _, k in on_way)
-        while on_way and (on_way[0][0] <= clock or held > self.budget_bytes):
-            arrival, k = on_way[0]
+        while self.on_way:
+            arrival, k = self.on_way[0]
+            if arrival > clock and int(self.taken[step]) + self.on_way_bytes <= self.budget_bytes:
+                break
             clock = max(clock, arrival)
-            self._leave(k, step, on_way)
-            held -= self.nbytes[k]
+            self._leave(k, step)
         return clock
 
-    def _leave(self, page: int, step: int, on_way: list[tuple[int, int]]) -> None:
-        on_way.remove((self.arrival[page], page))
-        heapq.heapify(on_way)
+    def _leave(self, page: int, step: int) -> None:
+        if self.on_way[0][1] == page:
+            heapq.heappop(self.on_way)
+        else:
+            self.on_way.remove((self.arrival[page], page))
+            heapq.heapify(self.on_way)
+        self.on_way_bytes -= self.nbytes[page]
         self.out_done[page] = step
 
-    def _starts(self, page: int, step: int, on_way: list[tuple[int, int]]) -> bool:
+    def _starts(self, page: int, step: int) -> bool:
         """Whether a page comes back from `step` on: it must, or it is time and its bytes fit."""
         if self.after[page] >= step:
             return False
@@ -307,8 +319,7 @@ class _Replay:
             return True
         if self.out_done[page] < 0 or step < self.not_before[page]:
             return False
-        now = int(self.taken[step]) + sum(self.nbytes[k] for _, k in on_way) + self.nbytes[page]
-        if now > self.budget_bytes:
+        if int(self.taken[step]) + self.on_way_bytes + self.nbytes[page] > self.budget_bytes:
             return False
         span = slice(step, self.back[page])
         held = self.taken[span] + self.leaving[span]

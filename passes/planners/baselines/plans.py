@@ -8,7 +8,10 @@ from collections.abc import Callable
 from passes.ir import OpId, Plan, Program, Status
 from passes.liveness import Graph
 from passes.offsets.best_fit import place_graph
+from passes.paging.link import Link
+from passes.paging.queues import traffic
 from passes.planners.baselines import chen, scores
+from passes.planners.baselines.delta import Delta, DeltaError
 from passes.planners.baselines.runtime import OutOfMemoryError, Policy, Replayed, Runtime
 from passes.planners.bounds import working_set_bytes
 from passes.simulate import simulate_graph
@@ -20,6 +23,7 @@ POLICIES: dict[str, Callable[[Graph], Policy]] = {
     "coop-online": lambda graph: scores.CoopOnline(_middle(graph)),
 }
 BASELINES = (*POLICIES, "chen")
+PAGING_BASELINES = ("delta",)
 
 
 def baseline(program: Program, budget_bytes: int, name: str) -> Plan:
@@ -48,6 +52,39 @@ def baseline(program: Program, budget_bytes: int, name: str) -> Plan:
         planner=name,
         seconds=time.perf_counter() - begin,
         offsets=found.offsets if found else (),
+    )
+
+
+def paging_baseline(program: Program, budget_bytes: int, host_bytes: int, link: Link) -> Plan:
+    """What DELTA does with a program within both budgets; live bytes, not placed.
+
+    Returns:
+        A FEASIBLE plan; where it runs out of memory the plan without re-runs, UNKNOWN.
+    """
+    begin = time.perf_counter()
+    graph = Graph.of(program)
+    try:
+        steps, pages = Delta(graph, budget_bytes, host_bytes, link).run()
+    except DeltaError:
+        steps, pages = list(range(len(program.ops))), []
+    wrapped = tuple(OpId(op) for op in steps)
+    timeline = simulate_graph(graph, steps, pages)
+    moved = traffic(program, wrapped, pages, link)
+    base_ns = program.cost_ns
+    fits = timeline.peak_bytes <= budget_bytes and moved.host_peak_bytes <= host_bytes
+    return Plan(
+        steps=wrapped,
+        peak_bytes=timeline.peak_bytes,
+        budget_bytes=budget_bytes,
+        overhead_ratio=(moved.total_ns - base_ns) / base_ns if base_ns else 0.0,
+        lower_bound_ratio=0.0,
+        status=Status.FEASIBLE if fits else Status.UNKNOWN,
+        planner="delta",
+        seconds=time.perf_counter() - begin,
+        pages=tuple(pages),
+        waiting_ns=moved.waiting_ns,
+        host_peak_bytes=moved.host_peak_bytes,
+        host_budget_bytes=host_bytes,
     )
 
 

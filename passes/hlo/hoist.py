@@ -1,0 +1,121 @@
+"""Run what frees memory as soon as it can be run.
+
+XLA's schedulers hide latencies; a parameter's update may come at the end of the program, and the gradient
+waits for it all the while. An op that frees a value and takes next to nothing, since it writes over an
+argument or into a result, never hurts earlier: it is moved to just behind the last other reader of the
+value, and what little it needs besides, such as a learning rate, comes with it. Every kernel stays as it is.
+
+Not moved: what calls other computations but fusions, and what has control dependencies.
+"""
+
+from __future__ import annotations
+
+from passes.hlo.lift import LiftedModule
+from passes.hlo.purity import Purity
+from passes.ir import BufferId, OpId, Program
+
+# What is taken over what is freed: less than the largest alignment's loss on values of a megabyte.
+NEXT_TO_NOTHING = 1 / 64
+_STAYS = frozenset({"while", "conditional", "call", "custom-call", "sort", "scatter", "rng-bit-generator"})
+
+
+def hoisted(lifted: LiftedModule) -> tuple[OpId, ...] | None:
+    """The ops of a lifted computation in the new order; None where nothing moves."""
+    work = _Hoist(lifted.program, _movable(lifted))
+    work.run()
+    return tuple(work.order) if work.moved else None
+
+
+def _movable(lifted: LiftedModule) -> list[bool]:
+    """For every op whether it may run earlier than it does."""
+    purity = Purity(lifted.module)
+    by_id = lifted.scope.by_id
+    before_others = {c for i in by_id.values() for c in i.control}
+    found = []
+    for i in lifted.instructions:
+        instruction = by_id[i]
+        tied = bool(instruction.control) or i in before_others
+        found.append(not tied and instruction.opcode not in _STAYS and purity.instruction(instruction))
+    return found
+
+
+class _Hoist:
+    def __init__(self, program: Program, movable: list[bool]) -> None:
+        self.program = program
+        self.movable = movable
+        self.order: list[OpId] = [op.id for op in program.ops]
+        self.place = list(range(len(program.ops)))
+        self.moved = False
+        self.readers: dict[BufferId, list[OpId]] = {}
+        self.overwritten_by: dict[OpId, list[OpId]] = {}
+        for op in program.ops:
+            for b in dict.fromkeys(op.inputs):
+                self.readers.setdefault(b, []).append(op.id)
+            if op.deadline is not None:
+                self.overwritten_by.setdefault(OpId(op.deadline), []).append(op.id)
+        self.kept = {*program.outputs, *program.arguments}
+
+    def run(self) -> None:
+        """Hoist every op that frees, in the order of the schedule."""
+        for op in self.program.ops:
+            freed = self._freed(op.id)
+            if freed is not None and self.movable[op.id]:
+                self._hoist(op.id, freed)
+
+    def _freed(self, op: OpId) -> BufferId | None:
+        """The largest buffer that nobody reads after an op."""
+        buffers = self.program.buffers
+        freed = [
+            b
+            for b in dict.fromkeys(self.program.ops[op].inputs)
+            if b not in self.kept
+            and buffers[b].nbytes
+            and max(self.readers[b], key=self.place.__getitem__) == op
+        ]
+        return max(freed, key=lambda b: (buffers[b].nbytes, -b), default=None)
+
+    def _hoist(self, op: OpId, freed: BufferId) -> None:
+        target = self._ready(freed, op)
+        group = self._with_late_producers(op, target)
+        if group is None:
+            return
+        buffers, ops = self.program.buffers, self.program.ops
+        taken = sum(buffers[b].nbytes for g in group for b in ops[g].outputs)
+        taken += max(ops[g].workspace_bytes for g in group)
+        if taken > NEXT_TO_NOTHING * buffers[freed].nbytes:
+            return
+        overwritten = (r for g in group for r in self.overwritten_by.get(g, ()) if r not in group)
+        target = max([target, *(self.place[r] for r in overwritten)])
+        if self.place[group[0]] > target and self.place[op] > target + len(group):
+            self._move(group, target)
+
+    def _ready(self, buffer: BufferId, op: OpId) -> int:
+        """The last place at which a buffer is made, or read by another op."""
+        producer = self.program.producer[buffer]
+        others = [self.place[r] for r in self.readers[buffer] if r != op]
+        return max([-1 if producer is None else self.place[producer], *others])
+
+    def _with_late_producers(self, op: OpId, target: int) -> list[OpId] | None:
+        """An op and what must move with it to come right behind a place; None if that may not move."""
+        group, work = {op}, [op]
+        while work:
+            for b in self.program.ops[work.pop()].inputs:
+                producer = self.program.producer[b]
+                if producer is None or self.place[producer] <= target or producer in group:
+                    continue
+                if not self.movable[producer]:
+                    return None
+                group.add(producer)
+                work.append(producer)
+        return sorted(group, key=self.place.__getitem__)
+
+    def _move(self, group: list[OpId], target: int) -> None:
+        """Put ops, which come later, right behind a place."""
+        chosen = set(group)
+        before = self.order[: target + 1]
+        after = [op for op in self.order[target + 1 :] if op not in chosen]
+        order = [*before, *group, *after]
+        self.moved = True
+        self.order = order
+        for k, op in enumerate(order):
+            self.place[op] = k

@@ -1,0 +1,134 @@
+"""Plans for the bodies of loops, where the plan of what surrounds them cannot keep the budget.
+
+To the entry a loop is one op, and what its body needs is that op's workspace. XLA orders a body without
+regard to a budget, on a CPU breadth first: re-ordering it alone often makes it a third smaller, which costs
+nothing. So where a loop is what breaks the budget, its body is planned as the entry is, for what it may
+have; if loops inside it are what breaks that, they come first. A re-run costs as often as the loop turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from passes.cost import DeviceModel
+from passes.hlo import graph
+from passes.hlo.assign import Assigner
+from passes.hlo.cost import trip_count
+from passes.hlo.dataflow import loop_parts
+from passes.hlo.emit import emit
+from passes.hlo.graph import Instruction
+from passes.hlo.lift import LiftedModule, lift
+from passes.ir import OpId, Plan, Program, Status
+from passes.outcome import Recomputed, recomputed_by
+from passes.planners import PlannerConfig, least_peak, plan, working_set_bytes
+from passes.simulate import simulate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tightened:
+    """A module with bodies of loops planned.
+
+    Attributes:
+        lifted: its entry.
+        recomputed: what the bodies run again, costs of all turns.
+    """
+
+    lifted: LiftedModule
+    recomputed: tuple[Recomputed, ...]
+
+
+def tightened(
+    lifted: LiftedModule, least: Plan, limit_bytes: int, device: DeviceModel, config: PlannerConfig
+) -> Tightened | None:
+    """The module with its loops' bodies planned; None where no loop is what breaks the limit.
+
+    Args:
+        lifted: the entry of a module.
+        least: its plan of lowest peak.
+        limit_bytes: what the live bytes should not exceed.
+        config: how to plan bodies.
+    """
+    work = _Work(lifted, device, replace(config, host_bytes=0, link=None, must_page=frozenset()))
+    work.shrink_loops(lifted, least, limit_bytes, turns=1)
+    if work.lifted is lifted:
+        return None
+    return Tightened(lifted=work.lifted, recomputed=tuple(work.recomputed))
+
+
+class _Work:
+    """A module whose bodies are planned one after the other.
+
+    Attributes:
+        lifted: the entry as it is now.
+        recomputed: what bodies run again.
+    """
+
+    def __init__(self, lifted: LiftedModule, device: DeviceModel, config: PlannerConfig) -> None:
+        self.lifted = lifted
+        self.device = device
+        self.config = config
+        self.recomputed: list[Recomputed] = []
+
+    def shrink_loops(self, scope: LiftedModule, made: Plan, limit_bytes: int, turns: int) -> None:
+        """Plan the body of every loop at whose place a plan of its surroundings is over a limit."""
+        for loop, excess_bytes in _over(scope, made, limit_bytes):
+            self._shrink(loop, excess_bytes, turns * trip_count(self.lifted.module, loop))
+
+    def _shrink(self, loop: Instruction, excess_bytes: int, turns: int) -> None:
+        """Plan one body for as much less as its loop is over."""
+        body = self._body(loop)
+        target_bytes = _peak_bytes(body.program) - excess_bytes
+        made = self._plan(body.program, target_bytes)
+        if not made.status.found:
+            before = self.lifted
+            self.shrink_loops(body, made, target_bytes, turns)
+            if self.lifted is not before:
+                body = self._body(loop)
+                made = self._plan(body.program, target_bytes)
+        if made.peak_bytes < _peak_bytes(body.program):
+            self._write(body, made, turns)
+
+    def _body(self, loop: Instruction) -> LiftedModule:
+        """The body of a loop as it is now."""
+        now = self.lifted
+        scope, _ = loop_parts(now.module, loop)
+        return lift(
+            now.module,
+            self.device,
+            now.platform,
+            scope=scope,
+            assigner=now.assigner,
+            prediction=now.prediction,
+        )
+
+    def _plan(self, program: Program, target_bytes: int) -> Plan:
+        if target_bytes >= working_set_bytes(program):
+            made = plan(program, target_bytes, self.config)
+            if made.status.found:
+                return made
+        return replace(least_peak(program, self.config), status=Status.UNKNOWN)
+
+    def _write(self, body: LiftedModule, made: Plan, turns: int) -> None:
+        module = graph.read(emit(body, made.steps))
+        old = self.lifted
+        assigner = Assigner(module, old.platform, old_rules=old.assigner.old_rules)
+        self.lifted = lift(module, self.device, old.platform, assigner=assigner)
+        again = recomputed_by(body.program, made.steps, "hlo")
+        self.recomputed += [replace(r, cost_ns=turns * r.cost_ns) for r in again]
+
+
+def _over(scope: LiftedModule, made: Plan, limit_bytes: int) -> Iterator[tuple[Instruction, int]]:
+    """The loops of a computation, each with the bytes by which a plan is over a limit while it runs."""
+    live_bytes = simulate(scope.program, made.steps).live_bytes
+    over: dict[OpId, int] = {}
+    for step, op in enumerate(made.steps):
+        over[op] = max(over.get(op, 0), int(live_bytes[step]) - limit_bytes)
+    for op, excess_bytes in over.items():
+        instruction = scope.scope.by_id[scope.instructions[op]]
+        if instruction.opcode == "while" and excess_bytes > 0:
+            yield instruction, excess_bytes
+
+
+def _peak_bytes(program: Program) -> int:
+    return simulate(program, tuple(op.id for op in program.ops)).peak_bytes

@@ -1,0 +1,86 @@
+"""The exact mode and the director with pages against brute force over all plans."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from oracle_paging import least_ns
+from strategies import small_gpt
+
+from passes.ir import Buffer, BufferId, Op, OpId, Program, Status
+from passes.liveness import Graph
+from passes.paging.link import Link
+from passes.planners import PlannerConfig, plan
+from passes.simulate import simulate
+from passes.validate import validate
+
+LINK = Link(name="slow", to_host_bytes_per_second=1e9, from_host_bytes_per_second=1e9)
+QUICK = 20_000
+
+
+def drawn(seed: int, n_ops: int = 4) -> Program:
+    """A program whose ops may not all run again, with scratch and places that outputs may take."""
+    draw = random.Random(seed)
+    ops = []
+    for i in range(n_ops):
+        inputs = sorted(draw.sample(range(i), min(i, draw.choice((1, 1, 2)))))
+        share = [(BufferId(i), BufferId(inputs[0]))] if inputs and draw.random() < 0.2 else []
+        ops.append(
+            Op(
+                id=OpId(i), inputs=tuple(map(BufferId, inputs)), outputs=(BufferId(i),),
+                cost_ns=draw.randint(0, 9), recomputable=draw.random() < 0.7,
+                workspace_bytes=draw.choice((0, 0, 1)), may_share=tuple(share),
+            )
+        )  # fmt: skip
+    sizes = [draw.randint(1, 3) for _ in ops]
+    return Program.build(
+        name=f"drawn {seed}", ops=tuple(ops), outputs=(BufferId(n_ops - 1),),
+        buffers=tuple(Buffer(id=BufferId(i), nbytes=n) for i, n in enumerate(sizes)),
+    )  # fmt: skip
+
+
+def questions(count: int) -> list[tuple[Program, int, int]]:
+    """Programs with budgets of device and host that something must give way to."""
+    found: list[tuple[Program, int, int]] = []
+    seed = 0
+    while len(found) < count:
+        program, draw = drawn(seed, 3 + seed % 2), random.Random(seed)
+        peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
+        least_bytes = max(Graph.of(program).local_bytes)
+        if least_bytes < peak_bytes:
+            found.append((program, draw.randint(least_bytes, peak_bytes - 1), draw.choice((3, 100))))
+        seed += 1
+    return found
+
+
+def test_brute_force_agrees_with_the_exact_mode_and_never_with_less_than_the_bound():
+    seen = {"paged": 0, "director": 0}
+    for program, budget_bytes, host_bytes in questions(200):
+        options = {"host_bytes": host_bytes, "link": LINK, "work_limit": QUICK}
+        quick = plan(program, budget_bytes, PlannerConfig(**options))
+        made = plan(program, budget_bytes, PlannerConfig(planner="exact", **options))
+        for one in (quick, made):
+            validate(program, one, LINK)
+        limit_ns = round(program.cost_ns * (1 + made.overhead_ratio)) if made.status.found else 60
+        best_ns = least_ns(program, budget_bytes, host_bytes, LINK, limit_ns)
+        assert made.status.found == (best_ns is not None)
+        if best_ns is not None:
+            assert (made.status, limit_ns) == (Status.OPTIMAL, best_ns)
+            assert quick.lower_bound_ratio * program.cost_ns <= best_ns - program.cost_ns + 1e-6
+            seen["paged"] += bool(made.pages)
+            seen["director"] += quick.status.found and quick.overhead_ratio <= made.overhead_ratio + 1e-9
+    assert seen["paged"] >= 50, seen
+    assert seen["director"] >= 140, seen
+
+
+@pytest.mark.parametrize("ratio", [0.8, 0.6])
+def test_a_training_step_with_pages_is_proved(ratio: float):
+    program = small_gpt(1)
+    budget_bytes = int(ratio * simulate(program, tuple(op.id for op in program.ops)).peak_bytes)
+    link = Link(to_host_bytes_per_second=2e8, from_host_bytes_per_second=2e8)
+    quick = plan(program, budget_bytes, PlannerConfig(host_bytes=10**6, link=link))
+    made = plan(program, budget_bytes, PlannerConfig(planner="exact", host_bytes=10**6, link=link))
+    validate(program, made, link)
+    assert made.status is Status.OPTIMAL
+    assert made.overhead_ratio <= quick.overhead_ratio

@@ -1,0 +1,157 @@
+"""Bodies of loops: any plan of one gives the same numbers in the bytes that are predicted, and where a loop
+breaks a budget its body is planned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hlo_support as h
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from passes.hlo import graph, proto
+from passes.hlo.assign import Assigner
+from passes.hlo.dataflow import loop_parts
+from passes.hlo.emit import emit
+from passes.hlo.enforce import EnforceRequest, enforce
+from passes.hlo.lift import lift
+from passes.outcome import StageOutcome
+
+LAYERS, ROWS, WIDTH = 5, 24, 16
+
+
+def _whole(ws: Any, x: Any) -> Any:
+    """Integers, so that any order of additions gives the same bits; a stack that is updated in place."""
+
+    def body(carry: tuple[Any, Any], w: Any) -> tuple[Any, Any]:
+        x, table = carry
+        y = x @ w
+        z = jnp.where(y > 3, y - x, y * 2)
+        table = table.at[y.sum() % ROWS].add(z[0])
+        return (z % 7 + y % 5, table), (y * z).sum(0)
+
+    (x, table), sums = lax.scan(body, (x, x * 0), ws)
+    return x, table, sums
+
+
+def _nested(ws: Any, x: Any) -> Any:
+    def outer(x: Any, ws: Any) -> tuple[Any, Any]:
+        y, _, sums = _whole(ws, x)
+        return (x * 3 + y) % 11, sums.sum()
+
+    return lax.scan(outer, x, jnp.stack([ws, ws + 1, ws * 2]))
+
+
+def _example(name: str) -> h.Example:
+    fn = {"whole": _whole, "nested": _nested}[name]
+    args = (h.spec(LAYERS, WIDTH, WIDTH, dtype=jnp.int32), h.spec(ROWS, WIDTH, dtype=jnp.int32))
+    return h.Example(name=name, fn=fn, args=args)
+
+
+def _loops(view: graph.Module) -> list[int]:
+    """The bodies of all loops, those inside others first."""
+    loops = [i for c in view.computations.values() for i in c.by_id.values() if i.opcode == "while"]
+    return [loop_parts(view, i)[0].id for i in loops]
+
+
+def _drawn(data: bytes, platform: str, seed: int, rate: float) -> tuple[Any, int]:
+    """A module with re-runs drawn at random in every body, and how many there are."""
+    module, n_again = proto.parse(data), 0
+    for body in _loops(graph.read(module)):
+        view = graph.read(module)
+        assigner = Assigner(view, platform, old_rules=h.OLD_RULES)
+        found = lift(view, h.MODEL[platform], platform, scope=view.computations[body], assigner=assigner)
+        steps = h.random_steps(seed, rate)(found.program)
+        n_again += len(steps) - len(found.program.ops)
+        module = emit(found, steps)
+    return module, n_again
+
+
+def _compiled(example: h.Example, platform: str, seed: int) -> tuple[Any, Any, int]:
+    seen: list[tuple[Any, int]] = []
+
+    def transform(data: bytes) -> bytes:
+        seen.append(_drawn(data, platform, seed, 0.5))
+        return proto.serialize(seen[0][0])
+
+    compiled = h.compile_with(example, transform, platform)
+    return compiled, *seen[0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["whole", "nested"])
+def test_any_re_runs_in_bodies_give_the_same_numbers_in_the_predicted_bytes(name: str, seed: int) -> None:
+    example = _example(name)
+    args = h.data_for(example, exact=True)
+    _, plain = h.scheduled(example)
+    compiled, module, n_again = _compiled(example, "cpu", seed)
+    assert n_again > 0
+    assert h.predicted(h.predict(module, "cpu")) == h.totals(compiled)
+    h.replayed(compiled)
+    for a, b in zip(h.run(plain, args), h.run(compiled, args), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["whole", "nested"])
+def test_re_runs_in_bodies_are_predicted_on_h200(h200: str, name: str) -> None:
+    compiled, module, n_again = _compiled(_example(name), "cuda", seed=1)
+    assert n_again > 0
+    assert h.predicted(h.predict(module, "cuda")) == h.totals(compiled)
+    h.replayed(compiled)
+
+
+def _wide(ws: Any, x: Any) -> Any:
+    """A body whose working memory is most of what the program needs."""
+
+    def body(x: Any, w: Any) -> tuple[Any, None]:
+        y = jnp.tanh(x @ w)
+        return x + (jnp.sin(y) * jnp.cos((y @ w.T) @ w) + y**2) @ w.T, None
+
+    return (lax.scan(body, x, ws)[0] ** 2).sum()
+
+
+def _enforced(budget_bytes: int, platform: str) -> tuple[Any, StageOutcome]:
+    example = _wide_example()
+    request = EnforceRequest(
+        budget_bytes=budget_bytes, device=h.MODEL[platform], platform=platform, old_rules=h.OLD_RULES
+    )
+    seen: list[StageOutcome] = []
+
+    def transform(data: bytes) -> bytes:
+        changed, outcome = enforce(data, request)
+        seen.append(outcome)
+        return changed
+
+    return h.compile_with(example, transform, platform), seen[0]
+
+
+def _wide_example() -> h.Example:
+    args = (h.spec(3, 64, 256), h.spec(512, 64))
+    return h.Example(name="wide", fn=jax.value_and_grad(_wide), args=args)
+
+
+def test_a_loop_that_breaks_the_budget_has_its_body_planned() -> None:
+    example = _wide_example()
+    args = h.data_for(example)
+    _, plain = h.scheduled(example)
+    before = h.totals(plain)
+    least = _enforced(before["total"] - before["temp"] + 1, "cpu")[1].least_total_bytes
+    assert least is not None
+    assert least < before["total"]
+    compiled, outcome = _enforced(least, "cpu")
+    assert outcome.status.found, "what a refusal names as the least is met when it is asked for"
+    assert outcome.planned_total_bytes == h.totals(compiled)["total"] <= least
+    assert outcome.recomputed, "re-runs inside the loop are reported"
+    for a, b in zip(h.run(plain, args), h.run(compiled, args), strict=True):
+        np.testing.assert_array_max_ulp(a, b, maxulp=2)
+
+
+def test_nothing_is_said_to_be_proved_of_a_loop_as_one_op() -> None:
+    _, plain = h.scheduled(_wide_example())
+    before = h.totals(plain)
+    outcome = _enforced(before["total"] - before["temp"] + 1, "cpu")[1]
+    assert not outcome.status.found
+    assert not outcome.least_proved
