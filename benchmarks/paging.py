@@ -2,9 +2,9 @@
 
     python -m benchmarks.paging                          # writes benchmarks/results/paging.{json,md}
     python -m benchmarks.paging --only "x 4096" --links pcie5,c2c
-    python -m benchmarks.paging --graphs FOLDER          # and coop-program/1 files, links relative to the step
+    python -m benchmarks.paging --graphs FOLDER          # coop-program/1 files, too; links relative to a step
 
-Nothing here is compiled or measured: programs come from `benchmarks.graphs`, the time of a plan is that of its
+Nothing here is compiled or measured: programs come from `benchmarks.graphs`, a plan takes the time of its
 kernels and of waiting for the link, replayed with both queues, and every plan goes through the validator,
 which replays them on its own. A cell is the overhead in percent; "-" is no plan found. "bound" is what no
 plan can cost less than. "least" is the lowest live peak that was found, as a share of the program's own,

@@ -79,11 +79,13 @@ class Buffer:
         id: index into `Program.buffers`.
         nbytes: size in bytes; zero for storage that the program does not manage.
         name: for people.
+        pageable: False for what cannot be sent to the host, such as a part of a tuple that is used whole.
     """
 
     id: BufferId
     nbytes: int
     name: str = ""
+    pageable: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,15 +223,17 @@ class Program:
             if op.source:
                 entry["source"] = op.source
             ops.append(entry)
-        return json.dumps(
-            {
-                "format": PROGRAM_FORMAT,
-                "name": self.name,
-                "ops": ops,
-                "buffers": [b.nbytes for b in self.buffers],
-                "outputs": self.outputs,
-            }
-        )
+        data: dict[str, Any] = {
+            "format": PROGRAM_FORMAT,
+            "name": self.name,
+            "ops": ops,
+            "buffers": [b.nbytes for b in self.buffers],
+            "outputs": self.outputs,
+        }
+        stay = [b.id for b in self.buffers if not b.pageable]
+        if stay:
+            data["stay"] = stay
+        return json.dumps(data)
 
     @classmethod
     def from_json(cls, text: str) -> Program:
@@ -244,8 +248,9 @@ class Program:
             raise InputError(f'expected "format": "{PROGRAM_FORMAT}", found {reprlib.repr(found)}')
         data = mapped(data, "the program", ("ops", "buffers"))
         ops = tuple(_op_from_json(OpId(i), entry) for i, entry in enumerate(listed(data["ops"], "ops")))
+        stay = frozenset(_ids(data.get("stay", []), "stay"))
         buffers = tuple(
-            Buffer(id=BufferId(i), nbytes=whole(n, f"buffers[{i}]"))
+            Buffer(id=BufferId(i), nbytes=whole(n, f"buffers[{i}]"), pageable=i not in stay)
             for i, n in enumerate(listed(data["buffers"], "buffers"))
         )
         check_total(sum(b.nbytes for b in buffers) + sum(op.workspace_bytes for op in ops), "all bytes")

@@ -237,3 +237,16 @@ def test_the_lowest_peak_and_the_frontier_know_the_host():
     for one in plans:
         validate(program, one, SLOW)
     assert [p.overhead_ratio for p in plans] == sorted((p.overhead_ratio for p in plans), reverse=True)
+
+
+def test_what_cannot_be_paged_stays():
+    program = example()
+    buffers = tuple(dataclasses.replace(b, pageable=b.id != 1) for b in program.buffers)
+    program = dataclasses.replace(program, buffers=buffers)
+    assert Program.from_json(program.to_json()).buffers[1] == dataclasses.replace(buffers[1], name="")
+    with pytest.raises(ValueError, match="buffer 1 cannot be sent"):
+        simulate(program, range(6), (page(1, 1, 3, 4, 4),))
+    whole = plan_of(example(), tuple(range(6)), (page(1, 1, 3, 4, 4),))
+    with pytest.raises(ValueError, match="buffer 1 cannot be sent"):
+        validate(program, whole)
+    assert 1 not in Pager(Graph.of(program), range(6), HOST).gaps.buffer

@@ -78,7 +78,8 @@ class Gaps:
         runs = np.maximum.accumulate(np.where(order.is_run, np.arange(len(order.position)), 0))
         nbytes = schedule.graph.arrays.nbytes[order.buffer]
         back = np.minimum(order.following, n_steps - 1)
-        rows = np.flatnonzero(~order.dies & (back - order.position > 1) & (nbytes > 0))
+        can = schedule.graph.arrays.pageable[order.buffer]
+        rows = np.flatnonzero(~order.dies & (back - order.position > 1) & can)
         self.buffer: IntArray = order.buffer[rows]
         self.nbytes: IntArray = nbytes[rows]
         self.run: IntArray = order.position[runs[rows]]

@@ -160,15 +160,15 @@ def add_variables(made: _Model) -> None:
     for i, first in enumerate(made.axis.is_first):
         made.on.append(model.new_constant(1) if first else model.new_bool_var(f"run at {i}"))
         for b in graph.outputs[made.axis.steps[i]]:
-            if graph.nbytes[b]:
+            if graph.arrays.pageable[b]:
                 made.sent[i, b] = model.new_bool_var(f"send {b} at {i}")
                 model.add_implication(made.sent[i, b], made.on[i])
     for i in range(made.end + 1):
         for b in made.buffers(i):
-            for state in STATES if graph.nbytes[b] else STATES[:1]:
+            for state in STATES if graph.arrays.pageable[b] else STATES[:1]:
                 made.state[state, i, b] = model.new_bool_var(f"{b} {state} at {i}")
             model.add(made.there(i, b) <= 1)
-            for event in ("gone", "start", "back", "kept") if graph.nbytes[b] else ():
+            for event in ("gone", "start", "back", "kept") if graph.arrays.pageable[b] else ():
                 made.event[event, i, b] = model.new_bool_var(f"{b} {event} at {i}")
     for b, is_output in enumerate(graph.is_output):
         if is_output and graph.producer[b] >= 0:
@@ -335,7 +335,7 @@ def _plan_of(made: _Model, solver: cp_model.CpSolver, program: Program, hint: Pl
     steps = tuple(OpId(op) for op, runs in zip(made.axis.steps, on, strict=True) if runs)
     started: list[tuple[int, int, Page]] = []
     for b, op in enumerate(made.graph.producer):
-        if op >= 0 and made.graph.nbytes[b]:
+        if op >= 0 and made.graph.arrays.pageable[b]:
             started += _pages_of(made, solver, b, on, index)
     started.sort(key=lambda s: s[:2])
     pages = tuple(page for _, _, page in started)
