@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from passes.cost import DEVICES, DeviceModel, kernel_ns
+from passes.cost import DEVICES, DeviceModel, kernel_ns, kernel_pj
 from passes.ir import Buffer, BufferId, Op, OpId, Program
 
 BF16, F32 = 2, 4
@@ -44,6 +44,7 @@ class Kernels:
                 inputs=tuple(map(BufferId, reads)),
                 outputs=tuple(map(BufferId, made)),
                 cost_ns=kernel_ns(self.device, nbytes=nbytes, matrix_flops=flops, bits=16),
+                energy_pj=kernel_pj(self.device, nbytes=nbytes, matrix_flops=flops, bits=16),
             )
         )
         return made

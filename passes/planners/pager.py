@@ -51,12 +51,14 @@ class Paged:
         peak_bytes: live bytes with them.
         waiting_ns: how long kernels stand still.
         host_peak_bytes: the most bytes on the host at once.
+        moved_bytes: bytes that the link carries, both ways together.
     """
 
     pages: tuple[Page, ...]
     peak_bytes: int
     waiting_ns: int
     host_peak_bytes: int
+    moved_bytes: int
 
 
 class Gaps:
@@ -289,6 +291,7 @@ class _Replay:
             peak_bytes=self._peak_bytes(),
             waiting_ns=found.waiting_ns,
             host_peak_bytes=found.host_peak_bytes,
+            moved_bytes=found.moved_bytes,
         )
 
     def _arrive(self, step: int, clock: int) -> int:
