@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from oracle_paging import least_ns
-from strategies import small_gpt
+from strategies import chain
 
 from passes.ir import Buffer, BufferId, Op, OpId, Program, Status
 from passes.liveness import Graph
@@ -76,9 +76,10 @@ def test_brute_force_agrees_with_the_exact_mode_and_never_with_less_than_the_bou
 
 
 def test_a_training_step_with_pages_is_proved():
-    program = small_gpt(1)
+    program = chain(4)
     budget_bytes = int(0.8 * simulate(program, tuple(op.id for op in program.ops)).peak_bytes)
-    link = Link(to_host_bytes_per_second=2e8, from_host_bytes_per_second=2e8)
+    rate = 0.7e9 * budget_bytes / program.cost_ns
+    link = Link(to_host_bytes_per_second=rate, from_host_bytes_per_second=rate)
     quick = plan(program, budget_bytes, PlannerConfig(host_bytes=10**6, link=link))
     made = plan(program, budget_bytes, PlannerConfig(planner="exact", host_bytes=10**6, link=link))
     validate(program, made, link)
