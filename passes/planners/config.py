@@ -12,6 +12,7 @@ from passes.ir import BufferId
 from passes.paging.link import Link
 
 PLANNERS = ("auto", "window", "cut", "exact", "dtr", "dtr-eq", "dte", "coop-online", "chen", "delta")
+SEARCHING = ("auto", "window", "cut")
 UNITS_PER_OP = 100
 LEAST_UNITS = 1_000_000
 QUICK_UNITS = 200_000
@@ -80,6 +81,8 @@ class PlannerConfig:
             raise ValueError(f"`host_bytes` is {self.host_bytes}, but no `link` says how fast they move")
         if self.objective not in ("time", "energy"):
             raise ValueError(f"`objective` is {self.objective!r}; it is time or energy")
+        if self.objective == "energy" and self.planner not in SEARCHING:
+            raise ValueError(f"planner {self.planner!r} knows time only; `objective` energy is for auto")
         if self.max_overhead is not None and (self.max_overhead < 0 or self.objective == "time"):
             raise ValueError(f"`max_overhead` is {self.max_overhead}; it is a share, for `objective` energy")
         if self.planner == "delta" and not self.host_bytes:
