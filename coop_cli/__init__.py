@@ -201,6 +201,13 @@ def _add_solve(command: argparse.ArgumentParser) -> None:
         "--link", default="pcie5", metavar="NAME|GB/S",
         help="what carries them: pcie3, pcie4, pcie5 (default), c2c, tpu-v5e, tpu-v6e, or GB/s each way",
     )  # fmt: skip
+    command.add_argument(
+        "--objective", default="time", choices=("time", "energy"),
+        help="the least time (default), or the least energy of a program whose ops say theirs",
+    )  # fmt: skip
+    command.add_argument(
+        "--max-overhead", metavar="SHARE", help="with --objective energy: how much slower, such as 0.1"
+    )
     _add_output(command, "PLAN.json")
 
 

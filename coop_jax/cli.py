@@ -25,6 +25,7 @@ from passes.liveness import Graph
 from passes.offsets.best_fit import place_graph
 from passes.paging.link import LINKS, Link
 from passes.planners import PlannerConfig, plan
+from passes.planners.config import SEARCHING
 from passes.simulate import simulate
 from passes.validate import validate
 
@@ -75,6 +76,8 @@ def _solve(arguments: argparse.Namespace) -> int:
     program = _read(arguments.program)
     if arguments.planner == "delta" and not config.host_bytes:
         raise InputError("--planner delta swaps to the host; say how much it may take there with --host")
+    if arguments.objective == "energy" and not any(op.energy_pj for op in program.ops):
+        raise InputError('--objective is energy, but no op of the program has "energy"')
     before_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
     budget_bytes = parse_budget(arguments.budget, before_bytes)
     made = plan(program, budget_bytes, config)
@@ -86,7 +89,7 @@ def _solve(arguments: argparse.Namespace) -> int:
 
 
 def _config(arguments: argparse.Namespace) -> PlannerConfig:
-    config = _planner_config(arguments)
+    config = _with_objective(_planner_config(arguments), arguments)
     if arguments.host is None:
         return config
     if arguments.joint:
@@ -94,6 +97,19 @@ def _config(arguments: argparse.Namespace) -> PlannerConfig:
     host_bytes = _bytes(arguments.host.strip(), "--host", least=1)
     link = _link(arguments.link.strip())
     return dataclasses.replace(config, planner=arguments.planner, host_bytes=host_bytes, link=link)
+
+
+def _with_objective(config: PlannerConfig, arguments: argparse.Namespace) -> PlannerConfig:
+    text = arguments.max_overhead
+    if arguments.objective == "energy" and arguments.planner not in SEARCHING:
+        raise InputError(f"--planner {arguments.planner} knows time only; leave out --objective energy")
+    if text is None:
+        return dataclasses.replace(config, objective=arguments.objective)
+    if arguments.objective != "energy":
+        raise InputError("--max-overhead is for --objective energy; the least time has no other limit")
+    if not NUMBER.fullmatch(text.strip()):
+        raise InputError(f"--max-overhead is {reprlib.repr(text)}; give a share of the time, such as 0.1")
+    return dataclasses.replace(config, objective="energy", max_overhead=float(text))
 
 
 def _link(text: str) -> Link:
@@ -193,6 +209,7 @@ def summary(program: Program, made: Plan, before_bytes: int) -> str:
         ("lower bound", f"{made.lower_bound_ratio:.3%}"),
         ("re-runs", str(len(made.reruns()))),
         *_host_rows(made),
+        *([("energy", f"{made.energy_pj} pJ")] if made.energy_pj else []),
         ("planner", made.planner),
         ("status", _status(made)),
         ("seconds", f"{made.seconds:.3f}"),

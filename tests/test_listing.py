@@ -34,6 +34,14 @@ def test_a_large_program_survives_its_text() -> None:
     assert read_program(str(program)) == program
 
 
+def test_energy_and_what_stays_survive_text_and_json() -> None:
+    program = small_gpt(1)
+    ops = tuple(dataclasses.replace(op, energy_pj=op.id) for op in program.ops)
+    buffers = tuple(dataclasses.replace(b, pageable=b.id % 3 > 0) for b in program.buffers)
+    program = dataclasses.replace(program, ops=ops, buffers=buffers)
+    assert read_program(str(program)) == program == Program.from_json(program.to_json())
+
+
 def test_a_plan_shows_what_it_recomputes() -> None:
     program = example()
     made = plan(program, 12, PlannerConfig())

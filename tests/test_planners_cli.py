@@ -158,6 +158,10 @@ def test_solve_sends_values_to_the_host(program_path: Path, planner: str, capsys
         (["--host", "1MiB", "--link", "string"], "--link is 'string'; give GB/s, or one of pcie3"),
         (["--host", "1MiB", "--joint", "--planner", "exact"], "leave out --host"),
         (["--host", "0"], "--host is"),
+        (["--objective", "energy"], 'no op of the program has "energy"'),
+        (["--objective", "energy", "--planner", "dtr"], "--planner dtr knows time only"),
+        (["--max-overhead", "0.1"], "--max-overhead is for --objective energy"),
+        (["--objective", "energy", "--max-overhead", "much"], "--max-overhead is 'much'"),
     ],
 )
 def test_what_is_wrong_with_a_host_is_said(
@@ -165,3 +169,14 @@ def test_what_is_wrong_with_a_host_is_said(
 ):
     assert main(["solve", str(program_path), "--budget", "0.6", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_solve_looks_for_the_least_energy(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "program.json"
+    data = json.loads(small_gpt(2).to_json())
+    for op in data["ops"]:
+        op["energy"] = 1000 - min(999, op["cost"])
+    path.write_text(json.dumps(data))
+    options = ["--objective", "energy", "--max-overhead", "0.5"]
+    assert main(["solve", str(path), "--budget", "0.7", *options]) == 0
+    assert " pJ\n" in capsys.readouterr().out
