@@ -86,6 +86,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             program.function,
             *program.specs,
             budget=_budget(arguments.budget),
+            host=arguments.host,
             planner=arguments.planner,
             **options,
         )
