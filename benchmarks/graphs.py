@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from passes.cost import DEVICES, DeviceModel, kernel_ns
+from passes.cost import DEVICES, DeviceModel, kernel_ns, kernel_pj
 from passes.ir import Buffer, BufferId, Op, OpId, Program
 
 BF16, F32 = 2, 4
@@ -44,6 +44,7 @@ class Kernels:
                 inputs=tuple(map(BufferId, reads)),
                 outputs=tuple(map(BufferId, made)),
                 cost_ns=kernel_ns(self.device, nbytes=nbytes, matrix_flops=flops, bits=16),
+                energy_pj=kernel_pj(self.device, nbytes=nbytes, matrix_flops=flops, bits=16),
             )
         )
         return made
@@ -157,3 +158,76 @@ def _layer_t(k: Kernels, s: Transformer, dx: int, kept: dict[str, int], grads: l
     (dh,) = k.run("qkv_t", (dqkv,), (row,), flops=3 * gemm, moved=3 * w)
     (dx,) = k.run("norm_t", (dh, kept["x"], kept["stat"], dx2), (row,))
     return dx
+
+
+STAGES = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
+
+
+def resnet(depth: int, batch: int, size: int = 224, device: DeviceModel = DEVICES["h200"]) -> Program:
+    """Loss and gradients of a bottleneck ResNet; a normalization with its ReLU is one kernel."""
+    k = Kernels(device)
+    (x,) = k.run("image", (), (BF16 * batch * 3 * size * size,))
+    tape: list[tuple[str, dict[str, int]]] = []
+    side = size // 2
+    x = _conv(k, tape, x, batch, side, 3, 64, 7)
+    side //= 2
+    (x,) = k.run("pool", (x,), (BF16 * batch * 64 * side * side,))
+    channels = 64
+    for stage, blocks in enumerate(STAGES[depth]):
+        wide = 64 << stage
+        for block in range(blocks):
+            side //= 2 if stage and not block else 1
+            y = _conv(k, tape, x, batch, side, channels, wide, 1)
+            y = _conv(k, tape, y, batch, side, wide, wide, 3)
+            y = _conv(k, tape, y, batch, side, wide, 4 * wide, 1)
+            short = x if block else _conv(k, tape, x, batch, side, channels, 4 * wide, 1)
+            (x,) = k.run("add_relu", (y, short), (BF16 * batch * 4 * wide * side * side,))
+            tape.append(("add", {"x": y, "short": short, "y": x}))
+            channels = 4 * wide
+    return k.program(f"resnet{depth} b{batch}", _resnet_t(k, tape, x))
+
+
+def _conv(
+    k: Kernels,
+    tape: list[tuple[str, dict[str, int]]],
+    x: int,
+    batch: int,
+    side: int,
+    ins: int,
+    outs: int,
+    taps: int,
+) -> int:
+    """A convolution, then a normalization with a ReLU."""
+    n = batch * side * side
+    flops, weight = 2 * n * ins * outs * taps * taps, BF16 * ins * outs * taps * taps
+    (c,) = k.run("conv", (x,), (BF16 * n * outs,), flops=flops, moved=weight)
+    y, stat = k.run("norm_relu", (c,), (BF16 * n * outs, 2 * F32 * outs))
+    tape.append(("conv", {"x": x, "c": c, "y": y, "stat": stat, "flops": flops, "weight": weight}))
+    return y
+
+
+def _resnet_t(k: Kernels, tape: list[tuple[str, dict[str, int]]], last: int) -> list[int]:
+    """The backward pass: gradients of values meet where a value had two readers."""
+    grads: list[int] = []
+    (first,) = k.run("loss_t", (last,), (k.sizes[last],))
+    pending = {last: first}
+
+    def give(value: int, gradient: int) -> None:
+        if value in pending:
+            (gradient,) = k.run("add_t", (pending[value], gradient), (k.sizes[value],))
+        pending[value] = gradient
+
+    for kind, kept in reversed(tape):
+        dy = pending.pop(kept["y"], None)
+        if dy is None:  # the pool stands between the first convolution and the rest
+            dy = next(iter(pending.values()))
+        if kind == "add":
+            (d,) = k.run("relu_t", (dy, kept["y"]), (k.sizes[kept["y"]],))
+            give(kept["x"], d)
+            give(kept["short"], d)
+            continue
+        (dc,) = k.run("norm_relu_t", (dy, kept["c"], kept["y"], kept["stat"]), (k.sizes[kept["c"]],))
+        grads.append(k.gradient((dc, kept["x"]), kept["flops"], kept["weight"]))
+        (dx,) = k.run("conv_t", (dc,), (k.sizes[kept["x"]],), flops=kept["flops"], moved=kept["weight"])
+        give(kept["x"], dx)
+    return grads

@@ -35,6 +35,9 @@ class DeviceModel:
         link_bytes_per_second: what a device sends to others at a time, one way.
         launch_ns: fixed time of a kernel.
         host_link: how it is joined to its host's memory; None where that is its own.
+        watts: power under full load by the data sheet; 0 where the maker gives none.
+        memory_picojoules_per_byte: energy of a byte of device memory, HBM2's 3.92 pJ a bit (O'Connor et al.,
+            MICRO 2017) unless known better.
     """
 
     name: str
@@ -48,6 +51,14 @@ class DeviceModel:
     link_bytes_per_second: float
     launch_ns: int
     host_link: Link | None = PCIE5
+    watts: float = 0.0
+    memory_picojoules_per_byte: float = 8 * 3.92
+
+    def picojoules_per_flop(self, bits: int) -> float:
+        """Energy of a flop of products: full load without what full memory traffic takes, at their peak."""
+        left = self.watts - self.bytes_per_second * self.memory_picojoules_per_byte * 1e-12
+        peak = {16: self.flops_16bit, 64: self.flops_64bit}.get(bits, self.flops_32bit)
+        return max(0.0, left) * 1e12 / peak
 
 
 def _tpu(name: str, *kinds: str, flops: float, vector: float, bandwidth: float, link: float) -> DeviceModel:
@@ -68,25 +79,25 @@ DEVICES: dict[str, DeviceModel] = {
     d.name: d
     for d in (
         DeviceModel(
-            name="h200", kinds=("h200",),
+            name="h200", kinds=("h200",), watts=700,
             flops_16bit=989 * TERA, flops_32bit=494 * TERA, flops_64bit=67 * TERA,
             vector_flops=67 * TERA, bytes_per_second=4.8 * TERA, link_bytes_per_second=0.45 * TERA,
             launch_ns=2000,
         ),
         DeviceModel(
-            name="h100", kinds=("h100",),
+            name="h100", kinds=("h100",), watts=700,
             flops_16bit=989 * TERA, flops_32bit=494 * TERA, flops_64bit=67 * TERA,
             vector_flops=67 * TERA, bytes_per_second=3.35 * TERA, link_bytes_per_second=0.45 * TERA,
             launch_ns=2000,
         ),
         DeviceModel(
-            name="a100", kinds=("a100",),
+            name="a100", kinds=("a100",), watts=400,
             flops_16bit=312 * TERA, flops_32bit=156 * TERA, flops_64bit=19.5 * TERA,
             vector_flops=19.5 * TERA, bytes_per_second=2.039 * TERA, link_bytes_per_second=0.3 * TERA,
             launch_ns=2500, host_link=PCIE4,
         ),
         DeviceModel(
-            name="b200", kinds=("b200",),
+            name="b200", kinds=("b200",), watts=1000,
             flops_16bit=2250 * TERA, flops_32bit=1125 * TERA, flops_64bit=37 * TERA,
             vector_flops=75 * TERA, bytes_per_second=8.0 * TERA, link_bytes_per_second=0.9 * TERA,
             launch_ns=2000,
@@ -120,3 +131,14 @@ def kernel_ns(
     peak = {16: device.flops_16bit, 64: device.flops_64bit}.get(bits, device.flops_32bit)
     compute = matrix_flops / peak + vector_flops / device.vector_flops
     return device.launch_ns + round(1e9 * max(compute, nbytes / device.bytes_per_second))
+
+
+def kernel_pj(device: DeviceModel, *, nbytes: int, matrix_flops: int = 0, bits: int = 32) -> int:
+    """Estimated energy of one kernel in picojoules, of its bytes and products; 0 if the device's is unknown.
+
+    It ranks plans, as `kernel_ns` does, and is never reported as measured.
+    """
+    if not device.watts:
+        return 0
+    products = matrix_flops * device.picojoules_per_flop(bits)
+    return round(nbytes * device.memory_picojoules_per_byte + products)

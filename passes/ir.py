@@ -105,6 +105,7 @@ class Op:
         workspace_bytes: scratch memory, alive only while the op runs.
         name: for people, such as "dot_general".
         source: for people, such as "model.py:41 (attention)".
+        energy_pj: estimated energy of one run in picojoules; 0 where it is not known.
     """
 
     id: OpId
@@ -117,6 +118,7 @@ class Op:
     workspace_bytes: int = 0
     name: str = ""
     source: str = ""
+    energy_pj: int = 0
 
     def can_rerun(self, slot: int) -> bool:
         """True if this op may be run again just before the first run of op `slot`."""
@@ -222,16 +224,20 @@ class Program:
                 entry["workspace"] = op.workspace_bytes
             if op.source:
                 entry["source"] = op.source
+            if op.energy_pj:
+                entry["energy"] = op.energy_pj
             ops.append(entry)
-        return json.dumps(
-            {
-                "format": PROGRAM_FORMAT,
-                "name": self.name,
-                "ops": ops,
-                "buffers": [b.nbytes for b in self.buffers],
-                "outputs": self.outputs,
-            }
-        )
+        data: dict[str, Any] = {
+            "format": PROGRAM_FORMAT,
+            "name": self.name,
+            "ops": ops,
+            "buffers": [b.nbytes for b in self.buffers],
+            "outputs": self.outputs,
+        }
+        stay = [b.id for b in self.buffers if not b.pageable]
+        if stay:
+            data["stay"] = stay
+        return json.dumps(data)
 
     @classmethod
     def from_json(cls, text: str) -> Program:
@@ -246,8 +252,9 @@ class Program:
             raise InputError(f'expected "format": "{PROGRAM_FORMAT}", found {reprlib.repr(found)}')
         data = mapped(data, "the program", ("ops", "buffers"))
         ops = tuple(_op_from_json(OpId(i), entry) for i, entry in enumerate(listed(data["ops"], "ops")))
+        stay = frozenset(_ids(data.get("stay", []), "stay"))
         buffers = tuple(
-            Buffer(id=BufferId(i), nbytes=whole(n, f"buffers[{i}]"))
+            Buffer(id=BufferId(i), nbytes=whole(n, f"buffers[{i}]"), pageable=i not in stay)
             for i, n in enumerate(listed(data["buffers"], "buffers"))
         )
         check_total(sum(b.nbytes for b in buffers) + sum(op.workspace_bytes for op in ops), "all bytes")
@@ -304,6 +311,7 @@ class Plan:
         waiting_ns: how long kernels stand still for the link (`passes.paging.queues`).
         host_peak_bytes: the most bytes on the host at once.
         host_budget_bytes: what was allowed there; 0 for no paging.
+        energy_pj: of all steps, and of what the link carries; 0 unless it was the objective.
     """
 
     steps: tuple[OpId, ...]
@@ -320,6 +328,7 @@ class Plan:
     waiting_ns: int = 0
     host_peak_bytes: int = 0
     host_budget_bytes: int = 0
+    energy_pj: int = 0
 
     def reruns(self) -> tuple[int, ...]:
         """Indices into `steps` that are re-runs."""
@@ -351,6 +360,8 @@ class Plan:
         }
         if self.offsets:
             data["offsets"] = self.offsets
+        if self.energy_pj:
+            data["energy_pj"] = self.energy_pj
         if self.host_budget_bytes:
             data["host"] = {
                 "budget_bytes": self.host_budget_bytes,
@@ -384,6 +395,7 @@ def _op_from_json(op_id: OpId, value: object) -> Op:
         workspace_bytes=whole(entry.get("workspace", 0), f"workspace of {op}"),
         name=worded(entry.get("name", ""), f"name of {op}"),
         source=worded(entry.get("source", ""), f"source of {op}"),
+        energy_pj=whole(entry.get("energy", 0), f"energy of {op}"),
     )
 
 

@@ -41,6 +41,8 @@ def program_text(program: Program) -> str:
     ]
     arguments = " ".join(_sized(program, b) for b in program.arguments)
     lines += [f"arguments {arguments}"] if arguments else []
+    stay = " ".join(f"%{b.id}" for b in program.buffers if not b.pageable)
+    lines += [f"stay {stay}"] if stay else []
     width = len(str(max(live, default=0)))
     lines += [
         f"{op.id:4} |{_bar(n, live)}{n:{width + 1}} |  {_op_text(program, op)}"
@@ -55,6 +57,7 @@ def _op_text(program: Program, op: Op) -> str:
     facts = "" if op.recomputable else "  once"
     facts += "" if op.deadline is None else f"  deadline {op.deadline}"
     facts += f"  workspace {op.workspace_bytes}" if op.workspace_bytes else ""
+    facts += f"  energy {op.energy_pj}" if op.energy_pj else ""
     facts += "".join(f"  shares %{out}/%{inp}" for out, inp in op.may_share)
     source = f"  # {' '.join(op.source.split())}" if op.source else ""
     return f"{outs} = {name}({', '.join(f'%{b}' for b in op.inputs)})  cost {op.cost_ns}{facts}{source}"
@@ -130,7 +133,11 @@ def read_program(text: str) -> Program:
         raise InputError("this is no program as text: it begins with `program` and ends with `outputs`")
     nbytes = [0] * int(head["buffers"])
     ops: list[Op] = []
+    stay: set[int] = set()
     for line in lines[1:-1]:
+        if line.startswith("stay "):
+            stay.update(int(b) for b, _ in _BUFFER.findall(line))
+            continue
         if line.startswith("arguments "):
             _note_sizes(line, nbytes)
             continue
@@ -139,7 +146,7 @@ def read_program(text: str) -> Program:
             raise InputError(f"this is no op: {line[:80]!r}")
         _note_sizes(match["outs"], nbytes)
         ops.append(_op_of(OpId(len(ops)), match))
-    buffers = tuple(Buffer(id=BufferId(i), nbytes=n) for i, n in enumerate(nbytes))
+    buffers = tuple(Buffer(id=BufferId(i), nbytes=n, pageable=i not in stay) for i, n in enumerate(nbytes))
     outputs = tuple(BufferId(int(b)) for b, _ in _BUFFER.findall(lines[-1]))
     return Program.build(name=json.loads(head["name"]), ops=tuple(ops), buffers=buffers, outputs=outputs)
 
@@ -168,6 +175,7 @@ def _op_of(op_id: OpId, match: re.Match[str]) -> Op:
         workspace_bytes=next((int(n) for n in after("workspace")), 0),
         name=json.loads(name) if name.startswith('"') else name,
         source=match["source"] or "",
+        energy_pj=next((int(n) for n in after("energy")), 0),
     )
 
 
@@ -193,6 +201,7 @@ def read_plan(text: str) -> Plan:
         status=Status(given["status"]),
         planner=worded(given.get("planner", ""), "planner"),
         seconds=_ratio(given, "seconds"),
+        energy_pj=whole(given.get("energy_pj", 0), "energy_pj"),
         **_host_of(given.get("host")),
     )
 

@@ -27,6 +27,7 @@ class Arrays:
     Attributes:
         nbytes: size of every buffer.
         is_output: whether a buffer must survive the last op.
+        pageable: whether a buffer may be sent to the host.
         workspace_bytes: scratch memory of every op.
         first: index of every op's first row, and the number of all rows at the end; shape (ops + 1,).
         buffer: the buffer of every row; an op's inputs come before its outputs.
@@ -38,6 +39,7 @@ class Arrays:
 
     nbytes: IntArray
     is_output: BoolArray
+    pageable: BoolArray
     workspace_bytes: IntArray
     first: IntArray
     buffer: IntArray
@@ -71,6 +73,7 @@ class Arrays:
         return cls(
             nbytes=nbytes,
             is_output=is_output,
+            pageable=np.asarray([b.pageable and b.nbytes > 0 for b in program.buffers], dtype=np.bool_),
             workspace_bytes=np.asarray([op.workspace_bytes for op in program.ops], dtype=np.int64),
             first=first,
             buffer=np.asarray([b for row in rows for b in row], dtype=np.int64),
@@ -217,13 +220,13 @@ def copies_of(graph: Graph, steps: Sequence[int], pages: Sequence[Page] = ()) ->
     copies = Copies(buffer=buffer, start=start, stop=stop, place=[-1] * len(buffer))
     final = {latest[b] for b in graph.program.outputs if latest[b] >= 0}
     if pages:
-        final |= _send_away(pages, len(steps), reads, copies, final)
+        final |= _send_away(graph, pages, reads, copies, final)
     _take_places(graph, steps, reads, copies, frozenset(final))
     return copies
 
 
 def _send_away(
-    pages: Sequence[Page], n_steps: int, reads: list[list[int]], copies: Copies, final: set[int]
+    graph: Graph, pages: Sequence[Page], reads: list[list[int]], copies: Copies, final: set[int]
 ) -> set[int]:
     """Cut lifetimes where copies are on the host; returns the parts whose places nobody may take."""
     made = {(copies.start[c], copies.buffer[c]): c for c in range(len(copies.buffer))}
@@ -234,11 +237,13 @@ def _send_away(
     index = {id(page): k for k, page in enumerate(pages)}
     keep: set[int] = set()
     for key, own in pages_by_copy(pages).items():
+        if not graph.program.buffers[key[1]].pageable:
+            raise ValueError(f"buffer {key[1]} cannot be sent to the host: {own[0]}")
         if key not in made:
             raise ValueError(f"step {key[0]} does not make buffer {key[1]}, which a page sends to the host")
         copy = part = made[key]
         for page in own:
-            check_served(page, uses.get(copy, ()), n_steps if copy in final else None)
+            check_served(page, uses.get(copy, ()), len(reads) if copy in final else None)
             keep.add(part)
             new = len(copies.buffer)
             copies.buffer.append(copies.buffer[copy])

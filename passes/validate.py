@@ -90,6 +90,8 @@ def _check_pages(program: Program, plan: Plan) -> None:
             raise ValueError(f"step {run} does not make buffer {page.buffer}: {page}")
         if not run < page.out_done <= page.in_start <= page.in_done or page.in_start >= n_steps:
             raise ValueError(f"the moments of a page are out of order: {page}")
+        if not program.buffers[page.buffer].pageable:
+            raise ValueError(f"buffer {page.buffer} cannot be sent to the host: {page}")
         uses = _uses(program, plan, run, page.buffer)
         for use in uses:
             if page.out_done <= use < page.in_done:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from strategies import example, programs, small_gpt
@@ -30,6 +32,14 @@ def test_a_program_survives_its_text(program: Program) -> None:
 def test_a_large_program_survives_its_text() -> None:
     program = small_gpt(3)
     assert read_program(str(program)) == program
+
+
+def test_energy_and_what_stays_survive_text_and_json() -> None:
+    program = small_gpt(1)
+    ops = tuple(dataclasses.replace(op, energy_pj=op.id) for op in program.ops)
+    buffers = tuple(dataclasses.replace(b, pageable=b.id % 3 > 0) for b in program.buffers)
+    program = dataclasses.replace(program, ops=ops, buffers=buffers)
+    assert read_program(str(program)) == program == Program.from_json(program.to_json())
 
 
 def test_a_plan_shows_what_it_recomputes() -> None:

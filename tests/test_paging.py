@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import example, programs, sequences, small_gpt
 
@@ -237,3 +237,37 @@ def test_the_lowest_peak_and_the_frontier_know_the_host():
     for one in plans:
         validate(program, one, SLOW)
     assert [p.overhead_ratio for p in plans] == sorted((p.overhead_ratio for p in plans), reverse=True)
+
+
+def test_what_cannot_be_paged_stays():
+    program = example()
+    buffers = tuple(dataclasses.replace(b, pageable=b.id != 1) for b in program.buffers)
+    program = dataclasses.replace(program, buffers=buffers)
+    assert Program.from_json(program.to_json()).buffers[1] == dataclasses.replace(buffers[1], name="")
+    with pytest.raises(ValueError, match="buffer 1 cannot be sent"):
+        simulate(program, range(6), (page(1, 1, 3, 4, 4),))
+    whole = plan_of(example(), tuple(range(6)), (page(1, 1, 3, 4, 4),))
+    with pytest.raises(ValueError, match="buffer 1 cannot be sent"):
+        validate(program, whole)
+    assert 1 not in Pager(Graph.of(program), range(6), HOST).gaps.buffer
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_plans_of_random_programs_keep_both_budgets_or_say_that_they_do_not(data: st.DataObject):
+    program = data.draw(programs())
+    peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
+    link = data.draw(st.sampled_from([SLOW, FAST]))
+    config = PlannerConfig(
+        work_limit=2000, host_bytes=data.draw(st.sampled_from([2, 6, 100])), link=link,
+        placed=data.draw(st.booleans()),
+        must_page=frozenset(data.draw(st.sets(st.sampled_from(range(len(program.buffers))), max_size=2)))
+        if program.buffers
+        else frozenset(),
+    )  # fmt: skip
+    made = plan(program, data.draw(st.integers(0, peak_bytes)), config)
+    validate(program, made, link)
+    if made.status.found:
+        longest = Pager(Graph.of(program), made.steps, HOST).gaps.buffer.tolist()
+        paged = {page.buffer for page in made.pages}
+        assert {b for b in config.must_page if b in longest} <= paged

@@ -43,6 +43,10 @@ class PlannerConfig:
         host_bytes: bytes that pages may take on the host at once; 0 for no paging.
         link: what carries them; needed where `host_bytes` is not 0.
         must_page: buffers that spend the longest gap between their uses on the host, whatever it costs.
+        objective: "time", or "energy": the least energy within the budgets and `max_overhead`, after POET;
+            for programs whose ops have `energy_pj`.
+        max_overhead: by which share of the program's time a plan of least energy may be slower; None for
+            any.
         report: called by the exact mode with lines of progress, after two seconds.
     """
 
@@ -59,6 +63,8 @@ class PlannerConfig:
     host_bytes: int = 0
     link: Link | None = None
     must_page: frozenset[BufferId] = frozenset()
+    objective: str = "time"
+    max_overhead: float | None = None
     report: Callable[[str], None] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -72,6 +78,10 @@ class PlannerConfig:
             raise ValueError(f"`host_bytes` is {self.host_bytes}; it must not be negative")
         if self.host_bytes and self.link is None:
             raise ValueError(f"`host_bytes` is {self.host_bytes}, but no `link` says how fast they move")
+        if self.objective not in ("time", "energy"):
+            raise ValueError(f"`objective` is {self.objective!r}; it is time or energy")
+        if self.max_overhead is not None and (self.max_overhead < 0 or self.objective == "time"):
+            raise ValueError(f"`max_overhead` is {self.max_overhead}; it is a share, for `objective` energy")
         if self.planner == "delta" and not self.host_bytes:
             raise ValueError("planner 'delta' swaps to the host; give `host_bytes` and a `link`")
         if self.must_page and not self.host_bytes:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from passes.liveness import Graph
 from passes.planners.carried import carried, first_pages, relieved
@@ -43,22 +43,32 @@ class Mixed:
         paged: its pages.
         page_offsets: where each page's copy comes back, if it is placed.
         end_bytes: the end of the highest copy then.
+        energy_pj: of all steps and copies, if that is the objective.
     """
 
     descent: Descent
     paged: Paged
     page_offsets: tuple[int, ...] = ()
     end_bytes: int = 0
+    energy_pj: int = 0
 
     @property
     def total_ns(self) -> int:
         """Time of all steps, and of waiting."""
         return self.descent.cost_ns + self.paged.waiting_ns
 
-    @property
-    def rank(self) -> tuple[int, int, int]:
-        """The cheaper the better; then fewer pages, on a link that others may use."""
-        return self.total_ns, len(self.paged.pages), self.paged.host_peak_bytes
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Energy:
+    """The objective energy.
+
+    Attributes:
+        op_pj: energy of a run of every op.
+        limit_ns: no plan may take more time.
+    """
+
+    op_pj: list[int]
+    limit_ns: float
 
 
 class Director:
@@ -68,8 +78,11 @@ class Director:
         best: None until something keeps the budgets.
     """
 
-    def __init__(self, graph: Graph, budget_bytes: int, host: Host, work: Work) -> None:
+    def __init__(
+        self, graph: Graph, budget_bytes: int, host: Host, work: Work, energy: Energy | None = None
+    ) -> None:
         self.graph, self.budget_bytes, self.host, self.work = graph, budget_bytes, host, work
+        self.energy = energy
         self.start = of_schedule(Schedule(graph, range(len(graph.cost_ns))))
         self.pager = Pager(graph, self.start.steps, host)
         self.best: Mixed | None = None
@@ -83,7 +96,7 @@ class Director:
         """
         self.offer(alone)
         for _ in self._ways():
-            near = self.best is not None and self.best.total_ns <= floor_ns
+            near = self.energy is None and self.best is not None and self.best.total_ns <= floor_ns
             if near or (self.best is not None and not self.work.left):
                 break
         return self.best
@@ -96,9 +109,30 @@ class Director:
             return None
         self.work.done += PAGE_UNITS * len(paged.pages)
         found = Mixed(descent=descent, paged=paged)
-        if self.best is None or found.rank < self.best.rank:
+        if self.energy is not None:
+            found = self._with_energy(found, self.energy)
+        if self.best is None or self.rank(found) < self.rank(self.best):
             self.best = found
         return found
+
+    def rank(self, found: Mixed) -> tuple[bool, int, int, int]:
+        """The cheaper the better; then fewer pages, on a link that others may use."""
+        late = self.energy is not None and found.total_ns > self.energy.limit_ns
+        price = found.total_ns if self.energy is None or late else found.energy_pj
+        return late, price, len(found.paged.pages), found.paged.host_peak_bytes
+
+    def _with_energy(self, found: Mixed, energy: Energy) -> Mixed:
+        """The same with its energy, and with its time where cuts have put prices in energy."""
+        steps = found.descent.steps
+        moved_bytes = found.paged.moved_bytes
+        energy_pj = sum([energy.op_pj[op] for op in steps])
+        energy_pj += round(self.host.link.picojoules_per_byte * moved_bytes)
+        cost_ns = sum([self.graph.cost_ns[op] for op in steps])
+        return replace(found, descent=replace(found.descent, cost_ns=cost_ns), energy_pj=energy_pj)
+
+    def _priced(self, graph: Graph) -> Graph:
+        """The graph whose costs the cuts weigh: time, or energy."""
+        return graph if self.energy is None else replace(graph, cost_ns=self.energy.op_pj)
 
     def _ways(self) -> Iterator[None]:
         yield from self._carried(SHARES[:1])
@@ -143,6 +177,7 @@ class Director:
     def _lowered(
         self, graph: Graph, start: Descent, level_bytes: int, preferred: Collection[int]
     ) -> Iterator[None]:
+        graph = self._priced(graph)
         begin = of_schedule(Schedule(graph, start.steps))
         for tilt_ratio in TILTS:
             lowered = begin
@@ -175,9 +210,9 @@ class Director:
                     schedule.try_delete(position, 1 << 62)
             prune(schedule)
             found = self._repaired(schedule, current, random_number)
-            better = found is not None and found.rank < current.rank
+            better = found is not None and self.rank(found) < self.rank(current)
             stale = 0 if better else stale + 1
-            if found is not None and found.total_ns <= current.total_ns:
+            if found is not None and self.rank(found)[:2] <= self.rank(current)[:2]:
                 current = found
             yield
 
@@ -191,5 +226,5 @@ class Director:
             reserve_ratio=random_number.choice((0.0, 0.0, 0.02)),
             tilt_ratio=random_number.choice((0.0, 0.1, -0.1)),
         )
-        lowered = lower_to(graph, steps, self.budget_bytes, self.work, style)
+        lowered = lower_to(self._priced(graph), steps, self.budget_bytes, self.work, style)
         return self.offer(lowered, preferred)

@@ -15,6 +15,7 @@ from passes.ir import Plan, Program
 from passes.planners import search
 from passes.planners.baselines.plans import BASELINES, PAGING_BASELINES, baseline, paging_baseline
 from passes.planners.config import PlannerConfig
+from passes.planners.energy import plan_energy
 from passes.planners.paging import frontier_paged, least_peak_paged, plan_paged
 
 
@@ -28,6 +29,8 @@ def plan(program: Program, budget_bytes: int, config: PlannerConfig | None = Non
         status INFEASIBLE if it is proved that there is none and UNKNOWN if nothing is proved.
     """
     config = config or PlannerConfig()
+    if config.objective == "energy":
+        return plan_energy(program, budget_bytes, config)
     if config.planner in PAGING_BASELINES:
         assert config.link is not None, "PlannerConfig asks for a link"
         return paging_baseline(program, budget_bytes, config.host_bytes, config.link)

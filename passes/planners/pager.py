@@ -51,12 +51,14 @@ class Paged:
         peak_bytes: live bytes with them.
         waiting_ns: how long kernels stand still.
         host_peak_bytes: the most bytes on the host at once.
+        moved_bytes: bytes that the link carries, both ways together.
     """
 
     pages: tuple[Page, ...]
     peak_bytes: int
     waiting_ns: int
     host_peak_bytes: int
+    moved_bytes: int
 
 
 class Gaps:
@@ -78,7 +80,8 @@ class Gaps:
         runs = np.maximum.accumulate(np.where(order.is_run, np.arange(len(order.position)), 0))
         nbytes = schedule.graph.arrays.nbytes[order.buffer]
         back = np.minimum(order.following, n_steps - 1)
-        rows = np.flatnonzero(~order.dies & (back - order.position > 1) & (nbytes > 0))
+        can = schedule.graph.arrays.pageable[order.buffer]
+        rows = np.flatnonzero(~order.dies & (back - order.position > 1) & can)
         self.buffer: IntArray = order.buffer[rows]
         self.nbytes: IntArray = nbytes[rows]
         self.run: IntArray = order.position[runs[rows]]
@@ -288,6 +291,7 @@ class _Replay:
             peak_bytes=self._peak_bytes(),
             waiting_ns=found.waiting_ns,
             host_peak_bytes=found.host_peak_bytes,
+            moved_bytes=found.moved_bytes,
         )
 
     def _arrive(self, step: int, clock: int) -> int:

@@ -61,14 +61,22 @@ def frontier_paged(program: Program, budgets_bytes: Sequence[int], config: Plann
         for other in found.values():
             cheaper = made.status.found and other.overhead_ratio >= made.overhead_ratio
             if other.status.found and not cheaper:
-                proved_ratio = made.lower_bound_ratio
-                made = dataclasses.replace(
-                    other, budget_bytes=plan.budget_bytes, lower_bound_ratio=proved_ratio
-                )
+                made = _for_more(other, made)
         found[plan.budget_bytes] = made
     seconds = time.perf_counter() - begin
     return tuple(
         dataclasses.replace(found[b], planner=config.planner, seconds=seconds) for b in budgets_bytes
+    )
+
+
+def _for_more(cheaper: Plan, made: Plan) -> Plan:
+    """A smaller budget's plan for the budget of `made`, of which it knows what is proved there."""
+    proved = cheaper.overhead_ratio <= made.lower_bound_ratio + 1e-12
+    return dataclasses.replace(
+        cheaper,
+        budget_bytes=made.budget_bytes,
+        lower_bound_ratio=made.lower_bound_ratio,
+        status=Status.OPTIMAL if proved else Status.FEASIBLE,
     )
 
 

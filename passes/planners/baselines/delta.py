@@ -124,7 +124,7 @@ class Delta:
         nbytes = self.graph.nbytes[buffer]
         swap_ns = self.link.to_host_ns(nbytes) + self.link.from_host_ns(nbytes)
         on_host = sum(self.graph.nbytes[p] for p, c in self.copies.items() if c.out_done is not None)
-        if on_host + nbytes > self.host_room_bytes:
+        if on_host + nbytes > self.host_room_bytes or not self.graph.arrays.pageable[buffer]:
             swap_ns = 1 << 60
         again_ns = self._again_ns(buffer) if not self.graph.is_output[buffer] else 1 << 60
         return min(again_ns, swap_ns), swap_ns < again_ns

@@ -11,7 +11,8 @@ arriving  its bytes are taken, it may not be read yet
 and changes it by being made or sent, by `gone` (it is out), `start` (it comes back) and `back` (it is back).
 One literal for each buffer and moment says each of that; clocks say when steps start and copies end. Copies
 one way are in order: an interval for each, without overlap, none before those of an earlier moment.
-The time of the last moment is minimized. What is proved holds for plans on the axis.
+The time of the last moment is minimized. What is proved holds for plans on the axis, which re-run an op at
+most once in a slot, in schedule order: such a plan is called feasible, and its planner says so.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from passes.simulate import simulate
 Literal = cp_model.IntVar
 STATES = ("device", "leaving", "away", "arriving")
 MOST_LITERALS = 60_000
+PROVED = "exact, proved for plans that re-run an op once a slot"
 
 
 @dataclass(slots=True)
@@ -105,8 +107,9 @@ def solve_paged(program: Program, budget_bytes: int, hint: Plan, link: Link, con
         hint: a plan of the same program for the same budgets; need not keep them.
 
     Returns:
-        OPTIMAL: no plan on the axis takes less time. FEASIBLE: never slower than a hint that keeps the
-        budgets. Else the hint as it is. The lower bound stays the hint's, which holds for all plans.
+        Never slower than a hint that keeps the budgets, by `PROVED` if no plan on the axis takes less time.
+        The hint as it is where nothing better is found. The lower bound stays the hint's, which holds for
+        all plans.
     """
     graph = Graph.of(program)
     axis = Axis.around(graph, range(len(graph.cost_ns)), range(len(graph.cost_ns) + 1))
@@ -123,10 +126,10 @@ def solve_paged(program: Program, budget_bytes: int, hint: Plan, link: Link, con
     found = _plan_of(made, solver, program, hint)
     if found.peak_bytes > budget_bytes or found.host_peak_bytes > hint.host_budget_bytes:
         return hint
-    proved = Status.OPTIMAL if status == cp_model.OPTIMAL else Status.FEASIBLE
+    planner = PROVED if status == cp_model.OPTIMAL else hint.planner
     if hint.status.found and found.overhead_ratio >= hint.overhead_ratio:
-        return dataclasses.replace(hint, status=proved)
-    return dataclasses.replace(found, status=proved)
+        return dataclasses.replace(hint, planner=planner)
+    return dataclasses.replace(found, planner=planner, status=Status.FEASIBLE)
 
 
 def _longest_ns(axis: Axis, link: Link) -> int:
@@ -157,15 +160,15 @@ def add_variables(made: _Model) -> None:
     for i, first in enumerate(made.axis.is_first):
         made.on.append(model.new_constant(1) if first else model.new_bool_var(f"run at {i}"))
         for b in graph.outputs[made.axis.steps[i]]:
-            if graph.nbytes[b]:
+            if graph.arrays.pageable[b]:
                 made.sent[i, b] = model.new_bool_var(f"send {b} at {i}")
                 model.add_implication(made.sent[i, b], made.on[i])
     for i in range(made.end + 1):
         for b in made.buffers(i):
-            for state in STATES if graph.nbytes[b] else STATES[:1]:
+            for state in STATES if graph.arrays.pageable[b] else STATES[:1]:
                 made.state[state, i, b] = model.new_bool_var(f"{b} {state} at {i}")
             model.add(made.there(i, b) <= 1)
-            for event in ("gone", "start", "back", "kept") if graph.nbytes[b] else ():
+            for event in ("gone", "start", "back", "kept") if graph.arrays.pageable[b] else ():
                 made.event[event, i, b] = model.new_bool_var(f"{b} {event} at {i}")
     for b, is_output in enumerate(graph.is_output):
         if is_output and graph.producer[b] >= 0:
@@ -332,7 +335,7 @@ def _plan_of(made: _Model, solver: cp_model.CpSolver, program: Program, hint: Pl
     steps = tuple(OpId(op) for op, runs in zip(made.axis.steps, on, strict=True) if runs)
     started: list[tuple[int, int, Page]] = []
     for b, op in enumerate(made.graph.producer):
-        if op >= 0 and made.graph.nbytes[b]:
+        if op >= 0 and made.graph.arrays.pageable[b]:
             started += _pages_of(made, solver, b, on, index)
     started.sort(key=lambda s: s[:2])
     pages = tuple(page for _, _, page in started)

@@ -1,0 +1,48 @@
+"""The benchmark of pages: its programs, its rows, and the figures that it must not lose."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import paging
+from benchmarks.graphs import Transformer, resnet, transformer
+from passes.paging.link import C2C, PCIE5
+from passes.planners import PlannerConfig, plan
+from passes.simulate import simulate
+from passes.validate import validate
+
+
+def test_rows_and_table_of_a_small_transformer():
+    program = transformer(Transformer(width=4096, layers=2, vocab=1024))
+    rows = paging.measure(program, [PCIE5], [0.6]) + paging.measure_least(program, [PCIE5])
+    by_way = {row.way: row for row in rows if row.link == "pcie5"}
+    alone = next(row for row in rows if row.way == "alone")
+    assert by_way["pages"].overhead_ratio <= min(alone.overhead_ratio, by_way["delta"].overhead_ratio)
+    text = paging.table(rows)
+    assert "nothing here is compiled or measured" in text
+    assert "recompute alone" in text
+
+
+@pytest.mark.parametrize(
+    ("width", "ratio", "most"), [(4096, 0.5, 0.015), (4096, 0.3, 0.09), (8192, 0.3, 0.01), (8192, 0.2, 0.042)]
+)
+def test_what_pages_give_a_wide_transformer(width: int, ratio: float, most: float):
+    program = transformer(Transformer(width=width))
+    budget_bytes = int(ratio * simulate(program, tuple(op.id for op in program.ops)).peak_bytes)
+    config = PlannerConfig(quick=True, host_bytes=paging.HOST_BYTES, link=PCIE5)
+    made = plan(program, budget_bytes, config)
+    validate(program, made, PCIE5)
+    assert made.status.found
+    assert made.overhead_ratio <= most
+    assert made.overhead_ratio - made.lower_bound_ratio <= 0.012
+
+
+def test_a_quick_link_makes_recompute_needless():
+    program = transformer(Transformer(width=4096, layers=4))
+    budget_bytes = int(0.3 * simulate(program, tuple(op.id for op in program.ops)).peak_bytes)
+    made = plan(program, budget_bytes, PlannerConfig(host_bytes=paging.HOST_BYTES, link=C2C, quick=True))
+    assert made.overhead_ratio <= 0.02
+
+
+def test_the_resnets_have_their_layers():
+    assert [len([op for op in resnet(d, 2).ops if op.name == "conv"]) for d in (50, 101)] == [53, 104]

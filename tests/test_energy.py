@@ -1,0 +1,76 @@
+"""Plans of least energy: within the budgets, and within a limit of time."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from strategies import example, small_gpt
+
+from passes.cost import DEVICES, kernel_pj
+from passes.ir import Program
+from passes.listing import read_plan
+from passes.paging.link import PCIE5, Link
+from passes.planners import PlannerConfig, plan
+from passes.simulate import simulate
+from passes.validate import validate
+
+LINK = Link(to_host_bytes_per_second=3e8, from_host_bytes_per_second=3e8, picojoules_per_byte=1.0)
+HOST = {"host_bytes": 1 << 30, "link": LINK, "quick": True}
+
+
+def frugal_gpt() -> Program:
+    """A training step whose quick kernels take the most energy."""
+    program = small_gpt(3)
+    most = max(op.cost_ns for op in program.ops)
+    ops = tuple(dataclasses.replace(op, energy_pj=1 + 9 * (most - op.cost_ns)) for op in program.ops)
+    return dataclasses.replace(program, ops=ops)
+
+
+def half_of(program: Program) -> int:
+    """Half of the peak."""
+    return simulate(program, tuple(op.id for op in program.ops)).peak_bytes // 2
+
+
+@pytest.mark.parametrize("options", [{"quick": True}, HOST], ids=["alone", "host"])
+def test_less_energy_is_found_where_time_may_be_spent(options: dict[str, object]):
+    program = frugal_gpt()
+    budget_bytes = half_of(program)
+    kept = plan(program, budget_bytes, PlannerConfig(objective="energy", max_overhead=0.15, **options))
+    free = plan(program, budget_bytes, PlannerConfig(objective="energy", **options))
+    quick = plan(program, budget_bytes, PlannerConfig(**options))
+    for made in (kept, free):
+        validate(program, made, LINK)
+        assert made.status.found
+    assert kept.overhead_ratio <= 0.15
+    assert free.energy_pj <= kept.energy_pj
+    spent_pj = sum(program.ops[step].energy_pj for step in quick.steps)
+    assert free.energy_pj < spent_pj + LINK.picojoules_per_byte * sum(
+        2 * program.buffers[page.buffer].nbytes for page in quick.pages
+    )
+    assert read_plan(kept.to_json()).energy_pj == kept.energy_pj
+
+
+def test_a_limit_that_no_plan_keeps_is_not_kept_silently():
+    program = frugal_gpt()
+    made = plan(program, half_of(program), PlannerConfig(objective="energy", max_overhead=0.0, quick=True))
+    assert not made.status.found
+
+
+def test_what_energy_needs_is_said():
+    with pytest.raises(ValueError, match="no op of the program has `energy_pj`"):
+        plan(example(), 12, PlannerConfig(objective="energy"))
+    with pytest.raises(ValueError, match="it is time or energy"):
+        PlannerConfig(objective="money")
+    with pytest.raises(ValueError, match="it is a share, for `objective` energy"):
+        PlannerConfig(max_overhead=0.1)
+
+
+def test_energy_of_kernels_follows_the_data_sheet():
+    h200 = DEVICES["h200"]
+    full_ns = 1e9 * 2**40 / h200.flops_16bit
+    moved = int(h200.bytes_per_second * full_ns * 1e-9)
+    joules = kernel_pj(h200, nbytes=moved, matrix_flops=2**40, bits=16) * 1e-12
+    assert joules / (full_ns * 1e-9) == pytest.approx(h200.watts, rel=1e-3)
+    assert kernel_pj(DEVICES["v5e"], nbytes=1) == 0
+    assert PCIE5.picojoules_per_byte > h200.memory_picojoules_per_byte
