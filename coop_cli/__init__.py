@@ -126,6 +126,9 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--budget", required=True, help='bytes, "8GiB", "85%%" of the device, or 0.5 of the plain peak'
     )
+    command.add_argument(
+        "--host", metavar="BYTES", help='how much may wait in the host\'s memory, such as "64GiB"'
+    )
     command.add_argument("--planner", default="auto", choices=PLANNERS, help=PLANNER_HELP)
 
 

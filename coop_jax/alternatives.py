@@ -211,7 +211,8 @@ class _Search:
 
     def paged(self, best: xla.Choice, first: StageOutcome) -> xla.Choice:
         """The best of what is known and programs in which less is computed again, and pages do the rest."""
-        if not first.host_budget_bytes:
+        planned = self.record.jaxpr
+        if not first.host_budget_bytes or planned is None or not planned.changed:
             return best
         budget_bytes = self.record.budget_bytes
         left = (budget_bytes - first.fixed_bytes) / max(first.before_temp_bytes, 1)

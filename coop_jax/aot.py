@@ -98,10 +98,8 @@ class Memory:
         return self.argument_bytes + self.output_bytes - self.alias_bytes
 
     def to_dict(self) -> dict[str, int]:
-        """The fields by name."""
-        names = (
-            "argument_bytes", "output_bytes", "temp_bytes", "alias_bytes", "total_bytes", "host_bytes",
-        )  # fmt: skip
+        """The fields of the device's memory by name."""
+        names = ("argument_bytes", "output_bytes", "temp_bytes", "alias_bytes", "total_bytes")
         return {name: getattr(self, name) for name in names}
 
     def __str__(self) -> str:

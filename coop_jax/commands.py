@@ -84,10 +84,10 @@ def _pareto(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     program, options = _program(arguments)
     drawn = arguments.out is not None and arguments.out.suffix not in (".json", ".txt")
-    asked = {"budget": _budget(arguments.budget), "planner": arguments.planner, **options}
+    asked = {"budget": _budget(arguments.budget), "host": arguments.host, "planner": arguments.planner}
     with of_user(arguments.target), progress() as tell:
         tell("compiling it within the budget")
-        compiled = compile_within(program.function, *program.specs, **asked)
+        compiled = compile_within(program.function, *program.specs, **asked, **options)
         if not drawn:
             return _give(arguments, found := report(compiled), lambda path: save(found, path))
         tell("compiling the program as it is, for the picture")

@@ -27,6 +27,7 @@ from passes.hlo.enforce import OnFragmentation
 from passes.ir import Status
 from passes.jaxpr import compat, module
 from passes.jaxpr.constraints import constrain_pair, constrain_program
+from passes.jaxpr.host_stacks import offloaded_bytes, uses_host, with_host_stacks
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.shards import enter
 from passes.jaxpr.stage import JaxprRequest, JointResult, plan_joint, plan_program
@@ -90,6 +91,8 @@ def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Pl
         raise PlannedAlreadyError
     with again.nothing_wished():
         written = _planned_and_marked(ctx, jaxpr, config, planned, asked)
+    if uses_host(compat.open_jaxpr(written)[0]):
+        module.keep_memory_moves(ctx)
     return compat.lower_inline(ctx, written, operands)
 
 
@@ -126,6 +129,9 @@ def _planned_and_marked(
         jaxpr, outcome = _plan_whole(constrained, request, facts, config, budget_bytes, asked)
     else:
         outcome = _as_planned(planned, request)
+    if BACKENDS[facts.platforms[0]].pages:
+        jaxpr, paged = with_host_stacks(jaxpr)
+        outcome = None if outcome is None else dataclasses.replace(outcome, paged=paged)
     record = xla.Record(
         budget=str(config.budget),
         budget_bytes=budget_bytes,
@@ -255,6 +261,10 @@ def _plan_whole(
     if request is None:
         return _plan_partitioned(plain, facts, config, budget_bytes, asked)
     request = _as_wished(request, asked, lambda: plan_program(plain, _unlimited(request))[1])
+    if BACKENDS[facts.platforms[0]].pages:
+        # The jaxpr stage counts what waits on the host as kept on the device.
+        beyond = offloaded_bytes(compat.open_jaxpr(plain)[0])
+        request = dataclasses.replace(request, budget_bytes=request.budget_bytes + beyond)
     may_pin = config.on_fragmentation == "pin" and BACKENDS[facts.platforms[0]].pins_as_compiled
     may_pin = may_pin and is_whole(plain, facts)
     if may_pin and pinned_plain_bytes(plain, facts.device, facts.donated) <= budget_bytes:

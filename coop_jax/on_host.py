@@ -10,6 +10,7 @@ from typing import Any
 from coop_jax.record import Record
 from coop_jax.screen import Table
 from coop_jax.text import format_bytes, format_ns
+from coop_jax.xla import UNLIMITED_BYTES
 from passes.backend import Backend
 from passes.outcome import Paged, StageOutcome
 
@@ -67,7 +68,8 @@ class HostUse:
         """A sentence or two; none if no host memory was asked for and none is used."""
         if not self.budget_bytes and not self.compiled_bytes:
             return []
-        given = f" of {format_bytes(self.budget_bytes)}" if self.budget_bytes else ""
+        limited = 0 < self.budget_bytes < UNLIMITED_BYTES
+        given = f" of {format_bytes(self.budget_bytes)}" if limited else ""
         found = [
             f"on the host: {format_bytes(self.compiled_bytes)}{given} by XLA's count, "
             f"planned {format_bytes(self.planned_bytes)}"

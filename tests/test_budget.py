@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coop_jax.budget import Budget, parse_bytes
-from coop_jax.errors import BudgetError, UnsupportedError
+from coop_jax.errors import BudgetError
 from coop_jax.text import format_bytes, format_ns, format_table
 
 GIB = 2**30
@@ -119,9 +119,11 @@ def test_what_is_missing_is_named() -> None:
         Budget(device=100, headroom=100).resolve()
 
 
-def test_host_budgets_are_refused_until_there_is_paging() -> None:
-    with pytest.raises(UnsupportedError, match="paging"):
-        Budget(host="8GiB")
+@pytest.mark.parametrize("host", [0.5, -1, "8g", "85%", True])
+def test_host_memory_is_bytes(host: object) -> None:
+    assert Budget(host="8GiB").host_bytes == 8 << 30
+    with pytest.raises(BudgetError):
+        Budget(host=host)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("headroom", [0.5, -1, "8g", True])

@@ -260,9 +260,8 @@ def test_forward_programs_take_constraints() -> None:
         ({"save": ["h"], "recompute": "h"}, "'h' cannot be in `save` and in `recompute`"),
         ({"save": [1]}, "names are strings"),
         ({"policy": "dots"}, "not callable"),
-        ({"policy": policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[], names_which_can_be_offloaded=["h"],
-            offload_src="device", offload_dst="pinned_host")}, "no paging to the host"),
+        ({"offload": ["h"], "save": "h"}, "'h' cannot be in `save` and in `offload`"),
+        ({"offload": "k"}, r"'k' in offload=\('k',\): no checkpoint_name"),
     ],
 )  # fmt: skip
 def test_mistakes_are_refused(options: dict[str, Any], message: str) -> None:

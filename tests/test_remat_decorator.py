@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 from coop_jax import xla
 from coop_jax.budget import Budget
@@ -134,9 +135,12 @@ def test_host_callbacks_work() -> None:
     np.testing.assert_allclose(jax.jit(remat(f, budget=LARGE))(X), 2 * X.sum())
 
 
-def test_paging_to_the_host_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="Leave `offload` out"):
-        remat(lambda x: x, budget=LARGE, offload=["h"])
+def test_what_is_offloaded_is_kept_where_nothing_can_be_paged() -> None:
+    def f(x: Any) -> Any:
+        return jnp.sin(checkpoint_name(jnp.tanh(x), "h")).sum()
+
+    kept = jax.jit(jax.grad(remat(f, budget=LARGE, offload=["h"])))
+    np.testing.assert_allclose(kept(X), jax.grad(f)(X), rtol=1e-6)
 
 
 def test_nonsense_is_refused_when_decorating() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 import coop_jax as coop
 from coop_jax import aot, xla
+from coop_jax.on_host import HostUse
 from coop_jax.report import _address_text, _assemble
 from examples.models import adam_init, adam_step
 from passes.ir import Status
@@ -25,6 +26,7 @@ OFFSET_KEYS = {
     "buffers", "equal", "predicted_temp_bytes", "compiled_temp_bytes", "live_temp_bytes", "pinned",
     "packed_temp_bytes", "saved_temp_bytes", "pin_reason",
 }  # fmt: skip
+NO_HOST = HostUse()
 OFFSETS: dict[str, int | bool | str | None] = {
     "buffers": 9, "equal": 9, "predicted_temp_bytes": 800, "compiled_temp_bytes": 790,
     "live_temp_bytes": 750, "packed_temp_bytes": 760, "saved_temp_bytes": 0, "pinned": False,
@@ -59,7 +61,7 @@ def record(**changes: object) -> xla.Record:
 
 
 def test_both_stages_count() -> None:
-    found = _assemble(record(), MEMORY, OFFSETS)
+    found = _assemble(record(), MEMORY, OFFSETS, NO_HOST)
     assert found.overhead_ratio == pytest.approx(1.1 * 1.1 - 1)
     assert found.planned_total_bytes == 130 + 800
     assert found.baseline_total_bytes == 130 + 2000
@@ -84,28 +86,30 @@ def test_kernels_of_one_kind_and_line_are_one_row_by_what_the_user_wrote() -> No
 
 
 def test_a_compiled_baseline_is_said_to_be_one() -> None:
-    found = _assemble(record(baseline_total_bytes=3000, baseline_compiled=True), MEMORY, OFFSETS)
+    found = _assemble(record(baseline_total_bytes=3000, baseline_compiled=True), MEMORY, OFFSETS, NO_HOST)
     assert found.baseline_total_bytes == 3000
     assert "without rematerialization (compiled)" in str(found)
     assert found.to_dict()["baseline"] == "compiled"
-    predicted = _assemble(record(), MEMORY, OFFSETS)
+    predicted = _assemble(record(), MEMORY, OFFSETS, NO_HOST)
     assert "without rematerialization (predicted, may be far off)" in str(predicted)
     assert predicted.to_dict()["baseline"] == "predicted, may be far off"
 
 
 def test_the_time_of_all_kernels_stands_beside_the_plain_programs() -> None:
-    found = _assemble(record(baseline_cost_ns=2_000_000), MEMORY, OFFSETS)
+    found = _assemble(record(baseline_cost_ns=2_000_000), MEMORY, OFFSETS, NO_HOST)
     assert (found.baseline_cost_ns, found.compiled_cost_ns) == (2_000_000, 1100)
     assert "all kernels as compiled: estimated 1.1 us, without rematerialization 2 ms (-99.94 %)" in str(
         found
     )
-    assert "all kernels as compiled: estimated 1.1 us\n" in str(_assemble(record(), MEMORY, OFFSETS))
-    assert "all kernels" not in str(_assemble(record(hlo=None), MEMORY, OFFSETS))
+    assert "all kernels as compiled: estimated 1.1 us\n" in str(_assemble(record(), MEMORY, OFFSETS, NO_HOST))
+    assert "all kernels" not in str(_assemble(record(hlo=None), MEMORY, OFFSETS, NO_HOST))
 
 
 def test_an_untouched_program_is_optimal() -> None:
     idle = {"changed": False, "recompute_ns": 0, "recomputed": ()}
-    found = _assemble(record(jaxpr=stage("jaxpr", **idle), hlo=stage("hlo", **idle)), MEMORY, OFFSETS)
+    found = _assemble(
+        record(jaxpr=stage("jaxpr", **idle), hlo=stage("hlo", **idle)), MEMORY, OFFSETS, HostUse()
+    )
     assert found.status is Status.OPTIMAL
     assert found.overhead_ratio == 0
     assert "recomputed: nothing, the program keeps its budget as it is" in str(found)
@@ -113,7 +117,7 @@ def test_an_untouched_program_is_optimal() -> None:
 
 def test_a_rewritten_program_is_not_said_to_be_as_it_was() -> None:
     rewritten = stage("jaxpr", recomputed=(), recompute_ns=0, status=Status.UNKNOWN)
-    found = _assemble(record(jaxpr=rewritten, hlo=None), MEMORY, OFFSETS)
+    found = _assemble(record(jaxpr=rewritten, hlo=None), MEMORY, OFFSETS, NO_HOST)
     assert found.changed
     assert found.status is Status.FEASIBLE
     assert "as it is" not in str(found)
@@ -122,7 +126,7 @@ def test_a_rewritten_program_is_not_said_to_be_as_it_was() -> None:
 
 def test_the_text_groups_what_is_recomputed() -> None:
     many = tuple(Recomputed(op=f"op{i % 20}", source="", nbytes=i, cost_ns=1, stage="hlo") for i in range(60))
-    text = str(_assemble(record(hlo=stage("hlo", recomputed=many)), MEMORY, OFFSETS))
+    text = str(_assemble(record(hlo=stage("hlo", recomputed=many)), MEMORY, OFFSETS, NO_HOST))
     assert "b/model.py:3 (f)" in text
     assert "a/b/model.py" not in text
     assert "op19" in text

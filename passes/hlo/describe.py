@@ -47,6 +47,7 @@ class Counted:
     alias_bytes: int
     temp_bytes: int
     total_bytes: int
+    host_bytes: int = 0
 
 
 def describe(

@@ -124,6 +124,11 @@ def _with_saved(halves: _Halves, values: Values) -> _Halves:
     rename: dict[Any, Any] = {}
     eqns, flags = [], []
     for eqn, backward in zip(halves.jaxpr.eqns, halves.backward, strict=True):
+        name = compat.checkpoint_name_of(eqn)
+        if name and not is_saved(name) and values.base(eqn.outvars[0]) in values.offloaded:
+            # One form of what waits on the host is enough: another one would stay on the device.
+            rename[eqn.outvars[0]] = compat.renamed(eqn.invars[0], rename)
+            continue
         kept = [v for v in eqn.outvars if v in values.saved and not is_saved(compat.checkpoint_name_of(eqn))]
         mark = OFFLOADED if any(v in values.offloaded for v in kept) else SAVED
         eqn = compat.rename_inputs(eqn, rename)
@@ -149,7 +154,7 @@ def _kept(value: Any, result: Any, mark: str, like: Any) -> list[Any]:
 
 def _with_fewer_stacks(halves: _Halves, constraints: Constraints) -> _Halves:
     """Pairs of scans, forward and backward, whose first one does not stack what is not to be kept."""
-    if not constraints.recompute and constraints.policy is None:
+    if not constraints.recompute and not constraints.offload and constraints.policy is None:
         return halves
     choices = []
     for pair in find_pairs(halves.jaxpr):

@@ -224,3 +224,11 @@ def set_module_attributes(lowered: Any, entries: Mapping[str, str]) -> None:
 def module_name(ctx: Any) -> str:
     """The name of the module that is being lowered, such as "jit_step"."""
     return str(ir.StringAttr(ctx.module_context.module.operation.attributes["sym_name"]).value)
+
+
+def keep_memory_moves(ctx: Any) -> None:
+    """Let moves between memories in a program that is being lowered reach XLA.
+
+    JAX drops them where the program that it was given has none; ours is written only now.
+    """
+    ctx.module_context.all_default_mem_kind = False

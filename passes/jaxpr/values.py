@@ -107,6 +107,9 @@ class Values:
         """True for a variable of the forward pass that must not be kept for the backward pass."""
         return self._is_forward(v) and self.base(v) in self.dropped
 
+    def _is_offloaded(self, v: Any) -> bool:
+        return self._is_forward(v) and self.base(v) in self.offloaded
+
     def _is_forward(self, v: Any) -> bool:
         return compat.is_variable(v) and v in self.place and not self._backward[self.place[v]]
 
@@ -150,12 +153,13 @@ class Values:
         return wanted
 
     def _drop_what_follows(self) -> None:
-        """What is computed elementwise from dropped values would be kept in their stead."""
-        if not self.dropped:
+        """What is computed elementwise from dropped values, or from what waits on the host, would be kept on
+        the device in their stead."""
+        if not self.dropped and not self.offloaded:
             return
         for eqn, backward in zip(self._eqns, self._backward, strict=True):
-            follows = kind_of(eqn.primitive.name) is Kind.FUSIBLE and any(map(self.is_dropped, eqn.invars))
-            if follows and not backward:
+            left = any(self.is_dropped(v) or self._is_offloaded(v) for v in eqn.invars)
+            if left and kind_of(eqn.primitive.name) is Kind.FUSIBLE and not backward:
                 self.dropped |= {v for v in eqn.outvars if v in self._crossing} - self.saved
 
     def _needed(self) -> set[Any]:

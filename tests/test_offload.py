@@ -1,0 +1,105 @@
+"""`offload=` and policies that offload, straight-line and in scans, on devices that are not here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hlo_support as h
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import coop_jax as coop
+from coop_jax import aot
+from passes.hlo import graph, proto
+from passes.jaxpr import compat
+from passes.jaxpr.constraints import constrain_program
+from passes.jaxpr.host_stacks import offloaded_bytes, with_host_stacks
+from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.values import Constraints
+
+LAYERS, ROWS, WIDTH = 6, 4096, 256
+STACK = LAYERS * ROWS * WIDTH * 4
+POLICY = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[], names_which_can_be_offloaded=["h"], offload_src="device",
+    offload_dst="pinned_host",
+)  # fmt: skip
+SPECS = (
+    jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32),
+    jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32),
+)
+
+
+def layer(w: Any, x: Any) -> Any:
+    """A kernel whose result has a name, and what is cheap to compute from it."""
+    return jnp.sin(checkpoint_name(jnp.tanh(x @ w), "h"))
+
+
+def looped(ws: Any, x: Any) -> Any:
+    """The layers one by one."""
+    for w in ws:
+        x = layer(w, x)
+    return (x**2).mean()
+
+
+def scanned(ws: Any, x: Any) -> Any:
+    """The layers in a scan."""
+    return (lax.scan(lambda x, w: (layer(w, x), None), x, ws)[0] ** 2).mean()
+
+
+def held(function: Any, device: str, **options: Any) -> Any:
+    """A gradient compiled within a budget that is large; a TPU's values stay off the chip."""
+    limited = coop.remat(jax.grad(function), budget="15GiB", device=device, **options)
+    lowered = aot.lower_for(jax.jit(limited), SPECS, device=device)
+    return lowered.compile(compiler_options={"xla_msa_enable": "DISABLED"} if device == "v5e" else None)
+
+
+@pytest.mark.parametrize("options", [{"offload": "h"}, {"policy": POLICY}], ids=["name", "policy"])
+def test_a_named_stack_waits_on_the_host(v5e: str, options: dict[str, Any]) -> None:
+    compiled = held(scanned, "v5e", **options)
+    found = coop.report(compiled)
+    assert found.host.compiled_bytes == found.host.planned_bytes == STACK
+    assert [p.nbytes for p in found.host.paged] == [STACK]
+    assert found.host.paged[0].source.startswith(__file__)
+
+
+def test_a_named_stack_is_written_before_it_is_read(h200: str) -> None:
+    compiled = held(scanned, "h200", offload="h", host="1GiB")
+    found = coop.report(compiled)
+    assert found.host.compiled_bytes == found.host.planned_bytes == STACK
+    seen = h.replayed(compiled)
+    assert not seen.problems
+    assert (seen.to_host, seen.from_host) == (LAYERS, LAYERS)
+
+
+def test_named_values_wait_on_the_host(v5e: str) -> None:
+    compiled = held(looped, "v5e", offload="h")
+    found = coop.report(compiled)
+    each = STACK // LAYERS
+    # The last one is used at once.
+    assert {p.nbytes for p in found.host.paged} == {each}
+    assert len(found.host.paged) >= LAYERS - 1
+    assert found.host.compiled_bytes == found.host.planned_bytes >= (LAYERS - 1) * each
+    view = graph.read(proto.parse(aot.final_module(compiled)))
+    starts = [i for i in view.entry.by_id.values() if i.opcode == "copy-start"]
+    assert len(starts) >= 2 * len(found.host.paged)
+
+
+def test_what_is_computed_from_an_offloaded_value_is_computed_again() -> None:
+    """Else it would be stacked on the device in its stead."""
+    avals = [compat.typeof(jnp.ones(s.shape, s.dtype)) for s in SPECS]
+    closed = inline_calls(compat.trace(lambda *args: [jax.grad(scanned)(*args)], avals))
+    constrained = constrain_program(closed, Constraints(offload=("h",)))
+    assert offloaded_bytes(compat.open_jaxpr(constrained)[0]) == STACK
+    moved, paged = with_host_stacks(constrained)
+    assert [p.nbytes for p in paged] == [STACK]
+    forward = next(e for e in compat.open_jaxpr(moved)[0].eqns if e.primitive.name == "scan")
+    stacks = [v.aval for v in forward.outvars[1:]]
+    assert [a.memory_space for a in stacks].count(jax.memory.Space.Host) == 1
+    assert len(stacks) == 2  # and the carry, which a weight's gradient needs
+    args = [np.random.default_rng(0).normal(size=s.shape).astype(s.dtype) / 8 for s in SPECS]
+    for one, other in zip(compat.evaluate(constrained, args), compat.evaluate(closed, args), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
