@@ -55,7 +55,7 @@ def least(data: bytes, platform: str, host_bytes: int = 0) -> int:
 
 @pytest.mark.parametrize(
     ("platform", "model", "form"),
-    [("cuda", "mlp", "step"), ("cuda", "gpt", "step"), ("tpu", "mlp", "grad"), ("tpu", "gpt", "step")],
+    [("cuda", "mlp", "step"), ("cuda", "gpt", "step"), ("tpu", "mlp", "grad")],
 )
 def test_pages_keep_budgets_that_recompute_alone_cannot(
     h200: str, v5e: str, platform: str, model: str, form: str
