@@ -24,10 +24,10 @@ from passes.hlo.cost import computation_ns, computation_times_ns, program_cost_n
 from passes.hlo.emit import emit
 from passes.hlo.fit import Task, Written, fit
 from passes.hlo.heap import HeapPrediction, packing_saves, predict_assigned
-from passes.hlo.hoist import hoisted
 from passes.hlo.labels import forced_values
 from passes.hlo.lift import LiftedModule, lift
 from passes.hlo.loops import tightened
+from passes.hlo.reorder import reordered
 from passes.ir import Status
 from passes.outcome import Recomputed, StageOutcome, paged_by, recomputed_by, tightest_values
 from passes.planners import PlannerConfig
@@ -99,7 +99,7 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
         return module_bytes, replace(kept, status=Status.UNKNOWN, needs_pinning=True, least_total_bytes=least)
     lifted = lift(view, request.device, request.platform, assigner=before, prediction=prediction)
     cost_ns = lifted.program.cost_ns
-    lifted = _hoisted(lifted, request.device)
+    lifted = _reordered(lifted, request.device)
     config = _config(request, lifted, forced)
     pinned = request.on_fragmentation == "pin"
     task = Task(lifted=lifted, budget_bytes=request.budget_bytes, config=config, pinned=pinned,
@@ -134,9 +134,9 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
     )
 
 
-def _hoisted(lifted: LiftedModule, device: DeviceModel) -> LiftedModule:
-    """The module with what frees memory run as soon as it can be, if that is not packed worse."""
-    order = hoisted(lifted)
+def _reordered(lifted: LiftedModule, device: DeviceModel) -> LiftedModule:
+    """The module in an order that keeps values for a shorter time, if that is not packed worse."""
+    order = reordered(lifted)
     if order is None:
         return lifted
     view = graph.read(emit(lifted, order))

@@ -1,14 +1,14 @@
 """Plans for the bodies of loops, where the plan of what surrounds them cannot keep the budget.
 
 To the entry a loop is one op, and what its body needs is that op's workspace. XLA orders a body without
-regard to a budget, on a CPU breadth first: re-ordering it alone often makes it a third smaller, which costs
-nothing. So where a loop is what breaks the budget, its body is planned as the entry is, for what it may
-have; if loops inside it are what breaks that, they come first. A re-run costs as often as the loop turns.
+regard to a budget. So where a loop is what breaks it, its body is put in a better order and planned as the
+entry is, for what it may have; if loops inside it are what breaks that, they come first. A re-run costs as
+often as the loop turns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from passes.cost import DeviceModel
@@ -19,6 +19,7 @@ from passes.hlo.dataflow import loop_parts
 from passes.hlo.emit import emit
 from passes.hlo.graph import Instruction
 from passes.hlo.lift import LiftedModule, lift
+from passes.hlo.reorder import reordered
 from passes.ir import OpId, Plan, Program, Status
 from passes.outcome import Recomputed, recomputed_by
 from passes.planners import PlannerConfig, least_peak, plan, working_set_bytes
@@ -79,6 +80,10 @@ class _Work:
         """Plan one body for as much less as its loop is over."""
         body = self._body(loop)
         target_bytes = _peak_bytes(body.program) - excess_bytes
+        order = reordered(body)
+        if order is not None:
+            self._write(body, order)
+            body = self._body(loop)
         made = self._plan(body.program, target_bytes)
         if not made.status.found:
             before = self.lifted
@@ -87,7 +92,9 @@ class _Work:
                 body = self._body(loop)
                 made = self._plan(body.program, target_bytes)
         if made.peak_bytes < _peak_bytes(body.program):
-            self._write(body, made, turns)
+            self._write(body, made.steps)
+            again = recomputed_by(body.program, made.steps, "hlo")
+            self.recomputed += [replace(r, cost_ns=turns * r.cost_ns) for r in again]
 
     def _body(self, loop: Instruction) -> LiftedModule:
         """The body of a loop as it is now."""
@@ -109,13 +116,11 @@ class _Work:
                 return made
         return replace(least_peak(program, self.config), status=Status.UNKNOWN)
 
-    def _write(self, body: LiftedModule, made: Plan, turns: int) -> None:
-        module = graph.read(emit(body, made.steps))
+    def _write(self, body: LiftedModule, steps: Sequence[OpId]) -> None:
+        module = graph.read(emit(body, steps))
         old = self.lifted
         assigner = Assigner(module, old.platform, old_rules=old.assigner.old_rules)
         self.lifted = lift(module, self.device, old.platform, assigner=assigner)
-        again = recomputed_by(body.program, made.steps, "hlo")
-        self.recomputed += [replace(r, cost_ns=turns * r.cost_ns) for r in again]
 
 
 def _over(scope: LiftedModule, made: Plan, limit_bytes: int) -> Iterator[tuple[Instruction, int]]:

@@ -1,9 +1,11 @@
-"""Run what frees memory as soon as it can be run.
+"""Run what frees memory as soon as it can be, and what takes it as late as it may.
 
 XLA's schedulers hide latencies; a parameter's update may come at the end of the program, and the gradient
-waits for it all the while. An op that frees a value and takes next to nothing, since it writes over an
-argument or into a result, never hurts earlier: it is moved to just behind the last other reader of the
-value, and what little it needs besides, such as a learning rate, comes with it. Every kernel stays as it is.
+waits for it all the while; the zeros in which a loop will add up may be made at its beginning. Two moves
+never hurt. An op that frees a value and takes next to nothing, since it writes over an argument or into a
+result, goes to just behind the last other reader of the value, and what little it needs besides, such as a
+learning rate, comes with it. An op that frees nothing, since all that it reads is there anyway until its
+result is read, goes to just before that. Every kernel stays as it is.
 
 Not moved: what calls other computations but fusions, and what has control dependencies.
 """
@@ -12,16 +14,16 @@ from __future__ import annotations
 
 from passes.hlo.lift import LiftedModule
 from passes.hlo.purity import Purity
-from passes.ir import BufferId, OpId, Program
+from passes.ir import BufferId, Op, OpId, Program
 
 # What is taken over what is freed: less than the largest alignment's loss on values of a megabyte.
 NEXT_TO_NOTHING = 1 / 64
 _STAYS = frozenset({"while", "conditional", "call", "custom-call", "sort", "scatter", "rng-bit-generator"})
 
 
-def hoisted(lifted: LiftedModule) -> tuple[OpId, ...] | None:
+def reordered(lifted: LiftedModule) -> tuple[OpId, ...] | None:
     """The ops of a lifted computation in the new order; None where nothing moves."""
-    work = _Hoist(lifted.program, _movable(lifted))
+    work = Reorder(lifted.program, _movable(lifted))
     work.run()
     return tuple(work.order) if work.moved else None
 
@@ -39,7 +41,15 @@ def _movable(lifted: LiftedModule) -> list[bool]:
     return found
 
 
-class _Hoist:
+class Reorder:
+    """The order of a program's ops while they are moved.
+
+    Attributes:
+        order: op ids.
+        place: of every op in `order`.
+        moved: True once something was moved.
+    """
+
     def __init__(self, program: Program, movable: list[bool]) -> None:
         self.program = program
         self.movable = movable
@@ -56,11 +66,14 @@ class _Hoist:
         self.kept = {*program.outputs, *program.arguments}
 
     def run(self) -> None:
-        """Hoist every op that frees, in the order of the schedule."""
+        """Hoist what frees, from the first op on; then sink what frees nothing, from the last."""
         for op in self.program.ops:
             freed = self._freed(op.id)
             if freed is not None and self.movable[op.id]:
                 self._hoist(op.id, freed)
+        for op in reversed(self.program.ops):
+            if self.movable[op.id] and any(self._nbytes(b) for b in op.outputs):
+                self._sink(op)
 
     def _freed(self, op: OpId) -> BufferId | None:
         """The largest buffer that nobody reads after an op."""
@@ -89,6 +102,26 @@ class _Hoist:
         if self.place[group[0]] > target and self.place[op] > target + len(group):
             self._move(group, target)
 
+    def _sink(self, op: Op) -> None:
+        readers = [self.place[r] for b in op.outputs for r in self.readers.get(b, ())]
+        if not readers or self.kept.intersection(op.outputs):
+            return
+        first = min(readers)
+        if op.deadline is not None:
+            first = min(first, self.place[op.deadline])
+        place = self.place[op.id]
+        if first > place + 1 and all(self._is_there_until(first, b, op.id) for b in dict.fromkeys(op.inputs)):
+            self._order([*self.order[:place], *self.order[place + 1 : first], op.id, *self.order[first:]])
+
+    def _is_there_until(self, place: int, buffer: BufferId, but_for: OpId) -> bool:
+        """True for a buffer that has its bytes at a place whether or not one of its readers is there."""
+        if buffer in self.kept or not self._nbytes(buffer):
+            return True
+        return any(self.place[r] >= place for r in self.readers[buffer] if r != but_for)
+
+    def _nbytes(self, buffer: BufferId) -> int:
+        return self.program.buffers[buffer].nbytes
+
     def _ready(self, buffer: BufferId, op: OpId) -> int:
         """The last place at which a buffer is made, or read by another op."""
         producer = self.program.producer[buffer]
@@ -114,7 +147,9 @@ class _Hoist:
         chosen = set(group)
         before = self.order[: target + 1]
         after = [op for op in self.order[target + 1 :] if op not in chosen]
-        order = [*before, *group, *after]
+        self._order([*before, *group, *after])
+
+    def _order(self, order: list[OpId]) -> None:
         self.moved = True
         self.order = order
         for k, op in enumerate(order):

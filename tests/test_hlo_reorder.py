@@ -1,4 +1,4 @@
-"""What frees memory runs as soon as it can: never more bytes, the same numbers, nothing overwritten early."""
+"""What frees memory runs early, what takes it late: no more bytes, the same numbers, nothing overwritten."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from passes.hlo import proto
 from passes.hlo.emit import emit
-from passes.hlo.hoist import _Hoist, hoisted
+from passes.hlo.reorder import Reorder, reordered
 from passes.ir import Buffer, BufferId, Op, OpId, Program
 from passes.simulate import simulate
 
@@ -27,7 +27,7 @@ def _program(*ops: dict[str, Any], nbytes: list[int], outputs: tuple[int, ...]) 
 
 
 def _order(program: Program, movable: list[bool] | None = None) -> list[int]:
-    work = _Hoist(program, movable or [True] * len(program.ops))
+    work = Reorder(program, movable or [True] * len(program.ops))
     work.run()
     before = simulate(program, tuple(op.id for op in program.ops))
     assert simulate(program, work.order).peak_bytes <= before.peak_bytes
@@ -45,26 +45,64 @@ UPDATE = (
 SIZES = [100, 50, 50, 1, 0, 0]
 
 
+GRADIENT_STAYS = [False, True, True, True, True]
+
+
 def test_an_update_runs_behind_its_gradient_and_brings_its_rate_along() -> None:
     program = _program(*UPDATE, nbytes=SIZES, outputs=(2, 4))
-    assert _order(program) == [0, 3, 4, 1, 2]
+    assert _order(program, GRADIENT_STAYS) == [0, 3, 4, 1, 2]
 
 
 def test_nothing_overwrites_what_others_still_read() -> None:
     ops = [dict(op) for op in UPDATE]
     ops[1]["deadline"] = 4  # it reads the parameter that the update overwrites
     program = _program(*ops, nbytes=SIZES, outputs=(2, 4))
-    assert _order(program) == [0, 1, 3, 4, 2]
+    assert _order(program, GRADIENT_STAYS) == [0, 1, 3, 4, 2]
 
 
 def test_what_takes_more_than_it_frees_stays() -> None:
     program = _program(*UPDATE, nbytes=[100, 50, 50, 1, 100, 0], outputs=(2, 4))
-    assert _order(program) == [0, 1, 2, 3, 4]
+    assert _order(program, GRADIENT_STAYS) == [0, 1, 2, 3, 4]
 
 
 def test_what_may_not_move_holds_its_readers() -> None:
     program = _program(*UPDATE, nbytes=SIZES, outputs=(2, 4))
-    assert _order(program, [True, True, True, False, True]) == [0, 1, 2, 3, 4]
+    assert _order(program, [False, True, True, False, True]) == [0, 1, 2, 3, 4]
+
+
+# 0 zeros for the loop at 3, 1 and 2 other work, 3 the loop; 4 reads the argument that 2 overwrites.
+ZEROS = (
+    {"inputs": (), "outputs": (0,)},
+    {"inputs": (5,), "outputs": (1,)},
+    {"inputs": (1,), "outputs": (2,)},
+    {"inputs": (0, 2), "outputs": (3,)},
+    {"inputs": (3,), "outputs": (4,)},
+)
+ZERO_SIZES = [100, 50, 50, 20, 10, 0]
+
+
+def test_zeros_are_made_just_before_they_are_read() -> None:
+    program = _program(*ZEROS, nbytes=ZERO_SIZES, outputs=(4,))
+    assert _order(program) == [1, 2, 0, 3, 4]
+
+
+def test_a_value_whose_operand_would_have_to_wait_stays() -> None:
+    ops = [dict(op) for op in ZEROS]
+    ops[2] = {"inputs": (5,), "outputs": (2,)}
+    ops[3] = {"inputs": (1, 0, 2), "outputs": (3,)}
+    ops[1] = {"inputs": (0,), "outputs": (1,)}
+    program = _program(*ops, nbytes=[100, 150, 50, 20, 10, 0], outputs=(4,))
+    assert _order(program).index(1) == 2, "its operand is read by the loop, too: it waits anyway"
+    ops[3] = {"inputs": (1, 2), "outputs": (3,)}
+    program = _program(*ops, nbytes=[100, 150, 50, 20, 10, 0], outputs=(4,))
+    assert _order(program)[:2] == [0, 1]
+
+
+def test_what_reads_an_argument_stays_before_what_overwrites_it() -> None:
+    ops = [dict(op) for op in ZEROS]
+    ops[0] = {"inputs": (5,), "outputs": (0,), "deadline": 2}
+    program = _program(*ops, nbytes=ZERO_SIZES, outputs=(4,))
+    assert _order(program) == [1, 0, 2, 3, 4]
 
 
 def _deferred(params: Any, x: Any) -> Any:
@@ -90,12 +128,12 @@ EXAMPLES = [
 
 
 def _compiled(example: h.Example, platform: str) -> tuple[Any, int]:
-    """The example with what frees hoisted, and how many ops moved."""
+    """The example with its ops in a better order, and how many ops moved."""
     moved: list[int] = []
 
     def transform(data: bytes) -> bytes:
         before = h.lifted(data, platform)
-        order = hoisted(before)
+        order = reordered(before)
         moved.append(0 if order is None else sum(op != k for k, op in enumerate(order)))
         if order is None:
             return data
@@ -109,7 +147,7 @@ def _compiled(example: h.Example, platform: str) -> tuple[Any, int]:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: e.name)
-def test_hoisted_programs_give_the_same_bits(example: h.Example) -> None:
+def test_reordered_programs_give_the_same_bits(example: h.Example) -> None:
     args = h.data_for(example)
     _, plain = h.scheduled(example)
     compiled, moved = _compiled(example, "cpu")
@@ -120,5 +158,7 @@ def test_hoisted_programs_give_the_same_bits(example: h.Example) -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: e.name)
-def test_hoisted_programs_are_read_before_they_are_overwritten_on_h200(h200: str, example: h.Example) -> None:
+def test_reordered_programs_are_read_before_they_are_overwritten_on_h200(
+    h200: str, example: h.Example
+) -> None:
     h.replayed(_compiled(example, "cuda")[0])
