@@ -98,38 +98,41 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
         least = prediction.total_bytes
         return module_bytes, replace(kept, status=Status.UNKNOWN, needs_pinning=True, least_total_bytes=least)
     lifted = lift(view, request.device, request.platform, assigner=before, prediction=prediction)
-    cost_ns = lifted.program.cost_ns
-    lifted = _reordered(lifted, request.device)
-    config = _config(request, lifted, forced)
-    pinned = request.on_fragmentation == "pin"
-    task = Task(lifted=lifted, budget_bytes=request.budget_bytes, config=config, pinned=pinned,
-                host_bytes=request.host_bytes)  # fmt: skip
-    written = fit(task)
-    inside: tuple[Recomputed, ...] = ()
-    if task.is_over(written):
-        deeper = _with_loops(task, written, request.device)
-        if deeper is None:
-            return module_bytes, _refusal(request, task, written, prediction, begin, bound_holds=True)
+    task = _task(request, _reordered(lifted, request.device))
+    written, inside = fit(task), tuple[Recomputed, ...]()
+    deeper = _with_loops(request, task, written) if task.is_over(written) else None
+    if deeper is not None:
         task, inside = deeper
         written = fit(task)
-        if task.is_over(written):
-            return module_bytes, _refusal(request, task, written, prediction, begin, bound_holds=False)
-    outcome = _outcome(request, prediction, written.prediction, cost_ns, begin)
+    if task.is_over(written):
+        return module_bytes, _refusal(request, task, written, prediction, begin, loops=deeper is not None)
+    outcome = _outcome(request, prediction, written.prediction, lifted.program.cost_ns, begin)
+    return proto.serialize(written.module), _changed(request, outcome, task, written, inside)
+
+
+def _changed(
+    request: EnforceRequest,
+    outcome: StageOutcome,
+    task: Task,
+    written: Written,
+    inside: tuple[Recomputed, ...],
+) -> StageOutcome:
+    """The outcome of what was written; `inside` is what bodies of loops run again."""
+    program, plan, cost_ns = task.lifted.program, written.plan, outcome.cost_ns
     recompute_ns = program_cost_ns(written.module, request.device) - cost_ns
-    program = task.lifted.program
-    return proto.serialize(written.module), replace(
+    constant_bytes = task.lifted.prediction.constant_bytes
+    return replace(
         outcome,
         changed=True,
         recompute_ns=recompute_ns,
         # Proved for plans that re-run what they move.
-        lower_bound_ratio=max(0.0, min(written.plan.lower_bound_ratio, recompute_ns / max(cost_ns, 1))),
+        lower_bound_ratio=max(0.0, min(plan.lower_bound_ratio, recompute_ns / max(cost_ns, 1))),
         status=Status.FEASIBLE,
-        planner=written.plan.planner,
-        seconds=time.perf_counter() - begin,
-        recomputed=inside + recomputed_by(program, written.plan.steps, "hlo"),
-        paged=paged_by(program, written.plan.pages, "hlo"),
+        planner=plan.planner,
+        recomputed=inside + recomputed_by(program, plan.steps, "hlo"),
+        paged=paged_by(program, plan.pages, "hlo"),
         waiting_ns=_waiting_ns(written.module, request.device),
-        planned_temp_bytes=written.needed_bytes - task.fixed_bytes + prediction.constant_bytes,
+        planned_temp_bytes=written.needed_bytes - task.fixed_bytes + constant_bytes,
         needs_pinning=written.prediction.total_bytes > request.budget_bytes,
     )
 
@@ -146,25 +149,31 @@ def _reordered(lifted: LiftedModule, device: DeviceModel) -> LiftedModule:
 
 
 def _with_loops(
-    task: Task, least: Written, device: DeviceModel
+    request: EnforceRequest, task: Task, least: Written
 ) -> tuple[Task, tuple[Recomputed, ...]] | None:
     """The task with bodies of loops planned, and what they run again; None if no loop is too large."""
     holes_bytes = max(0, least.prediction.temp_bytes - least.plan.peak_bytes)
     limit_bytes = task.budget_bytes - task.fixed_bytes - holes_bytes
-    found = tightened(task.lifted, least.plan, limit_bytes, device, task.for_retries())
-    return None if found is None else (replace(task, lifted=found.lifted), found.recomputed)
+    found = tightened(task.lifted, least.plan, limit_bytes, request.device, task.for_retries())
+    return None if found is None else (_task(request, found.lifted), found.recomputed)
 
 
-def _config(request: EnforceRequest, lifted: LiftedModule, forced: frozenset[int]) -> PlannerConfig:
-    """How to plan: with pages where there is a host budget and a link."""
+def _task(request: EnforceRequest, lifted: LiftedModule) -> Task:
+    """What is to be planned: with pages where there is a host budget and a link."""
     config = PlannerConfig(planner=request.planner, quick=True)
-    if not request.pages:
-        return config
-    return replace(
-        config,
-        host_bytes=request.host_bytes - lifted.prediction.host_bytes,
-        link=request.device.host_link,
-        must_page=lifted.buffers_of(forced),
+    if request.pages:
+        config = replace(
+            config,
+            host_bytes=request.host_bytes - lifted.prediction.host_bytes,
+            link=request.device.host_link,
+            must_page=lifted.buffers_of(forced_values(lifted.assigner.flow)),
+        )
+    return Task(
+        lifted=lifted,
+        budget_bytes=request.budget_bytes,
+        config=config,
+        host_bytes=request.host_bytes,
+        pinned=request.on_fragmentation == "pin",
     )
 
 
@@ -203,16 +212,21 @@ def _outcome(
 
 
 def _refusal(
-    request: EnforceRequest, task: Task, least: Written, before: HeapPrediction, begin: float, *,
-    bound_holds: bool,
-) -> StageOutcome:  # fmt: skip
+    request: EnforceRequest,
+    task: Task,
+    least: Written,
+    before: HeapPrediction,
+    begin: float,
+    *,
+    loops: bool,
+) -> StageOutcome:
     """The outcome for a budget that was not met; `least` is what a second call could be asked for.
 
-    The bound does not hold where bodies of loops were planned: it takes a loop for one op.
+    Where bodies of loops were planned nothing is proved: the bound takes a loop for one op.
     """
     program = task.lifted.program
     bound = task.fixed_bytes + task.bound_bytes(program)
-    proved = bound_holds and bound > task.budget_bytes
+    proved = not loops and bound > task.budget_bytes
     late_bytes = task.lifted.assigner.backend.late_bytes
     least_bytes = min(least.needed_bytes + late_bytes, before.total_bytes)
     outcome = _outcome(request, before, before, program.cost_ns, begin)
@@ -223,5 +237,5 @@ def _refusal(
         seconds=time.perf_counter() - begin,
         tightest=tightest_values(program, least.plan.steps),
         least_total_bytes=least_bytes,
-        least_proved=bound_holds and least_bytes <= bound,
+        least_proved=not loops and least_bytes <= bound,
     )
