@@ -79,7 +79,7 @@ def test_kernels_of_one_kind_and_line_are_one_row_by_what_the_user_wrote() -> No
         )
         for n in (3, 11)
     )  # fmt: skip
-    text = str(_assemble(record(hlo=stage("hlo", recomputed=kernels)), MEMORY, OFFSETS))
+    text = str(_assemble(record(hlo=stage("hlo", recomputed=kernels)), MEMORY, OFFSETS, NO_HOST))
     (row,) = (line for line in text.split("\n") if "gemm_fusion_dot" in line)
     assert "gemm_fusion_dot at me/train.py:24 (dot_general)" in row
     assert "2.00 MiB" in row
