@@ -76,7 +76,7 @@ def asked_of(
         return Variant(record=dataclasses.replace(record, hlo=outcome), module=module, calls=calls)
 
     monkeypatch.setattr(again, "variant", variant)
-    counted: Any = SimpleNamespace(total_bytes=plain_bytes)
+    counted: Any = SimpleNamespace(total_bytes=plain_bytes, host_bytes=0)
     plain = Plain(memory=counted, cost_ns=plain_ns, signature=signature(module))
     monkeypatch.setattr(again, "plain_program", lambda *_: plain)
     return asked
