@@ -27,7 +27,8 @@ def _program(*ops: dict[str, Any], nbytes: list[int], outputs: tuple[int, ...]) 
 
 
 def _order(program: Program, movable: list[bool] | None = None) -> list[int]:
-    work = Reorder(program, movable or [True] * len(program.ops))
+    made_by = [[p for b in op.inputs if (p := program.producer[b]) is not None] for op in program.ops]
+    work = Reorder(program, movable or [True] * len(program.ops), made_by)
     work.run()
     before = simulate(program, tuple(op.id for op in program.ops))
     assert simulate(program, work.order).peak_bytes <= before.peak_bytes
@@ -103,6 +104,15 @@ def test_what_reads_an_argument_stays_before_what_overwrites_it() -> None:
     ops[0] = {"inputs": (5,), "outputs": (0,), "deadline": 2}
     program = _program(*ops, nbytes=ZERO_SIZES, outputs=(4,))
     assert _order(program) == [1, 0, 2, 3, 4]
+
+
+def test_a_barrier_holds_what_it_waits_for() -> None:
+    """The loop reads the zeros behind a barrier that waits for op 1, and op 2 only what came with them."""
+    program = _program(*ZEROS, nbytes=ZERO_SIZES, outputs=(4,))
+    needs: list[list[OpId]] = [[], [OpId(0)], [OpId(1)], [OpId(0), OpId(2)], [OpId(3)]]
+    work = Reorder(program, [True] * 5, needs)
+    work.run()
+    assert work.order == [0, 1, 2, 3, 4]
 
 
 def _deferred(params: Any, x: Any) -> Any:

@@ -12,6 +12,8 @@ Not moved: what calls other computations but fusions, and what has control depen
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 from passes.hlo.lift import LiftedModule
 from passes.hlo.purity import Purity
 from passes.ir import BufferId, Op, OpId, Program
@@ -23,7 +25,7 @@ _STAYS = frozenset({"while", "conditional", "call", "custom-call", "sort", "scat
 
 def reordered(lifted: LiftedModule) -> tuple[OpId, ...] | None:
     """The ops of a lifted computation in the new order; None where nothing moves."""
-    work = Reorder(lifted.program, _movable(lifted))
+    work = Reorder(lifted.program, _movable(lifted), _needs(lifted))
     work.run()
     return tuple(work.order) if work.moved else None
 
@@ -41,18 +43,36 @@ def _movable(lifted: LiftedModule) -> list[bool]:
     return found
 
 
+def _needs(lifted: LiftedModule) -> list[frozenset[OpId]]:
+    """For every op those that must run before it: what it reads, and what a barrier in between waits for."""
+    op_of = {i: op.id for op, i in zip(lifted.program.ops, lifted.instructions, strict=True)}
+    by_id = lifted.scope.by_id
+    behind: dict[int, frozenset[OpId]] = {}
+    for i in lifted.scope.order:
+        operands = by_id[i].operands
+        found = [frozenset({op_of[o]}) if o in op_of else behind.get(o, frozenset()) for o in operands]
+        behind[i] = frozenset[OpId]().union(*found)
+    return [behind[i] for i in lifted.instructions]
+
+
 class Reorder:
     """The order of a program's ops while they are moved.
 
     Attributes:
+        needs: for every op those that must run before it.
         order: op ids.
         place: of every op in `order`.
         moved: True once something was moved.
     """
 
-    def __init__(self, program: Program, movable: list[bool]) -> None:
+    def __init__(self, program: Program, movable: list[bool], needs: Sequence[Collection[OpId]]) -> None:
         self.program = program
         self.movable = movable
+        self.needs = needs
+        self.needed_by: dict[OpId, list[OpId]] = {}
+        for op, before in zip(program.ops, needs, strict=True):
+            for other in before:
+                self.needed_by.setdefault(other, []).append(op.id)
         self.order: list[OpId] = [op.id for op in program.ops]
         self.place = list(range(len(program.ops)))
         self.moved = False
@@ -103,10 +123,10 @@ class Reorder:
             self._move(group, target)
 
     def _sink(self, op: Op) -> None:
-        readers = [self.place[r] for b in op.outputs for r in self.readers.get(b, ())]
-        if not readers or self.kept.intersection(op.outputs):
+        waiting = [self.place[r] for r in self.needed_by.get(op.id, ())]
+        if not waiting or self.kept.intersection(op.outputs):
             return
-        first = min(readers)
+        first = min(waiting)
         if op.deadline is not None:
             first = min(first, self.place[op.deadline])
         place = self.place[op.id]
@@ -132,9 +152,8 @@ class Reorder:
         """An op and what must move with it to come right behind a place; None if that may not move."""
         group, work = {op}, [op]
         while work:
-            for b in self.program.ops[work.pop()].inputs:
-                producer = self.program.producer[b]
-                if producer is None or self.place[producer] <= target or producer in group:
+            for producer in self.needs[work.pop()]:
+                if self.place[producer] <= target or producer in group:
                     continue
                 if not self.movable[producer]:
                     return None
