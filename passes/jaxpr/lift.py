@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from passes.backend import BACKENDS
 from passes.cost import DeviceModel, kernel_ns
 from passes.ir import Buffer, BufferId, Op, OpId, Program
@@ -257,7 +259,7 @@ class _Lift:
         results = result_storage((self.original.get(v, v) for v in self.results), self.jaxpr, self.producer)
         fixed = {*self.jaxpr.constvars, *self.jaxpr.invars, *results}
         buffers = tuple(
-            Buffer(id=BufferId(b), nbytes=0 if v in fixed else compat.aval_nbytes(v.aval), name=str(v))
+            Buffer(id=BufferId(b), nbytes=0 if v in fixed else self._nbytes(v), name=str(v))
             for b, v in enumerate(var_of)
         )
         leaves = tuple(
@@ -280,6 +282,11 @@ class _Lift:
             buffer_of=buffer_of,
             var_of=tuple(var_of),
         )
+
+    def _nbytes(self, v: Any) -> int:
+        """Bytes of a value on the device."""
+        on_host = getattr(v.aval, "memory_space", None) == jax.memory.Space.Host
+        return 0 if on_host and BACKENDS[self.device.platform].pages else compat.aval_nbytes(v.aval)
 
     def _is_root(self, i: int) -> bool:
         eqn = self.jaxpr.eqns[i]
