@@ -190,6 +190,12 @@ def _refuse_what_cannot_be_kept(ctx: Any, facts: module.ModuleFacts) -> None:
             f"a budget cannot be enforced on {' and '.join(facts.platforms)}: that is supported on "
             f"{', '.join(BACKENDS)}, and on one of them at a time. Leave `coop.remat` out there."
         )
+    if any(facts.output_on_host) and not facts.has_host_memory:
+        # XLA:CPU forgets the memory of results when the callback returns another module.
+        raise UnsupportedError(
+            f"{sum(facts.output_on_host)} results of this program are in the host's memory, which on "
+            f"{facts.platforms[0]} is the device's own: leave `coop.on_host` and moves to the host out there."
+        )
 
 
 def _program_key(unplanned: Sequence[Any], facts: module.ModuleFacts, record: xla.Record) -> str:

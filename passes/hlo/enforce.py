@@ -98,7 +98,8 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
         least = prediction.total_bytes
         return module_bytes, replace(kept, status=Status.UNKNOWN, needs_pinning=True, least_total_bytes=least)
     lifted = lift(view, request.device, request.platform, assigner=before, prediction=prediction)
-    cost_ns = lifted.program.cost_ns
+    # What the program brings from the host by itself is waited for without a plan, too.
+    cost_ns = lifted.program.cost_ns + computation_times_ns(view, view.entry, request.device)[1]
     lifted = _hoisted(lifted, request.device)
     config = _config(request, lifted, forced)
     pinned = request.on_fragmentation == "pin"
