@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from passes.backend import BACKENDS
 from passes.cost import DeviceModel, kernel_ns
 from passes.ir import Buffer, BufferId, Op, OpId, Program
@@ -35,7 +33,7 @@ from passes.jaxpr.in_place import (
 )
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.primitives import CONTROL_FLOW, SLICING, Kind, is_expensive
-from passes.jaxpr.purity import eqn_kind, has_effect
+from passes.jaxpr.purity import eqn_kind, has_effect, is_on_host
 from passes.jaxpr.simplify import without_literal_barriers
 from passes.simulate import simulate
 
@@ -285,8 +283,8 @@ class _Lift:
 
     def _nbytes(self, v: Any) -> int:
         """Bytes of a value on the device."""
-        on_host = getattr(v.aval, "memory_space", None) == jax.memory.Space.Host
-        return 0 if on_host and BACKENDS[self.device.platform].pages else compat.aval_nbytes(v.aval)
+        away = BACKENDS[self.device.platform].pages and is_on_host(v.aval)
+        return 0 if away else compat.aval_nbytes(v.aval)
 
     def _is_root(self, i: int) -> bool:
         eqn = self.jaxpr.eqns[i]
