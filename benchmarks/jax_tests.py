@@ -108,7 +108,6 @@ class Rule:
 EFFECTS = "`jax.debug.*`, `io_callback`, ordered or not"
 COUNTING = "primitives that count their own calls"
 RULES = (
-    Rule(row="a policy that offloads", error="^(ConstraintError|UnsupportedError): policy: it offloads"),
     Rule(row=EFFECTS, tests="test_remat_of_debug_print", statement=r"output\(\)"),
     Rule(row=EFFECTS, tests="test_remat_basic_closed_over_nested", statement=r"assertLen\(lst, 4\)"),
     Rule(row=EFFECTS, error="NotImplementedError not raised", statement="Effects not supported"),

@@ -24,10 +24,12 @@ from coop_jax.errors import (
 )
 from coop_jax.explaining import Donation, Explanation, explain
 from coop_jax.inspecting import inspect
+from coop_jax.on_host import on_host
 from coop_jax.pinning import pin
 from coop_jax.planning import MinimumBudget, minimum_budget, plan
 from coop_jax.remat import remat
 from coop_jax.report import Report, report
+from coop_jax.stream import streamed
 from passes.jaxpr import compat
 from passes.memory_map import MemoryMap
 
@@ -54,12 +56,14 @@ __all__ = [
     "explain",
     "inspect",
     "minimum_budget",
+    "on_host",
     "pareto",
     "parse_bytes",
     "pin",
     "plan",
     "remat",
     "report",
+    "streamed",
 ]
 
 compat.hide_lines(Path(__file__).parent)

@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-from coop_jax import tpu
+from coop_jax import on_host, tpu
 from coop_jax.errors import UnsupportedError
 from coop_jax.text import format_bytes
 from passes.backend import CPU, CUDA, TPU, backend_of
@@ -206,7 +206,8 @@ def _no_plugin_text(name: str) -> str:
 def sharded_specs(specs: Any, device: Any, *, static_argnums: Sequence[int] = ()) -> Any:
     """Shapes and dtypes of `specs`, placed on one device or on each of several.
 
-    What has a `NamedSharding` keeps it, and the rest is placed on each device of its mesh.
+    What has a `NamedSharding` keeps it, and the rest is placed on each device of its mesh, in the memory that
+    `coop.on_host` gave it.
 
     Args:
         specs: pytree of arrays, scalars or `jax.ShapeDtypeStruct`s; a tuple of arguments if
@@ -221,11 +222,13 @@ def sharded_specs(specs: Any, device: Any, *, static_argnums: Sequence[int] = ()
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
     def place(leaf: Any) -> jax.ShapeDtypeStruct:
-        if _is_placed(getattr(leaf, "sharding", None)):
+        given = getattr(leaf, "sharding", None)
+        if _is_placed(given):
             return leaf
         aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
         weak = bool(getattr(aval, "weak_type", False))
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)
+        where = on_host.among(mesh, given) or sharding
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=where, weak_type=weak)
 
     if not static_argnums:
         return jax.tree.map(place, specs)
@@ -234,7 +237,8 @@ def sharded_specs(specs: Any, device: Any, *, static_argnums: Sequence[int] = ()
 
 
 def _is_placed(sharding: Any) -> bool:
-    return isinstance(sharding, jax.sharding.NamedSharding)
+    is_named = isinstance(sharding, jax.sharding.NamedSharding)
+    return is_named and not isinstance(sharding.mesh, jax.sharding.AbstractMesh)
 
 
 def lower_for(
@@ -259,7 +263,7 @@ def lower_for(
     """
     jitted = fn if hasattr(fn, "lower") else jax.jit(fn, static_argnums=static_argnums or None)
     if device is None:
-        return jitted.lower(*specs, **(kwargs or {}))
+        return jitted.lower(*on_host.here(tuple(specs)), **on_host.here(dict(kwargs or {})))
     where = devices(device)
     placed = sharded_specs(tuple(specs), where, static_argnums=static_argnums)
     with _told_to_kernels(where[0]):

@@ -190,11 +190,17 @@ def _refuse_what_cannot_be_kept(ctx: Any, facts: module.ModuleFacts) -> None:
             f"a budget cannot be enforced on {' and '.join(facts.platforms)}: that is supported on "
             f"{', '.join(BACKENDS)}, and on one of them at a time. Leave `coop.remat` out there."
         )
+    if any(facts.output_on_host) and not facts.has_host_memory:
+        # XLA:CPU forgets the memory of results when the callback returns another module.
+        raise UnsupportedError(
+            f"{sum(facts.output_on_host)} results of this program are in the host's memory, which on "
+            f"{facts.platforms[0]} is the device's own: leave `coop.on_host` and moves to the host out there."
+        )
 
 
 def _program_key(unplanned: Sequence[Any], facts: module.ModuleFacts, record: xla.Record) -> str:
     """Tells programs apart that may share what is known of them: all but their budgets."""
-    parts = [*map(_digest, unplanned), str(facts.argument_nbytes), str(facts.output_nbytes)]
+    parts = [*map(_digest, unplanned), str(facts.device_argument_nbytes), str(facts.device_output_nbytes)]
     parts += [str(facts.aliased), str(facts.num_devices), str(facts.argument_parts), str(facts.platforms)]
     parts += [record.device_name, record.planner, record.on_fragmentation, record.constraints]
     parts += [str(record.host_budget_bytes)]
@@ -283,8 +289,8 @@ def _plan_partitioned(
     one device's.
     """
     parts = 1 if enter(plain) is not None else max(facts.argument_parts, default=1)
-    arguments = [n // p for n, p in zip(facts.argument_nbytes, facts.argument_parts, strict=True)]
-    outputs = [n // p for n, p in zip(facts.output_nbytes, facts.output_parts, strict=True)]
+    arguments = [n // p for n, p in zip(facts.device_argument_nbytes, facts.argument_parts, strict=True)]
+    outputs = [n // p for n, p in zip(facts.device_output_nbytes, facts.output_parts, strict=True)]
     request = JaxprRequest(
         budget_bytes=parts * budget_bytes,
         argument_bytes=parts * sum(arguments),
@@ -358,9 +364,9 @@ def _request(
         return None
     return JaxprRequest(
         budget_bytes=budget_bytes,
-        argument_bytes=sum(facts.argument_nbytes),
-        output_bytes=sum(facts.output_nbytes) + facts.table_bytes,
-        alias_bytes=sum(facts.argument_nbytes[i] for i in facts.donated),
+        argument_bytes=sum(facts.device_argument_nbytes),
+        output_bytes=sum(facts.device_output_nbytes) + facts.table_bytes,
+        alias_bytes=sum(facts.device_argument_nbytes[i] for i in facts.donated),
         device=device,
         planner=config.planner,
         baseline_total_bytes=baseline_total_bytes,

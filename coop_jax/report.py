@@ -15,7 +15,7 @@ from typing import Any
 from coop_jax import aot, xla
 from coop_jax.addresses import address_view
 from coop_jax.errors import BudgetExceededError, UnsupportedError
-from coop_jax.on_host import HostUse
+from coop_jax.host_use import HostUse
 from coop_jax.pinning import PinOutcome, outcome_of
 from coop_jax.screen import Block, Lines, Printable, Table
 from coop_jax.text import format_bytes, format_ns, format_table
@@ -50,7 +50,7 @@ class Report(Printable):
             negative where recompute saves more traffic than it costs.
         lower_bound_ratio: no plan for this budget costs less (0.0: nothing proved).
         status: "optimal" or "feasible".
-        host: what waits in the host's memory; see `coop_jax.on_host`.
+        host: what waits in the host's memory; see `coop_jax.host_use`.
         changed: True if the program was rewritten for the budget. What then runs again inside branches, or
             inside the kernels that read it, is not among `recomputed`.
         device_name: the cost model.

@@ -35,6 +35,7 @@ TEXT = Outcome(
     message="0 != 2",
     statement="self.assertEqual(jaxpr_text.count(' sin '), 2)",
 )
+COUNTS = Outcome(outcome="failed", error="AssertionError", message="0 != 1", statement="len(sin_calls)")
 OFFLOADS = Outcome(
     outcome="failed",
     error="ConstraintError",
@@ -65,7 +66,8 @@ class SmallTest(unittest.TestCase):
         (WRONG, WRONG, None, PLAIN_TOO),
         (WRONG, PASSED, None, OURS),
         (TEXT, PASSED, None, INTERNALS),
-        (OFFLOADS, PASSED, None, DOCUMENTED),
+        (COUNTS, PASSED, None, DOCUMENTED),
+        (OFFLOADS, PASSED, None, OURS),
         (REFUSAL, PASSED, PASSED, REFUSED),
         (REFUSAL, PASSED, REFUSAL, OURS),
         (REFUSAL, PASSED, WRONG, OURS),

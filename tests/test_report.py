@@ -10,7 +10,7 @@ import pytest
 
 import coop_jax as coop
 from coop_jax import aot, xla
-from coop_jax.on_host import HostUse
+from coop_jax.host_use import HostUse
 from coop_jax.report import _address_text, _assemble
 from examples.models import adam_init, adam_step
 from passes.ir import Status

@@ -98,6 +98,8 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
         least = prediction.total_bytes
         return module_bytes, replace(kept, status=Status.UNKNOWN, needs_pinning=True, least_total_bytes=least)
     lifted = lift(view, request.device, request.platform, assigner=before, prediction=prediction)
+    # What the program brings from the host by itself is waited for without a plan, too.
+    cost_ns = lifted.program.cost_ns + computation_times_ns(view, view.entry, request.device)[1]
     task = _task(request, _reordered(lifted, request.device))
     written, inside = fit(task), tuple[Recomputed, ...]()
     deeper = _with_loops(request, task, written) if task.is_over(written) else None
@@ -106,7 +108,7 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
         written = fit(task)
     if task.is_over(written):
         return module_bytes, _refusal(request, task, written, prediction, begin, loops=deeper is not None)
-    outcome = _outcome(request, prediction, written.prediction, lifted.program.cost_ns, begin)
+    outcome = _outcome(request, prediction, written.prediction, cost_ns, begin)
     return proto.serialize(written.module), _changed(request, outcome, task, written, inside)
 
 

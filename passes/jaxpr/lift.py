@@ -33,7 +33,7 @@ from passes.jaxpr.in_place import (
 )
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.primitives import CONTROL_FLOW, SLICING, Kind, is_expensive
-from passes.jaxpr.purity import eqn_kind, has_effect
+from passes.jaxpr.purity import eqn_kind, has_effect, is_on_host
 from passes.jaxpr.simplify import without_literal_barriers
 from passes.simulate import simulate
 
@@ -257,7 +257,7 @@ class _Lift:
         results = result_storage((self.original.get(v, v) for v in self.results), self.jaxpr, self.producer)
         fixed = {*self.jaxpr.constvars, *self.jaxpr.invars, *results}
         buffers = tuple(
-            Buffer(id=BufferId(b), nbytes=0 if v in fixed else compat.aval_nbytes(v.aval), name=str(v))
+            Buffer(id=BufferId(b), nbytes=0 if v in fixed else self._nbytes(v), name=str(v))
             for b, v in enumerate(var_of)
         )
         leaves = tuple(
@@ -280,6 +280,11 @@ class _Lift:
             buffer_of=buffer_of,
             var_of=tuple(var_of),
         )
+
+    def _nbytes(self, v: Any) -> int:
+        """Bytes of a value on the device."""
+        away = BACKENDS[self.device.platform].pages and is_on_host(v.aval)
+        return 0 if away else compat.aval_nbytes(v.aval)
 
     def _is_root(self, i: int) -> bool:
         eqn = self.jaxpr.eqns[i]

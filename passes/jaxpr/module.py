@@ -19,7 +19,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
 
+from passes.backend import BACKENDS
+
 POINTER_BYTES = 8
+_MEMORY_KIND = "mhlo.memory_kind"
+_HOST_KINDS = ("pinned_host", "unpinned_host")
 _ATTRIBUTES = "mhlo.frontend_attributes"
 
 
@@ -29,6 +33,8 @@ class ModuleFacts:
 
     Attributes:
         argument_nbytes, output_nbytes: bytes of each argument and result of the program.
+        argument_on_host, output_on_host: whether each is in the host's memory. An argument is where the
+            result is that takes its place: JAX does not know what memories an absent GPU has.
         argument_parts, output_parts: into how many parts each is split over the devices; an output that says
             nothing is split as an argument of its type, else not.
         aliased: for every argument the result that may take its place, None where there is none.
@@ -41,6 +47,8 @@ class ModuleFacts:
 
     argument_nbytes: tuple[int, ...]
     output_nbytes: tuple[int, ...]
+    argument_on_host: tuple[bool, ...]
+    output_on_host: tuple[bool, ...]
     argument_parts: tuple[int, ...]
     output_parts: tuple[int, ...]
     aliased: tuple[int | None, ...]
@@ -49,6 +57,24 @@ class ModuleFacts:
     device: Any
     argument_shardings: tuple[NamedSharding, ...]
     output_shardings: tuple[NamedSharding | None, ...]
+
+    @property
+    def device_argument_nbytes(self) -> tuple[int, ...]:
+        """Bytes of each argument on the device."""
+        return self._on_device(self.argument_nbytes, self.argument_on_host)
+
+    @property
+    def device_output_nbytes(self) -> tuple[int, ...]:
+        """Bytes of each result on the device."""
+        return self._on_device(self.output_nbytes, self.output_on_host)
+
+    @property
+    def has_host_memory(self) -> bool:
+        """True if the host's memory is another than the device's."""
+        return all(p in BACKENDS and BACKENDS[p].pages for p in self.platforms)
+
+    def _on_device(self, nbytes: Sequence[int], on_host: Sequence[bool]) -> tuple[int, ...]:
+        return tuple(0 if h and self.has_host_memory else n for n, h in zip(nbytes, on_host, strict=True))
 
     @property
     def table_bytes(self) -> int:
@@ -87,9 +113,16 @@ def module_facts(ctx: Any) -> ModuleFacts:
     outputs = [_axes(ir.DictAttr(a)) for a in main.result_attrs]
     axis_sizes = {axis: int(n) for axis, n in re.findall(r'"([^"]+)"=(\d+)', text)}
     argument_parts, output_parts = _parts(axis_sizes, arguments, outputs, kind)
+    output_on_host = tuple(map(_is_on_host, main.result_attrs))
+    argument_on_host = tuple(
+        _is_on_host(a) or (alias is not None and output_on_host[alias])
+        for a, alias in zip(main.arg_attrs, aliased, strict=True)
+    )
     return ModuleFacts(
         argument_nbytes=tuple(_type_nbytes(t) for t in kind.inputs),
         output_nbytes=tuple(_type_nbytes(t) for t in kind.results),
+        argument_on_host=argument_on_host,
+        output_on_host=output_on_host,
         argument_parts=argument_parts,
         output_parts=output_parts,
         aliased=tuple(aliased),
@@ -147,6 +180,14 @@ def _parts(
     like = {str(t): n for t, n in zip(kind.inputs, given, strict=True)}
     pairs = zip(outputs, kind.results, strict=True)
     return tuple(given), tuple(like.get(str(t), 1) if axes is None else parts(axes) for axes, t in pairs)
+
+
+def _is_on_host(attributes: Any) -> bool:
+    """True for an argument or result in the host's memory."""
+    attrs = ir.DictAttr(attributes)
+    if _MEMORY_KIND not in attrs:
+        return False
+    return str(ir.StringAttr(attrs[_MEMORY_KIND]).value) in _HOST_KINDS
 
 
 def _present_backend(module: Any) -> Any:

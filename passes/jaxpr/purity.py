@@ -47,6 +47,11 @@ def has_effect(eqn: Any) -> bool:
     return bool(compat.side_effects(eqn))
 
 
+def is_on_host(aval: Any) -> bool:
+    """True for an array in the host's memory."""
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
 def is_pure_kernel(eqn: Any) -> bool:
     """True for an equation of whatever primitive that may run again; see the head of this file."""
     atoms = (*eqn.invars, *eqn.outvars)
