@@ -49,7 +49,7 @@ def has_effect(eqn: Any) -> bool:
 
 def is_on_host(aval: Any) -> bool:
     """True for an array in the host's memory."""
-    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+    return bool(getattr(aval, "memory_space", None) == jax.memory.Space.Host)
 
 
 def is_pure_kernel(eqn: Any) -> bool:
