@@ -102,12 +102,16 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
     cost_ns = lifted.program.cost_ns + computation_times_ns(view, view.entry, request.device)[1]
     task = _task(request, _reordered(lifted, request.device))
     written, inside = fit(task), tuple[Recomputed, ...]()
-    deeper = _with_loops(request, task, written) if task.is_over(written) else None
-    if deeper is not None:
-        task, inside = deeper
+    entry, lowest, loops = task, written, False
+    for limit_bytes in (_limit_bytes(task, lowest), 0):
+        if not task.is_over(written):
+            break
+        if (deeper := _with_loops(request, entry, lowest, limit_bytes)) is None:
+            break
+        (task, inside), loops = deeper, True
         written = fit(task)
     if task.is_over(written):
-        return module_bytes, _refusal(request, task, written, prediction, begin, loops=deeper is not None)
+        return module_bytes, _refusal(request, task, written, prediction, begin, loops=loops)
     outcome = _outcome(request, prediction, written.prediction, cost_ns, begin)
     return proto.serialize(written.module), _changed(request, outcome, task, written, inside)
 
@@ -150,13 +154,22 @@ def _reordered(lifted: LiftedModule, device: DeviceModel) -> LiftedModule:
     return found if found.prediction.total_bytes <= lifted.prediction.total_bytes else lifted
 
 
+def _limit_bytes(task: Task, lowest: Written) -> int:
+    """What live bytes may come to, if packing leaves the holes that it leaves in the plan of lowest total."""
+    holes_bytes = max(0, lowest.prediction.temp_bytes - lowest.plan.peak_bytes)
+    return task.budget_bytes - task.fixed_bytes - holes_bytes
+
+
 def _with_loops(
-    request: EnforceRequest, task: Task, least: Written
+    request: EnforceRequest, task: Task, lowest: Written, limit_bytes: int
 ) -> tuple[Task, tuple[Recomputed, ...]] | None:
-    """The task with bodies of loops planned, and what they run again; None if no loop is too large."""
-    holes_bytes = max(0, least.prediction.temp_bytes - least.plan.peak_bytes)
-    limit_bytes = task.budget_bytes - task.fixed_bytes - holes_bytes
-    found = tightened(task.lifted, least.plan, limit_bytes, request.device, task.for_retries())
+    """The task with bodies of loops planned, and what they run again; None if no loop is too large.
+
+    Args:
+        limit_bytes: what the live bytes should not exceed; 0 for bodies that need as little as they can, and
+            so depend on no budget: what is then reported as the least is met when it is asked for.
+    """
+    found = tightened(task.lifted, lowest.plan, limit_bytes, request.device, task.for_retries())
     return None if found is None else (_task(request, found.lifted), found.recomputed)
 
 
