@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,6 +26,12 @@ def arrays(layers: int = 3) -> tuple[Any, Any, Any]:
 
 
 def test_state_on_the_host_gives_the_same_numbers_and_stays_there() -> None:
+    """In a process of its own: after other tests in one process it failed once, which is not understood yet."""
+    command = "import test_on_host; test_on_host.run_on_this_cpu()"
+    subprocess.run([sys.executable, "-c", command], check=True, cwd=Path(__file__).parent)
+
+
+def run_on_this_cpu() -> None:
     weights, moments, x = arrays()
     plain, streamed = jax.jit(example.on_device), jax.jit(example.on_host, donate_argnums=(0, 1))
     expected, found = (weights, moments, x), ([w + 0 for w in weights], coop.on_host(moments), x)
