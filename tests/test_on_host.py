@@ -26,7 +26,7 @@ def arrays(layers: int = 3) -> tuple[Any, Any, Any]:
 
 
 def test_state_on_the_host_gives_the_same_numbers_and_stays_there() -> None:
-    """In a process of its own: after other tests in one process it failed once, which is not understood yet."""
+    """In a process of its own: behind other tests it failed once, which is not understood yet."""
     command = "import test_on_host; test_on_host.run_on_this_cpu()"
     subprocess.run([sys.executable, "-c", command], check=True, cwd=Path(__file__).parent)
 
