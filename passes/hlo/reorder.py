@@ -31,7 +31,7 @@ def reordered(lifted: LiftedModule) -> tuple[OpId, ...] | None:
 
 
 def _movable(lifted: LiftedModule) -> list[bool]:
-    """For every op whether it may run earlier than it does."""
+    """For every op whether it may run earlier or later than it does."""
     purity = Purity(lifted.module)
     by_id = lifted.scope.by_id
     before_others = {c for i in by_id.values() for c in i.control}

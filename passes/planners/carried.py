@@ -20,6 +20,7 @@ import numpy as np
 from passes.ir import Page
 from passes.liveness import Graph, IntArray
 from passes.paging.returned import pages_by_copy
+from passes.planners.bounds import last_needs
 from passes.planners.pager import Pager
 from passes.planners.schedule import Schedule
 
@@ -120,11 +121,5 @@ def first_pages(schedule: Schedule, pages: tuple[Page, ...]) -> tuple[Page, ...]
 
 
 def _last_steps(graph: Graph) -> list[int]:
-    """The last op that needs every buffer."""
-    last = list(graph.producer)
-    for op, inputs in enumerate(graph.inputs):
-        for b in inputs:
-            last[b] = op
-    for b in graph.program.outputs:
-        last[b] = len(graph.cost_ns) - 1
-    return last
+    """The last op that needs every buffer; for outputs the last of all."""
+    return [min(last, len(graph.cost_ns) - 1) for last in last_needs(graph)]
