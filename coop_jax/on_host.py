@@ -21,7 +21,7 @@ def on_host(tree: Any) -> Any:
         specs = coop.on_host(jax.eval_shape(adam_moments, weights))  # for `coop.plan(..., device="h200")`
 
     Args:
-        tree: a pytree of arrays (inside a program, too), scalars or `jax.ShapeDtypeStruct`s.
+        tree: a pytree of arrays (inside a program, too), scalars or structs of `jax.ShapeDtypeStruct`.
 
     Returns:
         The same tree with the same numbers. How arrays are split over devices stays as it is.

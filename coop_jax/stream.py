@@ -25,7 +25,7 @@ def streamed(update: Callable[..., tuple[Any, Any]], state: Any, *trees: Any) ->
         moments, weights = coop.streamed(adam, moments, gradients, weights)
 
     Args:
-        update: (part, *leaves) -> (new part, result), in arrays on the device.
+        update: a function `(part, *leaves) -> (new part, result)`, in arrays on the device.
         state: the tree of the first of `trees`, with any pytree of arrays in the place of each leaf; see
             `coop.on_host`.
         trees: pytrees of arrays, all of one structure.
