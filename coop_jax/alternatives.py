@@ -86,6 +86,11 @@ class _Memory:
             while len(self._known) > MOST_PROGRAMS:
                 self._known.popitem(last=False)
 
+    def clear(self) -> None:
+        """Forget every program."""
+        with self._lock:
+            self._known.clear()
+
 
 def _beats(one: Known, other: Known) -> bool:
     if one.total_bytes > other.total_bytes:

@@ -72,3 +72,11 @@ def h200() -> str:
 def v5e() -> str:
     """The absent TPU."""
     return _absent("v5e")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_remembered() -> None:
+    """What an earlier test met says nothing of this one: which test is earlier depends on the workers."""
+    alternatives = sys.modules.get("coop_jax.alternatives")
+    if alternatives is not None:
+        alternatives.MEMORY.clear()

@@ -16,6 +16,9 @@ import coop_jax as coop
 from coop_jax.on_host import PINNED
 from examples import moments_on_host as example
 
+HERE = Path(__file__).resolve().parent
+FOLDERS = [str(HERE.parent), str(HERE)]  # before an `examples` that another package installed
+
 
 def arrays(layers: int = 3) -> tuple[Any, Any, Any]:
     """Small weights, moments and a batch."""
@@ -27,8 +30,8 @@ def arrays(layers: int = 3) -> tuple[Any, Any, Any]:
 
 def test_state_on_the_host_gives_the_same_numbers_and_stays_there() -> None:
     """In a process of its own: behind other tests it failed once, which is not understood yet."""
-    command = "import test_on_host; test_on_host.run_on_this_cpu()"
-    subprocess.run([sys.executable, "-c", command], check=True, cwd=Path(__file__).parent)
+    command = f"import sys; sys.path[:0] = {FOLDERS}; import test_on_host; test_on_host.run_on_this_cpu()"
+    subprocess.run([sys.executable, "-c", command], check=True)
 
 
 def run_on_this_cpu() -> None:
