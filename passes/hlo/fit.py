@@ -33,12 +33,14 @@ class Written:
     """A plan, the module that runs it, and what XLA will allocate for that.
 
     Attributes:
+        view: of the module.
         needed_bytes: the program's total: as XLA packs it, or as it is after pinning if that will follow.
         spilled: values that XLA kept inside results before, and that now need room in the heap.
     """
 
     plan: Plan
     module: Any
+    view: graph.Module
     prediction: HeapPrediction
     needed_bytes: int
     spilled: frozenset[int]
@@ -79,15 +81,13 @@ class Task:
     def write(self, made: Plan) -> Written:
         """Emit a plan and predict its heap."""
         module = emit(self.lifted, made.steps, made.pages)
-        assigner = Assigner(
-            graph.read(module, self.lifted.module), self.lifted.platform,
-            old_rules=self.lifted.assigner.old_rules,
-        )  # fmt: skip
+        view = graph.read(module, self.lifted.module)
+        assigner = Assigner(view, self.lifted.platform, old_rules=self.lifted.assigner.old_rules)
         prediction = predict_assigned(assigner)
         saved = packing_saves(assigner, rounds=PACKING_ROUNDS) if self.pinned else 0
         return Written(
-            plan=made, module=module, prediction=prediction, needed_bytes=prediction.total_bytes - saved,
-            spilled=self._spilled(assigner),
+            plan=made, module=module, view=view, prediction=prediction,
+            needed_bytes=prediction.total_bytes - saved, spilled=self._spilled(assigner),
         )  # fmt: skip
 
     def excess_bytes(self, written: Written) -> int:
