@@ -132,7 +132,9 @@ def _prices(pair: ScanPair, values: list[Any], device: DeviceModel) -> tuple[lis
         size = compat.aval_nbytes(v.aval)
         priced, passes = own.get(v, (True, 2 * SLICE_PASSES))
         nbytes.append(size if priced else 0)
-        traffic.append(round(PICO * 1e9 * passes * size / device.bytes_per_second))
+        moving_ps = round(PICO * 1e9 * passes * size / device.bytes_per_second)
+        # A slice is written to its stack by a kernel of its own.
+        traffic.append(moving_ps + PICO * device.launch_ns * (passes > SLICE_PASSES))
     return nbytes, traffic
 
 
