@@ -26,7 +26,7 @@ from pathlib import Path
 from benchmarks.kernels import Transformer, resnet, transformer
 from coop_jax.text import format_table
 from passes.ir import Plan, Program
-from passes.paging.link import LINKS, Link
+from passes.link import LINKS, Link
 from passes.planners import PlannerConfig, least_peak, plan
 from passes.simulate import simulate
 from passes.validate import validate

@@ -21,9 +21,9 @@ from coop_jax.progress import on_terminal
 from coop_jax.text import format_bytes, printable
 from passes.checked import InputError, is_whole, whole_of
 from passes.ir import Plan, Program
+from passes.link import LINKS, Link
 from passes.liveness import Graph
 from passes.offsets.best_fit import place_graph
-from passes.paging.link import LINKS, Link
 from passes.planners import PlannerConfig, plan
 from passes.planners.config import SEARCHING
 from passes.simulate import simulate

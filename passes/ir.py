@@ -42,6 +42,7 @@ One example, used in the tests and docstrings of this package (bytes in brackets
 from __future__ import annotations
 
 import enum
+import functools
 import json
 import reprlib
 from collections.abc import Mapping
@@ -55,6 +56,12 @@ OpId = NewType("OpId", int)
 
 PROGRAM_FORMAT = "coop-program/1"
 PLAN_FORMAT = "coop-plan/1"
+
+
+@functools.singledispatch
+def as_text(shown: object) -> str:
+    """A program or a plan as a person reads it. `passes.listing`, which simulates them, says how."""
+    return repr(shown)
 
 
 class Status(enum.StrEnum):
@@ -200,9 +207,7 @@ class Program:
         return sum(op.cost_ns for op in self.ops)
 
     def __str__(self) -> str:
-        from passes.listing import program_text  # which simulates, and so needs this module
-
-        return program_text(self)
+        return as_text(self)
 
     def to_json(self) -> str:
         """This program in the `coop-program/1` format."""
@@ -308,7 +313,7 @@ class Plan:
         offsets: for every step, the byte offset of each output of that run; empty if not placed.
         pages: copies that wait on the host.
         page_offsets: for every page, the byte offset at which it comes back; empty if not placed.
-        waiting_ns: how long kernels stand still for the link (`passes.paging.queues`).
+        waiting_ns: how long kernels stand still for the link (`passes.planners.paging.queues`).
         host_peak_bytes: the most bytes on the host at once.
         host_budget_bytes: what was allowed there; 0 for no paging.
         energy_pj: of all steps, and of what the link carries; 0 unless it was the objective.
@@ -341,9 +346,7 @@ class Plan:
         return tuple(again)
 
     def __str__(self) -> str:
-        from passes.listing import plan_text  # which simulates, and so needs this module
-
-        return plan_text(self)
+        return as_text(self)
 
     def to_json(self) -> str:
         """This plan in the `coop-plan/1` format."""

@@ -6,7 +6,7 @@ It shares no helper with `passes.simulate` so that one can catch the other's mis
 from __future__ import annotations
 
 from passes.ir import Page, Plan, Program
-from passes.paging.link import Link
+from passes.link import Link
 
 
 def validate(program: Program, plan: Plan, link: Link | None = None) -> None:

@@ -24,7 +24,6 @@ from coop_jax.addresses import real_assignment
 from passes.cost import DEVICES
 from passes.hlo import graph, proto
 from passes.hlo.assign import Assigner
-from passes.hlo.assignment import predicted_addresses
 from passes.hlo.barriers import drop_barriers
 from passes.hlo.emit import emit
 from passes.hlo.heap import HeapPrediction
@@ -32,6 +31,7 @@ from passes.hlo.heap import predict as predict_heap
 from passes.hlo.lift import LiftedModule, lift
 from passes.hlo.pages import CopyStyle
 from passes.hlo.replay import Replay, replay
+from passes.hlo.xla_assignment import predicted_addresses
 from passes.ir import OpId, Page, Program
 from passes.jaxpr import compat
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from passes.ir import Op, Program
-from passes.paging.link import Link
+from passes.link import Link
 
 Due = tuple[tuple[int, int], ...]
 

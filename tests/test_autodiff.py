@@ -21,7 +21,8 @@ from coop_jax import lowering, pairs
 from coop_jax.budget import Budget
 from coop_jax.remat import remat
 from passes.jaxpr import compat
-from passes.jaxpr.stage import JaxprRequest, JointResult, plan_joint
+from passes.jaxpr.candidate import JaxprRequest
+from passes.jaxpr.stage import JointResult, plan_joint
 
 KEY = jax.random.key(7)
 W = jax.random.normal(KEY, (4, 4)) * 0.5

@@ -18,7 +18,7 @@ from passes.offsets.best_fit import copy_groups
 from passes.planners.exact import lifetimes
 from passes.planners.exact.axis import Axis
 from passes.planners.exact.lifetimes import Lifetimes
-from passes.planners.exact.packing import pack
+from passes.planners.exact.rectangles import pack
 from passes.simulate import simulate
 
 Family = Callable[[Lifetimes], None]

@@ -8,10 +8,10 @@ from oracle_paging import least_ns
 from strategies import chain
 
 from passes.ir import Buffer, BufferId, Op, OpId, Program, Status
+from passes.link import Link
 from passes.liveness import Graph
-from passes.paging.link import Link
 from passes.planners import PlannerConfig, plan
-from passes.planners.exact.paging import PROVED
+from passes.planners.exact.pages import PROVED
 from passes.simulate import simulate
 from passes.validate import validate
 

@@ -18,12 +18,15 @@ from jax import lax
 
 from passes.cost import DEVICES
 from passes.ir import OpId
-from passes.jaxpr import compat, flops, freedom, in_place, inline, primitives, purity, simplify, stacks
+from passes.jaxpr import compat, flops, freedom, in_place, inline, primitives, purity, simplify
+from passes.jaxpr.candidate import JaxprRequest
 from passes.jaxpr.conds import rerun_in_second_cond
 from passes.jaxpr.emit import emit
 from passes.jaxpr.freedom import emit_config
-from passes.jaxpr.lift import LiftedJaxpr, lift
-from passes.jaxpr.stage import JaxprRequest, plan_program
+from passes.jaxpr.lift import lift
+from passes.jaxpr.lifted import LiftedJaxpr
+from passes.jaxpr.scans import views
+from passes.jaxpr.stage import plan_program
 from passes.simulate import simulate
 
 PROGRAMS = {**STRAIGHT, **BODIES}
@@ -125,7 +128,7 @@ def test_every_named_primitive_exists():
         "primitives": primitives.KINDS, "slicing": primitives.SLICING, "reshapes": primitives.RESHAPES,
         "control flow": primitives.CONTROL_FLOW, "in place": in_place.IN_PLACE, "adds": simplify.ADDS,
         "scatter": [simplify.SCATTER_ADD], "moves": freedom.MOVES, "calls": primitives.CALLS,
-        "slices": stacks.ELEMENTWISE, "once": {n for n in purity.ONCE if not n.startswith("coop")},
+        "slices": views.ELEMENTWISE, "once": {n for n in purity.ONCE if not n.startswith("coop")},
     }  # fmt: skip
     assert not {table: missing for table, names in tables.items() if (missing := set(names) - known)}
 

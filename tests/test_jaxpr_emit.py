@@ -17,7 +17,8 @@ from passes.ir import OpId, Program
 from passes.jaxpr import compat
 from passes.jaxpr.emit import EmitConfig, emit, emit_split
 from passes.jaxpr.inline import inline_calls
-from passes.jaxpr.lift import LiftedJaxpr, lift
+from passes.jaxpr.lift import lift
+from passes.jaxpr.lifted import LiftedJaxpr
 from tests.strategies import sequences
 
 

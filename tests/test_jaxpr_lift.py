@@ -13,7 +13,8 @@ from jax import lax
 from passes.cost import DEVICES
 from passes.jaxpr import compat
 from passes.jaxpr.inline import inline_calls
-from passes.jaxpr.lift import LiftedJaxpr, lift
+from passes.jaxpr.lift import lift
+from passes.jaxpr.lifted import LiftedJaxpr
 from passes.simulate import simulate
 
 WIDE = jax.ShapeDtypeStruct((64, 64), jnp.float32)

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from strategies import example, programs, sequences, small_gpt
 
 from passes.ir import BufferId, OpId, Page, Plan, Program, Status
+from passes.link import LINKS, Link
 from passes.listing import plan_text, read_plan
 from passes.liveness import Graph
 from passes.offsets.best_fit import place_graph
-from passes.paging.link import LINKS, Link
-from passes.paging.queues import traffic
 from passes.planners import PlannerConfig, frontier, least_peak, plan
-from passes.planners.pager import Host, Pager
+from passes.planners.paging.pager import Host, Pager
+from passes.planners.paging.queues import traffic
 from passes.simulate import simulate
 from passes.validate import validate
 

@@ -16,9 +16,9 @@ from jax.ad_checkpoint import checkpoint_name
 from coop_jax import aot
 from passes.hlo import graph, proto
 from passes.hlo.assign import Assigner
-from passes.hlo.assignment import Address, Name, predicted_addresses
 from passes.hlo.graph import HOST
 from passes.hlo.replay import replay
+from passes.hlo.xla_assignment import Address, Name, predicted_addresses
 
 LAYERS = 6
 

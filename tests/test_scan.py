@@ -16,11 +16,11 @@ from coop_jax.remat import remat
 from passes.cost import DEVICES
 from passes.jaxpr import compat
 from passes.jaxpr.inline import inline_calls
-from passes.jaxpr.scan_choice import Rung, all_remade
-from passes.jaxpr.scan_emit import rewrite
-from passes.jaxpr.scan_ladder import ladder, segment_ladder
-from passes.jaxpr.scans import find_pairs
-from passes.jaxpr.stacks import view_inside_scans
+from passes.jaxpr.scans.choice import Rung, all_remade
+from passes.jaxpr.scans.emit import rewrite
+from passes.jaxpr.scans.frontier import ladder, segment_ladder
+from passes.jaxpr.scans.pairs import find_pairs
+from passes.jaxpr.scans.views import view_inside_scans
 
 CPU = DEVICES["cpu"]
 KEY = jax.random.key(0)

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from passes.hlo import graph
-from passes.hlo.assignment import Address, Name
 from passes.hlo.dataflow import Index, loop_parts
 from passes.hlo.graph import HOST, Computation, Instruction, Module
 from passes.hlo.scalars import Scalars
+from passes.hlo.xla_assignment import Address, Name
 
 MOST_TURNS = 256
 _VIEWS = frozenset({"bitcast", "optimization-barrier", "opt-barrier", "domain", "add-dependency"})

@@ -19,8 +19,8 @@ from typing import Any
 
 from passes.ir import BufferId, OpId
 from passes.jaxpr import compat
-from passes.jaxpr.joint import Split, split
-from passes.jaxpr.lift import LiftedJaxpr
+from passes.jaxpr.halves import Split, split
+from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.primitives import Kind
 from passes.jaxpr.purity import eqn_kind
 from passes.outcome import RECOMPUTE_SCOPE

@@ -32,6 +32,7 @@ from passes.jaxpr.in_place import (
     written_over,
 )
 from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.primitives import CONTROL_FLOW, SLICING, Kind, is_expensive
 from passes.jaxpr.purity import eqn_kind, has_effect, is_on_host
 from passes.jaxpr.simplify import without_literal_barriers
@@ -47,27 +48,6 @@ SLICE_PASSES = 2
 SHARED_RATIO = 0.75
 # Kernels whose operands are in memory.
 _WHOLE = (Kind.KERNEL, Kind.FOREIGN, Kind.OPAQUE)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiftedJaxpr:
-    """A jaxpr and the program that it is, with the way back.
-
-    Attributes:
-        program: ops in the order in which they should run; arguments and results have zero bytes.
-        jaxpr: the open jaxpr; its barriers hold variables only.
-        bodies: for every op the indices of its equations, producers first, its root last.
-        leaves: for every equation the buffers that it reads, through virtual values, sorted.
-        buffer_of: the buffer of every stored variable.
-        var_of: the variable of every buffer.
-    """
-
-    program: Program
-    jaxpr: Any
-    bodies: tuple[tuple[int, ...], ...]
-    leaves: tuple[tuple[BufferId, ...], ...]
-    buffer_of: dict[Any, BufferId]
-    var_of: tuple[Any, ...]
 
 
 def lift(jaxpr: Any, device: DeviceModel, *, as_xla: bool) -> LiftedJaxpr:

@@ -1,27 +1,31 @@
 """Programs with control flow: which rung of the scans' ladder, and what is done beside it.
 
-The jaxpr stage's own search for straight-line programs comes as `Tools`, so that nothing points back at it.
+A body is planned by the whole jaxpr stage, which calls this; so that nothing points back at it, the stage's
+function comes as an argument.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from passes.cost import DeviceModel
 from passes.jaxpr import compat
 from passes.jaxpr.bodies import fit_bodies
 from passes.jaxpr.calibration import expected_ratio, tried
-from passes.jaxpr.lift import LiftedJaxpr, lift
-from passes.jaxpr.scan_choice import Rung
-from passes.jaxpr.scan_emit import rewrite
-from passes.jaxpr.scan_ladder import ladder, segment_ladder
-from passes.jaxpr.sink import sink_into_scans
-from passes.jaxpr.stacks import view_inside_scans
+from passes.jaxpr.candidate import Candidate, JaxprRequest
+from passes.jaxpr.lift import lift
+from passes.jaxpr.lifted import LiftedJaxpr
+from passes.jaxpr.scans.choice import Rung
+from passes.jaxpr.scans.emit import rewrite
+from passes.jaxpr.scans.frontier import ladder, segment_ladder
+from passes.jaxpr.scans.sink import sink_into_scans
+from passes.jaxpr.scans.views import view_inside_scans
+from passes.jaxpr.straight import as_it_is, search
 
-if TYPE_CHECKING:
-    from passes.jaxpr.stage import Candidate, JaxprRequest
+# (open jaxpr of a body, bytes for its temporaries, request) -> an open jaxpr.
+type PlanBody = Callable[[Any, int, JaxprRequest], Any]
 
 RUNGS_ABOVE = 2
 RUNGS_BELOW = 3
@@ -34,35 +38,20 @@ UNKNOWN_RATIO, KNOWN_RATIO = 1.25, 1.05
 CHEAPER_RATIO = 0.95
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tools:
-    """What is done to one program.
-
-    Attributes:
-        alone: the program without re-runs.
-        search: the program with re-runs, so that it fits.
-        plan_body: (open jaxpr of a body, bytes for its temporaries, request) -> an open jaxpr.
-    """
-
-    alone: Callable[[LiftedJaxpr], Candidate]
-    search: Callable[[LiftedJaxpr, JaxprRequest, float], Candidate]
-    plan_body: Callable[[Any, int, JaxprRequest], Any]
-
-
-def search_structured(jaxpr: Any, request: JaxprRequest, scale: float, tools: Tools) -> Candidate:
+def search_structured(jaxpr: Any, request: JaxprRequest, scale: float, plan_body: PlanBody) -> Candidate:
     """The cheapest candidate that fits, among the rungs of the scans' ladder and what can be done beside it.
 
     A rung alone, with re-runs beside the scans, with the bodies of control flow planned, too, and planned
     tighter; then scans in segments. What was compiled counts as measured (`request.calibration`), the others
     as estimated times what their like turned out to need.
     """
-    search = _Search(original=jaxpr, request=request, scale=scale, tools=tools)
+    look_at = _Search(original=jaxpr, request=request, scale=scale, plan_body=plan_body).rungs
     if request.inside:
-        return _next(search.rungs(_Rungs(jaxpr, [()], request.device), WAYS), request).candidate
+        return _next(look_at(_Rungs(jaxpr, [()], request.device), WAYS), request).candidate
     sunk = sink_into_scans(view_inside_scans(jaxpr))
-    looks = search.rungs(_on_ladder(sunk, request.device), WAYS)
+    looks = look_at(_on_ladder(sunk, request.device), WAYS)
     if all(look.over for look in looks):
-        looks += search.rungs(_in_segments(sunk, request.device), (ALONE, RERUNS))
+        looks += look_at(_in_segments(sunk, request.device), (ALONE, RERUNS))
     return _next(looks, request).candidate
 
 
@@ -139,7 +128,7 @@ class _Search:
     original: Any
     request: JaxprRequest
     scale: float
-    tools: Tools
+    plan_body: PlanBody
 
     def rungs(self, rungs: _Rungs, ways: Sequence[int]) -> list[_Look]:
         """Candidates of some rungs, among them the cheapest that fits.
@@ -185,29 +174,29 @@ class _Search:
             rewritten, bodies = program is not self.original, program is not rung.program
             return replace(made, scans=rung.rung, rewritten=rewritten, bodies=bodies)
 
-        alone = named(self.tools.alone(as_is))
+        alone = named(as_it_is(as_is))
         ratio = self._ratio(alone.planner, alone.peak_bytes, 1 / self.scale)
         found = self._expect(alone, 1 / self.scale / UNKNOWN_RATIO if lowest else ratio)
         if way == ALONE or not found.over:
             return found
         ratio = self._ratio(f"{alone.planner}+{request.planner}", request.temp_budget_bytes, ratio)
-        searched = named(self.tools.search(as_is, request, 1 / ratio))
+        searched = named(search(as_is, request, 1 / ratio))
         return found if searched.peak_bytes == alone.peak_bytes else self._expect(searched, ratio)
 
     def _with_bodies(self, program: Any, as_is: LiftedJaxpr, aims: int) -> tuple[Any, LiftedJaxpr]:
         """A program with its bodies planned, and lifted; a second aim is lower by what the first missed."""
         device = self.request.device
         target_bytes = max(int(self.request.temp_budget_bytes * self.scale), 1)
-        aim_bytes = min(target_bytes, int(BODIES_RATIO * self.tools.alone(as_is).peak_bytes))
+        aim_bytes = min(target_bytes, int(BODIES_RATIO * as_it_is(as_is).peak_bytes))
         for _ in range(aims):
             planned = fit_bodies(
                 program,
                 device,
                 aim_bytes,
-                lambda body, nbytes: self.tools.plan_body(body, nbytes, self.request),
+                lambda body, nbytes: self.plan_body(body, nbytes, self.request),
             )
             lifted = lift(planned, device, as_xla=True)
-            excess_bytes = self.tools.alone(lifted).peak_bytes - target_bytes
+            excess_bytes = as_it_is(lifted).peak_bytes - target_bytes
             if excess_bytes <= 0:
                 break
             aim_bytes = max(aim_bytes - 2 * excess_bytes, 1)

@@ -19,8 +19,8 @@ from __future__ import annotations
 import numpy as np
 
 from passes.ir import Program
+from passes.link import Link
 from passes.liveness import Graph
-from passes.paging.link import Link
 from passes.planners.flow import COST_UNITS, Cutter, Moment, cheapest_within, moment_at
 from passes.planners.schedule import Schedule
 

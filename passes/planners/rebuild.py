@@ -20,9 +20,8 @@ import numpy as np
 
 from passes.liveness import Graph
 from passes.planners.cut import DELETE_UNITS, Descent, Work, of_schedule
-from passes.planners.exact.expand import absent_closure
 from passes.planners.proof import Backwards, mask_of
-from passes.planners.schedule import Schedule, reverse_delete
+from passes.planners.schedule import Schedule, absent_closure, reverse_delete
 
 WIDTHS = (1, 100, 400)
 STARTS = 3

@@ -364,3 +364,26 @@ def reverse_delete(schedule: Schedule, limit_bytes: int, rounds: int = 3) -> int
             break
         prune(schedule)
     return tried
+
+
+def slots_of(steps: Sequence[int]) -> list[int]:
+    """For every position the first op that has not run before it."""
+    slots: list[int] = []
+    slot = 0
+    for op in steps:
+        slots.append(slot)
+        slot += op == slot
+    return slots
+
+
+def absent_closure(graph: Graph, roots: list[int], present: list[bool]) -> list[int]:
+    """The ops to run for the roots' outputs that are absent, in schedule order."""
+    ops = {op for op in roots if not all(present[b] for b in graph.outputs[op])}
+    stack = sorted(ops)
+    while stack:
+        for b in graph.inputs[stack.pop()]:
+            producer = graph.producer[b]
+            if not present[b] and producer not in ops:
+                ops.add(producer)
+                stack.append(producer)
+    return sorted(ops)

@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from passes.ir import BufferId, Page
+from passes.link import Link
 from passes.liveness import Graph
-from passes.paging.link import Link
 
 
 class DeltaError(Exception):

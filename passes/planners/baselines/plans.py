@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable
 
 from passes.ir import OpId, Plan, Program, Status
+from passes.link import Link
 from passes.liveness import Graph
 from passes.offsets.best_fit import place_graph
-from passes.paging.link import Link
-from passes.paging.queues import traffic
 from passes.planners.baselines import chen, scores
 from passes.planners.baselines.delta import Delta, DeltaError
 from passes.planners.baselines.runtime import OutOfMemoryError, Policy, Replayed, Runtime
 from passes.planners.bounds import working_set_bytes
+from passes.planners.paging.queues import traffic
 from passes.simulate import simulate_graph
 
 POLICIES: dict[str, Callable[[Graph], Policy]] = {

@@ -14,8 +14,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from passes.liveness import Graph
-from passes.planners.exact.expand import slots_of
 from passes.planners.exact.frame import last_slots
+from passes.planners.schedule import slots_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

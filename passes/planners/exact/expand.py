@@ -8,12 +8,13 @@ sequence; only its bytes are open.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import numpy as np
 
 from passes.liveness import Graph, copies_of
 from passes.planners.exact.frame import Frame
+from passes.planners.schedule import absent_closure, slots_of
 from passes.simulate import simulate_graph
 
 
@@ -88,16 +89,6 @@ def hint_of(frame: Frame, steps: list[int]) -> tuple[set[tuple[int, int]], set[t
     return rerun, kept
 
 
-def slots_of(steps: Sequence[int]) -> list[int]:
-    """For every position the first op that has not run before it."""
-    slots: list[int] = []
-    slot = 0
-    for op in steps:
-        slots.append(slot)
-        slot += op == slot
-    return slots
-
-
 def _final(graph: Graph) -> list[int]:
     return [b for b in graph.program.outputs if graph.producer[b] >= 0]
 
@@ -105,16 +96,3 @@ def _final(graph: Graph) -> list[int]:
 def _make(graph: Graph, op: int, present: list[bool]) -> None:
     for b in graph.outputs[op]:
         present[b] = True
-
-
-def absent_closure(graph: Graph, roots: list[int], present: list[bool]) -> list[int]:
-    """The ops to run for the roots' outputs that are absent, in schedule order."""
-    ops = {op for op in roots if not all(present[b] for b in graph.outputs[op])}
-    stack = sorted(ops)
-    while stack:
-        for b in graph.inputs[stack.pop()]:
-            producer = graph.producer[b]
-            if not present[b] and producer not in ops:
-                ops.add(producer)
-                stack.append(producer)
-    return sorted(ops)

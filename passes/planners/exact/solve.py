@@ -21,8 +21,8 @@ from passes.planners.cut import of_schedule
 from passes.planners.exact.expand import breaks, hint_of, steps_of
 from passes.planners.exact.frame import Frame, unit_bytes
 from passes.planners.exact.limits import Clock, ExactConfig
-from passes.planners.exact.neighbourhood import improve
 from passes.planners.exact.retention import Retention, build
+from passes.planners.exact.slots import improve
 from passes.planners.schedule import Schedule, reverse_delete
 from passes.simulate import simulate_graph
 

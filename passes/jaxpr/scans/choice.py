@@ -1,0 +1,91 @@
+"""What is chosen for the scans of a program, on one rung of its ladder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from passes.jaxpr.scans.pairs import Enclosure, ScanPair
+from passes.jaxpr.scans.segments import Segments
+from passes.outcome import Recomputed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What passes from the first to the second half of one pair.
+
+    Attributes:
+        pair: the scans, pairs inside their bodies rewritten.
+        kept: variables of the first body.
+        stacked_bytes: bytes of all stacks that are there for this purpose only.
+        remade: what the second half runs again, for the report; costs of all turns.
+        inner: choices for the pairs inside the bodies.
+        segments: how the pair runs in segments; then `kept` and `inner` are of one segment.
+    """
+
+    pair: ScanPair
+    kept: tuple[Any, ...]
+    stacked_bytes: int
+    remade: tuple[Recomputed, ...]
+    inner: Rung = ()
+    segments: Segments | None = None
+
+    @property
+    def in_segments(self) -> bool:
+        """True if this pair or one inside it runs in segments."""
+        return self.segments is not None or any(c.in_segments for c in self.inner)
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """Tells different choices for the same pair apart."""
+        count = 1 if self.segments is None else self.segments.count
+        return self.stacked_bytes, self.kept, count, tuple(c.signature for c in self.inner)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inside:
+    """What is chosen inside control flow that is in no pair itself.
+
+    Attributes:
+        enclosure: the control flow.
+        bodies: for every body of it the choices for what is in there.
+    """
+
+    enclosure: Enclosure
+    bodies: tuple[Rung, ...]
+
+    @property
+    def inner(self) -> Rung:
+        """The choices of all bodies."""
+        return tuple(c for body in self.bodies for c in body)
+
+    @property
+    def stacked_bytes(self) -> int:
+        """Bytes of the stacks in the body that has most; they are there once, whatever the turns."""
+        return max(sum(c.stacked_bytes for c in body) for body in self.bodies)
+
+    @property
+    def remade(self) -> tuple[Recomputed, ...]:
+        """What is run again; costs of all turns."""
+        turns = self.enclosure.turns
+        return tuple(replace(r, cost_ns=turns * r.cost_ns) for c in self.inner for r in all_remade(c))
+
+    @property
+    def in_segments(self) -> bool:
+        """True if some pair runs in segments."""
+        return any(c.in_segments for c in self.inner)
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """Tells different choices for the same control flow apart."""
+        return tuple(c.signature for c in self.inner)
+
+
+Rung = tuple[Choice | Inside, ...]
+
+
+def all_remade(choice: Choice | Inside) -> tuple[Recomputed, ...]:
+    """What a choice and those inside it run again."""
+    if isinstance(choice, Inside):
+        return choice.remade
+    return choice.remade + tuple(r for inner in choice.inner for r in all_remade(inner))

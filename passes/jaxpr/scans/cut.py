@@ -1,0 +1,178 @@
+"""What a pair of scans stacks and what its second half makes again, for one price of a byte.
+
+One turn of both bodies is one program (`passes.jaxpr.scans.pairs`). What the second half needs of the first
+is either stacked, which costs its bytes times the price and the traffic of writing and reading them, or made
+again in the second half from what is stacked, from the carry, and from the first scan's own operands. The
+cheapest choice is one minimum cut; a rising price gives a chain of choices from fast to small.
+
+Every turn does the same, so one turn decides; the number of turns multiplies bytes and costs alike. Pairs
+inside the bodies are cut first, for the same price.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from passes.cost import DeviceModel
+from passes.ir import Op
+from passes.jaxpr import compat
+from passes.jaxpr.flops import flops_per_element
+from passes.jaxpr.lift import SLICE_PASSES, lift
+from passes.jaxpr.purity import has_effect
+from passes.jaxpr.rewrite import defined
+from passes.jaxpr.scans.choice import Choice
+from passes.jaxpr.scans.pairs import ScanPair
+from passes.outcome import Recomputed
+from passes.planners.closure import MadeBy, cheapest_to_keep
+
+PICO = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One turn of a pair of scans as a cut problem.
+
+    Attributes:
+        pair: the scans.
+        values: the first body's variables, inputs and then results of equations.
+        ops: its equations.
+        kernels: what the report says of those that are kernels.
+        demanded: indices of the values that the second body reads.
+        stacked_bytes: for every value what a slice adds to the stacks if it is kept.
+        traffic_ps: for every value the time of writing and reading one slice.
+    """
+
+    pair: ScanPair
+    values: tuple[Any, ...]
+    ops: tuple[MadeBy, ...]
+    kernels: dict[int, Recomputed]
+    demanded: tuple[int, ...]
+    stacked_bytes: tuple[int, ...]
+    traffic_ps: tuple[int, ...]
+
+
+def turn_of(pair: ScanPair, device: DeviceModel) -> Turn:
+    """The cut problem of one pair; costs are those of the kernels that both bodies make together."""
+    make, take = pair.make.jaxpr, pair.take.jaxpr
+    values = defined(make)
+    index = {v: k for k, v in enumerate(values)}
+    read = [v for eqn in take.eqns for v in eqn.invars] + list(take.outvars)
+    nbytes, traffic = _prices(pair, values, device)
+    ops, kernels = _ops(pair, index, device)
+    return Turn(
+        pair=pair,
+        values=tuple(values),
+        ops=tuple(ops),
+        kernels=kernels,
+        demanded=tuple(sorted({index[v] for v in read if compat.is_variable(v) and v in index})),
+        stacked_bytes=tuple(nbytes),
+        traffic_ps=tuple(traffic),
+    )
+
+
+def choose(turn: Turn, ns_per_byte: float) -> Choice:
+    """The cheapest choice for one price of a byte."""
+    prices = [
+        round(PICO * ns_per_byte * nbytes) + traffic
+        for nbytes, traffic in zip(turn.stacked_bytes, turn.traffic_ps, strict=True)
+    ]
+    kept = cheapest_to_keep(prices, turn.ops, turn.demanded)
+    return Choice(
+        pair=turn.pair,
+        kept=tuple(turn.values[k] for k in kept),
+        stacked_bytes=turn.pair.length * sum(turn.stacked_bytes[k] for k in kept),
+        remade=_remade(turn, kept),
+    )
+
+
+def joined_body(pair: ScanPair) -> Any:
+    """One turn of both halves as one open jaxpr; the first half's equations come first."""
+    make, take = pair.make.jaxpr, pair.take.jaxpr
+    own = set(defined(make))
+    return compat.rebuild(
+        make,
+        eqns=[*make.eqns, *take.eqns],
+        outvars=[*make.outvars, *take.outvars],
+        invars=[*make.invars, *(v for v in take.invars if v not in own)],
+        constvars=[],
+    )
+
+
+def kernels_of(turn: Turn) -> tuple[Recomputed, ...]:
+    """All kernels of the first body."""
+    return tuple(turn.kernels[k] for k in sorted(turn.kernels))
+
+
+def _remade(turn: Turn, kept: tuple[int, ...]) -> tuple[Recomputed, ...]:
+    """The kernels that run again if `kept` is kept."""
+    op_of = {v: k for k, op in enumerate(turn.ops) for v in op.outputs}
+    there, stack, again = set(kept), list(turn.demanded), set()
+    while stack:
+        v = stack.pop()
+        if v not in there:
+            there.add(v)
+            again.add(op_of[v])
+            stack.extend(turn.ops[op_of[v]].inputs)
+    return tuple(turn.kernels[k] for k in sorted(again) if k in turn.kernels)
+
+
+def _prices(pair: ScanPair, values: list[Any], device: DeviceModel) -> tuple[list[int], list[int]]:
+    """Bytes and traffic of stacking one slice of every value; nothing for what is at hand anyway."""
+    make = pair.make
+    own = dict.fromkeys(make.jaxpr.invars[: make.n_consts], (False, 0))
+    for v, there in zip(make.slices_in, pair.at_hand, strict=True):
+        own[v] = (not there, SLICE_PASSES)
+    for k, v in enumerate(make.slices_out):
+        # A stack that something else reads is there at no price.
+        if k not in pair.only and compat.is_variable(v):
+            own.setdefault(v, (False, SLICE_PASSES))
+    nbytes, traffic = [], []
+    for v in values:
+        size = compat.aval_nbytes(v.aval)
+        priced, passes = own.get(v, (True, 2 * SLICE_PASSES))
+        nbytes.append(size if priced else 0)
+        traffic.append(round(PICO * 1e9 * passes * size / device.bytes_per_second))
+    return nbytes, traffic
+
+
+def _ops(
+    pair: ScanPair, index: dict[Any, int], device: DeviceModel
+) -> tuple[list[MadeBy], dict[int, Recomputed]]:
+    """The first body's equations with what it costs to run them in the second half, too."""
+    joined = joined_body(pair)
+    lifted = lift(compat.dce_jaxpr(joined, [True] * len(joined.outvars)), device, as_xla=False)
+    kernel_of: dict[Any, Op] = {}
+    for op, body in zip(lifted.program.ops, lifted.bodies, strict=True):
+        kernel_of.update(dict.fromkeys(lifted.jaxpr.eqns[body[-1]].outvars, op))
+    ops: list[MadeBy] = []
+    kernels: dict[int, Recomputed] = {}
+    for eqn in pair.make.jaxpr.eqns:
+        outputs = tuple(index[v] for v in eqn.outvars if v in index)
+        if not outputs:
+            continue
+        kernel = next((kernel_of[v] for v in eqn.outvars if v in kernel_of), None)
+        cost = _fused_ps(eqn, device) if kernel is None else PICO * kernel.cost_ns
+        if kernel is not None:
+            kernels[len(ops)] = _recomputed(eqn, kernel, pair.length)
+        once = has_effect(eqn) or (kernel is not None and not kernel.recomputable)
+        inputs = tuple(index[v] for v in eqn.invars if compat.is_variable(v))
+        ops.append(MadeBy(cost=None if once else cost, inputs=inputs, outputs=outputs))
+    return ops, kernels
+
+
+def _recomputed(eqn: Any, op: Op, turns: int) -> Recomputed:
+    return Recomputed(
+        op=f"{op.name} in {turns} turns of a scan",
+        source=op.source,
+        nbytes=turns * sum(compat.aval_nbytes(v.aval) for v in eqn.outvars),
+        cost_ns=turns * op.cost_ns,
+        stage="jaxpr",
+    )
+
+
+def _fused_ps(eqn: Any, device: DeviceModel) -> int:
+    """Time of an equation that is computed inside another kernel; never nothing, so that it is avoided."""
+    size = max((int(getattr(v.aval, "size", 0)) for v in eqn.outvars), default=0)
+    flops = size * flops_per_element(eqn)
+    return 1 + round(PICO * 1e9 * flops / device.vector_flops)
