@@ -70,7 +70,7 @@ class Row:
     overhead_ratio: float
     lower_bound_ratio: float
     waiting_ratio: float
-    reruns: int
+    recomputes: int
     pages: int
     host_peak_bytes: int
     link_ratio: float
@@ -93,7 +93,7 @@ def row(
         overhead_ratio=made.overhead_ratio,
         lower_bound_ratio=made.lower_bound_ratio,
         waiting_ratio=made.waiting_ns / program.cost_ns,
-        reruns=len(made.reruns()),
+        recomputes=len(made.recomputes()),
         pages=len(made.pages),
         host_peak_bytes=made.host_peak_bytes,
         link_ratio=carried / peak_bytes,

@@ -54,7 +54,7 @@ class Report(Printable):
             inside the kernels that read it, is not among `recomputed`.
         device_name: the cost model.
         planner: whose plans were taken, by stage.
-        recomputed: what is run again.
+        recomputed: what is recomputed.
         offsets: the temporaries' addresses. `buffers` that XLA assigned and how many are `equal` to what was
             predicted (None where XLA does not tell); `predicted_temp_bytes` against `compiled_temp_bytes`;
             `live_temp_bytes` alive at once; `packed_temp_bytes` with the best packing that was found;
@@ -62,7 +62,7 @@ class Report(Printable):
         seconds: planning time by stage; 0.0 where the program came from JAX's compilation cache.
         looks: how often the program was planned and compiled once more, as far as XLA's schedule.
         constraints: what was asked about single values, such as "save=('h',)". What they alone make the
-            program compute again is not among `recomputed`.
+            program recompute is not among `recomputed`.
     """
 
     budget: str

@@ -94,7 +94,7 @@ def plan_text(plan: Plan, program: Program | None = None) -> str:
     Raises:
         InputError: the plan is not one of the program's.
     """
-    again = frozenset(plan.reruns())
+    again = frozenset(plan.recomputes())
     head = [
         f"plan by {json.dumps(plan.planner or 'hand')}: {plan.status}, "
         f"peak {plan.peak_bytes} of {plan.budget_bytes} bytes, {len(plan.steps)} steps, "

@@ -161,7 +161,7 @@ def everything_again(forward: Any, backward: Any, n_outs: int, request: JaxprReq
     def only_outs(*args: Any) -> list[Any]:
         return [*compat.evaluate(forward, args)[:n_outs], *args]
 
-    def rerun(*values: Any) -> list[Any]:
+    def recompute(*values: Any) -> list[Any]:
         args = lax.optimization_barrier(list(values[:n_args]))
         residuals = compat.evaluate(forward, args)[n_outs:]
         return compat.evaluate(backward, [*residuals, *values[n_args:]])
@@ -170,7 +170,7 @@ def everything_again(forward: Any, backward: Any, n_outs: int, request: JaxprReq
     cotangents = backward.in_avals[n_residuals:]
     return JointResult(
         forward=compat.trace(only_outs, forward.in_avals),
-        backward=compat.trace(rerun, [*forward.in_avals, *cotangents]),
+        backward=compat.trace(recompute, [*forward.in_avals, *cotangents]),
         n_saved=n_args,
         outcome=joint.outcome,
     )

@@ -19,7 +19,7 @@ from passes.liveness import Graph
 from passes.offsets.best_fit import place_graph
 from passes.offsets.packing import Span, disjoint
 from passes.planners import PlannerConfig, plan, search
-from passes.planners.cut import Descent, of_schedule
+from passes.planners.cut import Candidate, of_schedule
 from passes.planners.exact import lifetimes, placed
 from passes.planners.exact.axis import Axis
 from passes.planners.exact.limits import Clock, ExactConfig
@@ -80,7 +80,7 @@ def test_a_plan_is_placed_that_no_lower_budget_leads_to():
     assert made.status is Status.OPTIMAL
 
 
-def unproved() -> tuple[Graph, int, Descent]:
+def unproved() -> tuple[Graph, int, Candidate]:
     """A program, a budget near its least, and the search's plan, which is far from the optimum."""
     program = random_program(random.Random(32_000), 32)
     hint = search.plan(program, 34, PlannerConfig(work_limit=200_000))

@@ -20,7 +20,7 @@ QUICK = 20_000
 
 
 def drawn(seed: int, n_ops: int = 4) -> Program:
-    """A program whose ops may not all run again, with scratch and places that outputs may take."""
+    """A program whose ops may not all be recomputed, with scratch and places that outputs may take."""
     draw = random.Random(seed)
     ops = []
     for i in range(n_ops):

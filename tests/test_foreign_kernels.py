@@ -1,4 +1,4 @@
-"""Kernels of other makers: what may run again, at what cost, in no more bytes than a policy by hand."""
+"""Kernels of other makers: what may be recomputed, at what cost, in no more bytes than a policy by hand."""
 
 from __future__ import annotations
 

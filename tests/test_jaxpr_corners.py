@@ -20,7 +20,7 @@ from passes.cost import DEVICES
 from passes.ir import OpId
 from passes.jaxpr import compat, flops, freedom, in_place, inline, primitives, purity, simplify
 from passes.jaxpr.candidate import JaxprRequest
-from passes.jaxpr.conds import rerun_in_second_cond
+from passes.jaxpr.conds import recompute_in_second_cond
 from passes.jaxpr.emit import emit
 from passes.jaxpr.freedom import emit_config
 from passes.jaxpr.lift import lift
@@ -32,8 +32,8 @@ from passes.simulate import simulate
 PROGRAMS = {**STRAIGHT, **BODIES}
 
 
-def rerun_all(lifted: LiftedJaxpr) -> list[OpId]:
-    """Steps in which every op makes all that it reads once more, as far as that may run again."""
+def recompute_all(lifted: LiftedJaxpr) -> list[OpId]:
+    """Steps in which every op makes all that it reads once more, as far as that may be recomputed."""
     producer, ops = lifted.program.producer, lifted.program.ops
     steps: list[OpId] = []
     for op in ops:
@@ -44,12 +44,12 @@ def rerun_all(lifted: LiftedJaxpr) -> list[OpId]:
 
 
 def emitted(jaxpr: Any, device: str) -> Any:
-    """The jaxpr lifted in both ways, and written with all re-runs that there can be."""
+    """The jaxpr lifted in both ways, and written with all recomputes that there can be."""
     jaxpr = compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     as_xla = lift(jaxpr, DEVICES[device], as_xla=True)
     lifted = lift(jaxpr, DEVICES[device], as_xla=False)
     simulate(as_xla.program, [op.id for op in as_xla.program.ops])
-    return emit(lifted, rerun_all(lifted), emit_config(lifted, as_xla, DEVICES[device]))
+    return emit(lifted, recompute_all(lifted), emit_config(lifted, as_xla, DEVICES[device]))
 
 
 @pytest.mark.parametrize("name", [*STRAIGHT, *BODIES])
@@ -118,7 +118,7 @@ def test_conds_of_as_many_branches_only_are_pairs():
     same = second.replace(invars=[first.invars[0], *second.invars[1:]])
     eqns = [same if e is second else e for e in jaxpr.eqns]
     jaxpr = compat.rebuild(jaxpr, eqns=eqns, outvars=jaxpr.outvars)
-    assert rerun_in_second_cond(jaxpr) is jaxpr
+    assert recompute_in_second_cond(jaxpr) is jaxpr
 
 
 def test_every_named_primitive_exists():

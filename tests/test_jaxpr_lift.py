@@ -1,4 +1,4 @@
-"""The jaxpr lift: what is stored, what is computed inside its readers, and what may run again."""
+"""The jaxpr lift: what is stored, what is computed inside its readers, and what may be recomputed."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Live bytes are not the heap: packing leaves holes, and temporaries that XLA kept inside results may no longer
 fit there. So every plan is written and its heap predicted; what does not fit is planned again, tighter by
 the excess. Where the planners find nothing from above, the plan of lowest peak is relaxed from below: its
-re-runs are taken out, costliest first, while the prediction keeps the budget.
+recomputes are taken out, costliest first, while the prediction keeps the budget.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def lowest(task: Task) -> tuple[Program, Written]:
 
 
 def _from_below(task: Task, program: Program, best: Written) -> Written:
-    """`best`, which keeps the budget, with as few re-runs as that allows; a plan with pages as it is."""
+    """`best`, which keeps the budget, with as few recomputes as that allows; a plan with pages as it is."""
     least = best.plan
     if least.pages:
         return best
@@ -202,7 +202,7 @@ def _from_below(task: Task, program: Program, best: Written) -> Written:
 
 
 def _relaxed(program: Program, least: Plan, limit_bytes: int) -> Plan:
-    """`least` without the re-runs that `limit_bytes` makes needless."""
+    """`least` without the recomputes that `limit_bytes` makes needless."""
     schedule = Schedule(Graph.of(program), least.steps)
     reverse_delete(schedule, limit_bytes)
     steps = tuple(OpId(op) for op in schedule.steps if op != HOLE)

@@ -2,7 +2,7 @@
 
 To the entry a loop is one op, and what its body needs is that op's workspace. XLA orders a body without
 regard to a budget. So where a loop is what breaks it, its body is put in a better order and planned as the
-entry is, for what it may have; if loops inside it are what breaks that, they come first. A re-run costs as
+entry is, for what it may have; if loops inside it are what breaks that, they come first. A recompute costs as
 often as the loop turns.
 """
 
@@ -32,7 +32,7 @@ class Tightened:
 
     Attributes:
         lifted: its entry.
-        recomputed: what the bodies run again, costs of all turns.
+        recomputed: what the bodies recompute, costs of all turns.
     """
 
     lifted: LiftedModule
@@ -62,7 +62,7 @@ class _Work:
 
     Attributes:
         lifted: the entry as it is now.
-        recomputed: what bodies run again.
+        recomputed: what bodies recompute.
     """
 
     def __init__(self, lifted: LiftedModule, device: DeviceModel, config: PlannerConfig) -> None:

@@ -10,7 +10,7 @@ from passes.ir import OpId, Plan
 from passes.jaxpr.calibration import SCANS, UNCALIBRATED, Calibration
 from passes.jaxpr.emit import EmitConfig
 from passes.jaxpr.lifted import LiftedJaxpr
-from passes.jaxpr.scans.choice import Rung
+from passes.jaxpr.scans.choice import Level
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Candidate:
         steps, config, emitted: what is run and how it is written.
         peak_bytes: expected peak of XLA's temporaries.
         cost_ns: expected time of what is run.
-        plan: None for a program without re-runs.
+        plan: None for a program without recomputes.
         scans: how its pairs of scans were rewritten before it was planned.
         rewritten: True if anything was done to it before it was planned.
         bodies: True if bodies of control flow were planned.
@@ -70,7 +70,7 @@ class Candidate:
     peak_bytes: int
     cost_ns: int
     plan: Plan | None = None
-    scans: Rung = ()
+    scans: Level = ()
     rewritten: bool = False
     bodies: bool = False
 

@@ -120,7 +120,7 @@ def _constrained_body(body: Any, backward: bool, across: Sequence[bool], constra
 
 
 def _with_saved(halves: _Halves, values: Values) -> _Halves:
-    """Every saved value passes through an equation that is not run again, right after it is made."""
+    """Every saved value passes through an equation that is not recomputed, right after it is made."""
     rename: dict[Any, Any] = {}
     eqns, flags = [], []
     for eqn, backward in zip(halves.jaxpr.eqns, halves.backward, strict=True):
@@ -200,7 +200,7 @@ def _choice(pair: ScanPair, constraints: Constraints) -> Choice | None:
         stack.extend(new)
     order = {v: i for i, v in enumerate(defined(make))}
     found = tuple(sorted(kept, key=order.__getitem__))
-    return Choice(pair=pair, kept=found, stacked_bytes=0, remade=(), inner=inner)
+    return Choice(pair=pair, kept=found, stacked_bytes=0, recomputed=(), inner=inner)
 
 
 def _with_clones(halves: _Halves, values: Values) -> _Halves:
@@ -229,7 +229,7 @@ class _Cloner:
         self.values = values
         self.eqns: list[Any] = []
         self.backward: list[bool] = []
-        # For variables that passed a barrier, or were made again, what later equations read instead.
+        # For variables that passed a barrier, or were recomputed, what later equations read instead.
         self.current: dict[Any, Any] = {}
         self.last_read = {
             v: i for i, e in enumerate(halves.jaxpr.eqns) for v in e.invars if compat.is_variable(v)
@@ -247,7 +247,7 @@ class _Cloner:
         return _with_eqns(self.halves, self.eqns, self.backward, self.halves.jaxpr.outvars)
 
     def is_missing(self, v: Any) -> bool:
-        """True for a dropped variable that was not made again yet."""
+        """True for a dropped variable that was not recomputed yet."""
         return self.values.is_dropped(v) and v not in self.current
 
     def _add(self, eqn: Any, backward: bool) -> None:

@@ -1,4 +1,4 @@
-"""The jaxpr stage: lift, decide whether the program fits, plan, emit, and judge what was emitted.
+"""The jaxpr stage: lift, decide whether the program fits, plan, emit, and evaluate what was emitted.
 
 This stage is optimistic and never fails: the enforcing stage holds the line on XLA's own schedule.
 """
@@ -21,7 +21,7 @@ from passes.jaxpr.emit import emit_split
 from passes.jaxpr.halves import Joined, closed_halves, join
 from passes.jaxpr.lift import lift
 from passes.jaxpr.lifted import LiftedJaxpr
-from passes.jaxpr.scans.choice import all_remade
+from passes.jaxpr.scans.choice import all_recomputed
 from passes.jaxpr.shards import Inside, enter
 from passes.jaxpr.simplify import scatter_in_place
 from passes.jaxpr.straight import as_it_is, search
@@ -221,7 +221,7 @@ def _outcome(
     as_is: LiftedJaxpr, before_bytes: int, candidate: Candidate, request: JaxprRequest
 ) -> StageOutcome:
     program = candidate.lifted.program
-    inside = tuple(r for choice in candidate.scans for r in all_remade(choice))
+    inside = tuple(r for choice in candidate.scans for r in all_recomputed(choice))
     recomputed = inside + recomputed_by(program, candidate.steps, "jaxpr")
     recompute_ns = candidate.cost_ns - as_is.program.cost_ns
     fits = candidate.peak_bytes <= request.temp_budget_bytes or not candidate.changed

@@ -1,8 +1,9 @@
 """Programs taken as straight lines: as they are, and planned to a depth at which they are expected to fit.
 
-A candidate is judged by lifting what was emitted once more, as XLA will see it, so that what XLA stores by
-itself counts. Even a plan without re-runs changes the program: values that XLA would store for the backward
-pass are computed again inside the kernels that read them there, which saves their bytes and their traffic.
+A candidate is evaluated by lifting what was emitted once more, as XLA will see it, so that what XLA stores by
+itself counts. Even a plan without recomputes changes the program: values that XLA would store for the
+backward pass are recomputed inside the kernels that read them there, which saves their bytes and their
+traffic.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from passes.jaxpr.lifted import LiftedJaxpr
 from passes.planners import PlannerConfig, plan
 from passes.simulate import simulate
 
-RUNG_RATIO = 0.97
+LEVEL_RATIO = 0.97
 MAX_CANDIDATES = 8
 
 
 def as_it_is(as_is: LiftedJaxpr) -> Candidate:
-    """A program without re-runs."""
+    """A program without recomputes."""
     steps = _identity(as_is)
     return Candidate(
         lifted=as_is,
@@ -37,10 +38,10 @@ def as_it_is(as_is: LiftedJaxpr) -> Candidate:
 
 
 def search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate:
-    """Judge candidates of growing depth until one fits `scale` times what the budget leaves.
+    """Evaluate candidates of growing depth until one fits `scale` times what the budget leaves.
 
-    The depths are steps of a fixed ladder below the peak without re-runs, whatever the budget is, so
-    that a larger budget takes the same rung or a higher one.
+    The depths are steps of a fixed frontier below the peak without recomputes, whatever the budget is, so
+    that a larger budget takes the same level or a higher one.
     """
     lifted = lift(as_is.jaxpr, request.device, as_xla=False)
     peak_bytes = simulate(lifted.program, _identity(lifted)).peak_bytes
@@ -48,30 +49,30 @@ def search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate
     written = emit_config(lifted, as_is, request.device, strict=request.calibration.strict)
     config = PlannerConfig(planner=request.planner, bound=False, quick=True)
     best: Candidate | None = None
-    rung = _rungs_down(target_bytes / max(peak_bytes, 1))
+    level = _levels_down(target_bytes / max(peak_bytes, 1))
     for _ in range(MAX_CANDIDATES):
-        level_bytes = int(peak_bytes * RUNG_RATIO**rung)
+        level_bytes = int(peak_bytes * LEVEL_RATIO**level)
         made = plan(lifted.program, level_bytes, config)
-        candidate = judge(lifted, made, written, request.device)
+        candidate = evaluate(lifted, made, written, request.device)
         if best is None or candidate.peak_bytes < best.peak_bytes:
             best = candidate
         if candidate.peak_bytes <= target_bytes:
             break
         if not made.status.found:
             break
-        # What XLA is expected to need beyond the plan changes little from rung to rung.
+        # What XLA is expected to need beyond the plan changes little from level to level.
         beyond_bytes = candidate.peak_bytes - made.peak_bytes
-        rung = max(rung + 1, _rungs_down(max(target_bytes - beyond_bytes, 1) / max(peak_bytes, 1)))
-    assert best is not None, "at least one candidate is judged"
+        level = max(level + 1, _levels_down(max(target_bytes - beyond_bytes, 1) / max(peak_bytes, 1)))
+    assert best is not None, "at least one candidate is evaluated"
     return best
 
 
-def _rungs_down(ratio: float) -> int:
-    """How many rungs of the ladder lie between 1 and `ratio`, at least none."""
-    return max(0, math.ceil(math.log(ratio) / math.log(RUNG_RATIO) - 1e-9))
+def _levels_down(ratio: float) -> int:
+    """How many levels of the frontier lie between 1 and `ratio`, at least none."""
+    return max(0, math.ceil(math.log(ratio) / math.log(LEVEL_RATIO) - 1e-9))
 
 
-def judge(lifted: LiftedJaxpr, made: Plan, config: EmitConfig, device: DeviceModel) -> Candidate:
+def evaluate(lifted: LiftedJaxpr, made: Plan, config: EmitConfig, device: DeviceModel) -> Candidate:
     """Emit a plan and estimate what XLA will need for it.
 
     The plan assumes that XLA stores no value that it could compute in each reader; lifting what was emitted

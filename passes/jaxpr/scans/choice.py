@@ -1,4 +1,4 @@
-"""What is chosen for the scans of a program, on one rung of its ladder."""
+"""What is chosen for the scans of a program, on one level of its frontier."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Choice:
         pair: the scans, pairs inside their bodies rewritten.
         kept: variables of the first body.
         stacked_bytes: bytes of all stacks that are there for this purpose only.
-        remade: what the second half runs again, for the report; costs of all turns.
+        recomputed: what the second half runs again, for the report; costs of all turns.
         inner: choices for the pairs inside the bodies.
         segments: how the pair runs in segments; then `kept` and `inner` are of one segment.
     """
@@ -26,8 +26,8 @@ class Choice:
     pair: ScanPair
     kept: tuple[Any, ...]
     stacked_bytes: int
-    remade: tuple[Recomputed, ...]
-    inner: Rung = ()
+    recomputed: tuple[Recomputed, ...]
+    inner: Level = ()
     segments: Segments | None = None
 
     @property
@@ -52,10 +52,10 @@ class Inside:
     """
 
     enclosure: Enclosure
-    bodies: tuple[Rung, ...]
+    bodies: tuple[Level, ...]
 
     @property
-    def inner(self) -> Rung:
+    def inner(self) -> Level:
         """The choices of all bodies."""
         return tuple(c for body in self.bodies for c in body)
 
@@ -65,10 +65,10 @@ class Inside:
         return max(sum(c.stacked_bytes for c in body) for body in self.bodies)
 
     @property
-    def remade(self) -> tuple[Recomputed, ...]:
-        """What is run again; costs of all turns."""
+    def recomputed(self) -> tuple[Recomputed, ...]:
+        """What is recomputed; costs of all turns."""
         turns = self.enclosure.turns
-        return tuple(replace(r, cost_ns=turns * r.cost_ns) for c in self.inner for r in all_remade(c))
+        return tuple(replace(r, cost_ns=turns * r.cost_ns) for c in self.inner for r in all_recomputed(c))
 
     @property
     def in_segments(self) -> bool:
@@ -81,11 +81,11 @@ class Inside:
         return tuple(c.signature for c in self.inner)
 
 
-Rung = tuple[Choice | Inside, ...]
+Level = tuple[Choice | Inside, ...]
 
 
-def all_remade(choice: Choice | Inside) -> tuple[Recomputed, ...]:
-    """What a choice and those inside it run again."""
+def all_recomputed(choice: Choice | Inside) -> tuple[Recomputed, ...]:
+    """What a choice and those inside it recompute."""
     if isinstance(choice, Inside):
-        return choice.remade
-    return choice.remade + tuple(r for inner in choice.inner for r in all_remade(inner))
+        return choice.recomputed
+    return choice.recomputed + tuple(r for inner in choice.inner for r in all_recomputed(inner))

@@ -1,4 +1,4 @@
-"""What a pair of scans stacks and what its second half makes again, for one price of a byte.
+"""What a pair of scans stacks and what its second half recomputes, for one price of a byte.
 
 One turn of both bodies is one program (`passes.jaxpr.scans.pairs`). What the second half needs of the first
 is either stacked, which costs its bytes times the price and the traffic of writing and reading them, or made
@@ -82,7 +82,7 @@ def choose(turn: Turn, ns_per_byte: float) -> Choice:
         pair=turn.pair,
         kept=tuple(turn.values[k] for k in kept),
         stacked_bytes=turn.pair.length * sum(turn.stacked_bytes[k] for k in kept),
-        remade=_remade(turn, kept),
+        recomputed=_all_recomputed(turn, kept),
     )
 
 
@@ -104,8 +104,8 @@ def kernels_of(turn: Turn) -> tuple[Recomputed, ...]:
     return tuple(turn.kernels[k] for k in sorted(turn.kernels))
 
 
-def _remade(turn: Turn, kept: tuple[int, ...]) -> tuple[Recomputed, ...]:
-    """The kernels that run again if `kept` is kept."""
+def _all_recomputed(turn: Turn, kept: tuple[int, ...]) -> tuple[Recomputed, ...]:
+    """The kernels that are recomputed if `kept` is kept."""
     op_of = {v: k for k, op in enumerate(turn.ops) for v in op.outputs}
     there, stack, again = set(kept), list(turn.demanded), set()
     while stack:

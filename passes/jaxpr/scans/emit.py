@@ -1,4 +1,4 @@
-"""Write a pair of scans anew: fewer stacks in the first, what is missing made again in the second.
+"""Write a pair of scans anew: fewer stacks in the first, what is missing recomputed in the second.
 
 The first scan stacks what is kept, and still what others read of it. The second takes these stacks, the
 first one's own operands where it needs them, and runs again what lies between them and what it reads. No
@@ -70,7 +70,7 @@ def rewrite_groups(jaxpr: Any, choices: Sequence[Choice | Inside]) -> tuple[list
 
 def _with_inside(choice: Inside, eqn: Any) -> Any:
     bodies = zip(choice.enclosure.bodies, choice.bodies, strict=True)
-    return with_bodies(eqn, [compat.close_jaxpr(rewrite(body, rung), []) for body, rung in bodies])
+    return with_bodies(eqn, [compat.close_jaxpr(rewrite(body, level), []) for body, level in bodies])
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""The ladder of a program with scans: choices from fast to small, at rising prices of a byte.
+"""The frontier of a program with scans: choices from fast to small, at rising prices of a byte.
 
 One price holds for all pairs of scans of a program and for those inside their bodies, so that bytes are
-given up where they cost least. Below the lowest rung there are segments (`passes.jaxpr.scans.segments`).
+given up where they cost least. Below the lowest level there are segments (`passes.jaxpr.scans.segments`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from passes.cost import DeviceModel
 from passes.jaxpr import compat
 from passes.jaxpr.primitives import Kind
 from passes.jaxpr.purity import eqn_kind
-from passes.jaxpr.scans.choice import Choice, Inside, Rung
+from passes.jaxpr.scans.choice import Choice, Inside, Level
 from passes.jaxpr.scans.cut import choose, joined_body, kernels_of, turn_of
 from passes.jaxpr.scans.emit import rewrite, with_inner
 from passes.jaxpr.scans.pairs import Enclosure, ScanPair, find_enclosures, find_pairs
@@ -30,10 +30,10 @@ GROWTH = 1.35
 PRICES = 45
 REFINEMENTS = 5
 STEP_RATIO = 0.04
-SEGMENT_RUNGS = 4
+SEGMENT_LEVELS = 4
 
 
-def ladder(jaxpr: Any, device: DeviceModel) -> list[Rung]:
+def frontier(jaxpr: Any, device: DeviceModel) -> list[Level]:
     """Choices for all pairs of an open jaxpr at rising prices of a byte, from fast to small.
 
     The first one stacks what is faster to read than to make; the last one as little as possible.
@@ -42,55 +42,55 @@ def ladder(jaxpr: Any, device: DeviceModel) -> list[Rung]:
     if not sites:
         return []
 
-    def rung(price: float) -> Rung:
+    def level(price: float) -> Level:
         ns_per_byte = price * 1e9 / device.bytes_per_second
         return tuple(site(ns_per_byte) for site in sites)
 
     prices = [0.0, *(FIRST_PRICE * GROWTH**k for k in range(PRICES))]
-    found = {price: rung(price) for price in prices}
+    found = {price: level(price) for price in prices}
     step_bytes = STEP_RATIO * _bytes(found[0.0])
     for low, high in itertools.pairwise(prices):
-        _refine(found, low, high, step_bytes, rung)
-    rungs = [found[price] for price in sorted(found)]
-    return [r for k, r in enumerate(rungs) if k == 0 or _signatures(r) != _signatures(rungs[k - 1])]
+        _refine(found, low, high, step_bytes, level)
+    levels = [found[price] for price in sorted(found)]
+    return [r for k, r in enumerate(levels) if k == 0 or _signatures(r) != _signatures(levels[k - 1])]
 
 
 def _refine(
-    found: dict[float, Rung],
+    found: dict[float, Level],
     low: float,
     high: float,
     step_bytes: float,
-    rung: Callable[[float], Rung],
+    level: Callable[[float], Level],
     depth: int = REFINEMENTS,
 ) -> None:
     """Look between two prices while their choices lie far apart."""
     if depth and _bytes(found[low]) - _bytes(found[high]) > step_bytes:
         middle = (low + high) / 2
-        found[middle] = rung(middle)
-        _refine(found, low, middle, step_bytes, rung, depth - 1)
-        _refine(found, middle, high, step_bytes, rung, depth - 1)
+        found[middle] = level(middle)
+        _refine(found, low, middle, step_bytes, level, depth - 1)
+        _refine(found, middle, high, step_bytes, level, depth - 1)
 
 
-def _bytes(rung: Rung) -> int:
-    return sum(c.stacked_bytes for c in rung)
+def _bytes(level: Level) -> int:
+    return sum(c.stacked_bytes for c in level)
 
 
-def _signatures(rung: Rung) -> list[Any]:
-    return [c.signature for c in rung]
+def _signatures(level: Level) -> list[Any]:
+    return [c.signature for c in level]
 
 
-def segment_ladder(rung: Rung, device: DeviceModel) -> list[Rung]:
-    """Rungs below `rung`, the lowest of the ladder: one pair after the other runs in segments.
+def segment_frontier(level: Level, device: DeviceModel) -> list[Level]:
+    """Levels below `level`, the lowest of the frontier: one pair after the other runs in segments.
 
     The pair with the largest stacks comes first. One pair in segments says nothing of the others: each
     keeps its stacks until its own second scan, and what they are together is what counts.
     """
-    found: list[Rung] = []
-    left = sorted(range(len(rung)), key=lambda k: (-rung[k].stacked_bytes, k))
+    found: list[Level] = []
+    left = sorted(range(len(level)), key=lambda k: (-level[k].stacked_bytes, k))
     for k in left:
-        lower = [(*rung[:k], site, *rung[k + 1 :]) for site in _segmented(rung[k], device)]
+        lower = [(*level[:k], site, *level[k + 1 :]) for site in _segmented(level[k], device)]
         found += lower
-        rung = lower[-1] if lower else rung
+        level = lower[-1] if lower else level
     return found
 
 
@@ -100,7 +100,7 @@ def _segmented(choice: Choice | Inside, device: DeviceModel) -> list[Choice | In
     if isinstance(choice, Inside):
         bodies = choice.bodies
         for b in sorted(range(len(bodies)), key=lambda b: (-_bytes(bodies[b]), b)):
-            for lower in segment_ladder(bodies[b], device):
+            for lower in segment_frontier(bodies[b], device):
                 bodies = (*bodies[:b], lower, *bodies[b + 1 :])
                 found.append(dataclasses.replace(choice, bodies=bodies))
     else:
@@ -113,12 +113,12 @@ def _segmented(choice: Choice | Inside, device: DeviceModel) -> list[Choice | In
 def _in_segments(pair: ScanPair, count: int, device: DeviceModel) -> list[Choice]:
     """The pair in `count` segments, with a few choices of what is stacked within one.
 
-    None for a pair with anything inside that must not run again, as the first pass over all segments would.
+    None for a pair with anything inside that must not be recomputed, as the first pass would.
     """
     if any(eqn_kind(half.eqn) is Kind.OPAQUE for half in (pair.make, pair.take)):
         return []
     program = segment_program(pair, count)
-    rungs = ladder(program, device)
+    levels = frontier(program, device)
     n_consts, n_carry = pair.make.n_consts, pair.make.n_carry
     carry = pair.make.jaxpr.invars[n_consts : n_consts + n_carry]
     start_bytes = sum(compat.aval_nbytes(v.aval) for v in carry)
@@ -128,12 +128,12 @@ def _in_segments(pair: ScanPair, count: int, device: DeviceModel) -> list[Choice
         Choice(
             pair=pair,
             kept=(),
-            stacked_bytes=count * start_bytes + _bytes(rung),
-            remade=again,
-            inner=rung,
-            segments=Segments(count=count, turns=turns, body=rewrite(program, rung)),
+            stacked_bytes=count * start_bytes + _bytes(level),
+            recomputed=again,
+            inner=level,
+            segments=Segments(count=count, turns=turns, body=rewrite(program, level)),
         )
-        for rung in rungs[-1 :: -max(1, len(rungs) // SEGMENT_RUNGS)]
+        for level in levels[-1 :: -max(1, len(levels) // SEGMENT_LEVELS)]
     ]
 
 

@@ -39,7 +39,7 @@ def sink_into_scans(jaxpr: Any) -> Any:
 
 
 def _moved(jaxpr: Any, scan: Any, producer: dict[Any, int]) -> list[Any]:
-    """Equations to make again in the body, in order: those of large constants that come from little."""
+    """Equations to recompute in the body, in order: those of large constants that come from little."""
     n_consts, _ = compat.scan_sizes(scan)
     if any(compat.is_ref(v.aval) for v in scan.invars):
         return []

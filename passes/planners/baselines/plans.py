@@ -33,7 +33,7 @@ def baseline(program: Program, budget_bytes: int, name: str) -> Plan:
         name: one of `BASELINES`.
 
     Returns:
-        A FEASIBLE plan with offsets; where the baseline runs out of memory the plan without re-runs,
+        A FEASIBLE plan with offsets; where the baseline runs out of memory the plan without recomputes,
         UNKNOWN, or INFEASIBLE if nothing could fit.
     """
     begin = time.perf_counter()
@@ -59,7 +59,7 @@ def paging_baseline(program: Program, budget_bytes: int, host_bytes: int, link: 
     """What DELTA does with a program within both budgets; live bytes, not placed.
 
     Returns:
-        A FEASIBLE plan; where it runs out of memory the plan without re-runs, UNKNOWN.
+        A FEASIBLE plan; where it runs out of memory the plan without recomputes, UNKNOWN.
     """
     begin = time.perf_counter()
     graph = Graph.of(program)

@@ -1,6 +1,6 @@
 """From an answer of the 0-1 program to a sequence of steps, and to where it breaks the budget.
 
-Re-runs come as late as their block lets them: just before the first op that reads what they make, at the
+Recomputes come as late as their block lets them: just before the first op that reads what they make, at the
 latest before the block's last op. In a slot they stand in schedule order. Whatever comes out is a valid
 sequence; only its bytes are open.
 """
@@ -19,12 +19,12 @@ from passes.simulate import simulate_graph
 
 
 def steps_of(
-    frame: Frame, rerun: Collection[tuple[int, int]], kept: Collection[tuple[int, int]]
+    frame: Frame, recompute: Collection[tuple[int, int]], kept: Collection[tuple[int, int]]
 ) -> list[int]:
-    """A sequence that re-runs ops and keeps buffers as a model's answer says.
+    """A sequence that recomputes ops and keeps buffers as a model's answer says.
 
     Args:
-        rerun: (block, op).
+        recompute: (block, op).
         kept: (block, buffer): there when the block begins.
     """
     graph = frame.graph
@@ -34,7 +34,7 @@ def steps_of(
         for b, producer in enumerate(graph.producer):
             if producer >= 0 and graph.nbytes[b] and frame.block(producer) < block:
                 present[b] = (block, b) in kept
-        wanted = [op for op in range(frame.slots(block)[0]) if (block, op) in rerun]
+        wanted = [op for op in range(frame.slots(block)[0]) if (block, op) in recompute]
         slots = frame.slots(block)
         for slot in slots:
             needs = list(graph.inputs[slot]) if slot < len(graph.cost_ns) else _final(graph)
@@ -55,7 +55,7 @@ def breaks(frame: Frame, steps: list[int], budget_bytes: int) -> tuple[list[int]
 
     Returns:
         New cuts, and slots to order; the highest point of every stretch over the budget, and for a
-        re-run the cuts around its slot first.
+        recompute the cuts around its slot first.
     """
     live = simulate_graph(frame.graph, steps).live_bytes
     slots = slots_of(steps)
@@ -75,9 +75,9 @@ def breaks(frame: Frame, steps: list[int], budget_bytes: int) -> tuple[list[int]
 
 
 def hint_of(frame: Frame, steps: list[int]) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
-    """The point of a frame that a sequence is: (block, op) re-run, (block, buffer) kept."""
+    """The point of a frame that a sequence is: (block, op) recompute, (block, buffer) kept."""
     blocks = [frame.block(slot) for slot in slots_of(steps)]
-    rerun = {(k, op) for k, op in zip(blocks, steps, strict=True) if frame.block(op) < k}
+    recompute = {(k, op) for k, op in zip(blocks, steps, strict=True) if frame.block(op) < k}
     begins = [bisect_left(blocks, k) for k in range(frame.n_blocks)]
     copies = copies_of(frame.graph, steps)
     last = {b: copy for copy, b in enumerate(copies.buffer)}
@@ -86,7 +86,7 @@ def hint_of(frame: Frame, steps: list[int]) -> tuple[set[tuple[int, int]], set[t
         to_end = frame.graph.is_output[b] and last[b] == copy
         stop = len(steps) + 1 if to_end else copies.stop[copy]
         kept |= {(k, b) for k in range(1, frame.n_blocks) if copies.start[copy] < begins[k] < stop}
-    return rerun, kept
+    return recompute, kept
 
 
 def _final(graph: Graph) -> list[int]:

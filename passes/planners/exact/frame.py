@@ -1,8 +1,8 @@
-"""The time axis of the exact mode: slots joined to blocks, and what may be re-run or kept in each.
+"""The time axis of the exact mode: slots joined to blocks, and what may be recomputed or kept in each.
 
 A cut is an op `t`; block `k` holds the slots after cut `k-1` up to and with cut `k`, and the last block
 ends with the slot after the last op. Fewer cuts are a relaxation: inside a block order and lifetimes are
-free. Invariant: every plan, however it orders its re-runs, is a point of every frame.
+free. Invariant: every plan, however it orders its recomputes, is a point of every frame.
 
 In the example of `passes.ir` with the cuts 2 and 3 the blocks are the slots {0 1 2}, {3} and {4 5 6}.
 """
@@ -23,7 +23,7 @@ class Frame:
     Attributes:
         graph: the program.
         cuts: ops after whose first run a block ends, ascending; the budget is enforced at each.
-        ordered: slots whose re-runs are held to the budget in schedule order; each is its own block.
+        ordered: slots whose recomputes are held to the budget in schedule order; each is its own block.
         last_slot: for every buffer the last slot in which it can be of use, -1 if in none.
     """
 
@@ -56,12 +56,12 @@ class Frame:
         last = self.cuts[block] if block < len(self.cuts) else len(self.graph.cost_ns)
         return range(first, last + 1)
 
-    def may_rerun(self, block: int, op: int) -> bool:
+    def may_recompute(self, block: int, op: int) -> bool:
         """True if a plan may run `op` again in this block, to some use; not so in its own block."""
         if self.block(op) >= block:
             return False
         first, last = self.slots(block)[0], self.slots(block)[-1]
-        if not self.graph.program.ops[op].can_rerun(last):
+        if not self.graph.program.ops[op].can_recompute(last):
             return False
         return any(self.last_slot[b] >= first for b in self.graph.outputs[op])
 

@@ -1,9 +1,9 @@
 """A stronger lower bound: linear relaxations of the exact mode's 0-1 programs over several frames at once.
 
-A fine frame counts re-runs in different blocks apart, but lets a re-run be split among blocks, so that it
-needs less room in each; a coarse one does not. So nested frames are joined in one linear program: what is
-kept at a cut is the same in all that have the cut, and an op that is re-run in a block of a frame is
-re-run in some block of the next finer one within it. Every plan is a point of it.
+A fine frame counts recomputes in different blocks apart, but lets a recompute be split among blocks, so that
+it needs less room in each; a coarse one does not. So nested frames are joined in one linear program: what is
+kept at a cut is the same in all that have the cut, and an op that is recompute in a block of a frame is
+recompute in some block of the next finer one within it. Every plan is a point of it.
 
 The solver's floating point is not trusted. Rounded to fixed point, its dual solution is evaluated in
 integers: any non-negative prices of the rows give a bound, good prices a good one.
@@ -88,7 +88,7 @@ def strengthened(program: Program, plan: Plan) -> Plan:
 def tight_ops(graph: Graph, budget_bytes: int, count: int) -> list[int]:
     """Up to `count` ops to cut at: the peak's, then the fullest in ever shorter stretches after it.
 
-    Re-runs come after the peak; only where the peak is near the end are there cuts before it.
+    Recomputes come after the peak; only where the peak is near the end are there cuts before it.
     """
     live = simulate_graph(graph, range(len(graph.cost_ns))).live_bytes
     over = [t for t in range(len(live)) if live[t] > budget_bytes]
@@ -108,7 +108,7 @@ def tight_ops(graph: Graph, budget_bytes: int, count: int) -> list[int]:
 
 
 def joined(frames: Sequence[Frame], budget_bytes: int, unit: int) -> LinearProgram:
-    """The relaxations of nested frames, coarsest first, as one program; the finest one's re-runs cost.
+    """The relaxations of nested frames, coarsest first, as one program; the finest one's recomputes cost.
 
     Args:
         frames: each one's cuts contain those of the one before.
@@ -124,7 +124,7 @@ def joined(frames: Sequence[Frame], budget_bytes: int, unit: int) -> LinearProgr
         cost_ns += [0] * (1 + max(column, default=-1) - len(cost_ns))
         for terms, least in _relaxed_rows(made):
             rows.append(Row(terms=tuple((column[j], v) for j, v in terms), least=least))
-        fine = {key: column[literal.index] for key, literal in made.rerun.items()}
+        fine = {key: column[literal.index] for key, literal in made.recompute.items()}
         if level:
             rows += _links(frames[level - 1], frame, coarse, fine)
         coarse = fine
@@ -173,7 +173,7 @@ def _plain(terms: list[tuple[int, int]], least: int) -> tuple[list[tuple[int, in
 def _links(
     coarser: Frame, finer: Frame, coarse: dict[tuple[int, int], int], fine: dict[tuple[int, int], int]
 ) -> list[Row]:
-    """An op that is re-run in a block is re-run in some part of it."""
+    """An op that is recompute in a block is recompute in some part of it."""
     parts: dict[tuple[int, int], list[tuple[int, int]]] = {key: [] for key in coarse}
     for (block, op), j in fine.items():
         key = (coarser.block(finer.slots(block)[0]), op)

@@ -1,4 +1,4 @@
-"""The exact mode with pages: re-runs, pages and both queues in one CP-SAT model over an axis.
+"""The exact mode with pages: recomputes, pages and both queues in one CP-SAT model over an axis.
 
 Time is the axis of `passes.planners.exact.axis`: every slot offers each op once, in schedule order. In the
 moment before a position each buffer is in one of four states, or nowhere:
@@ -11,7 +11,7 @@ arriving  its bytes are taken, it may not be read yet
 and changes it by being made or sent, by `gone` (it is out), `start` (it comes back) and `back` (it is back).
 One literal for each buffer and moment says each of that; clocks say when steps start and copies end. Copies
 one way are in order: an interval for each, without overlap, none before those of an earlier moment.
-The time of the last moment is minimized. What is proved holds for plans on the axis, which re-run an op at
+The time of the last moment is minimized. What is proved holds for plans on the axis, which recompute an op at
 most once in a slot, in schedule order: such a plan is called feasible, and its planner says so.
 """
 
@@ -34,7 +34,7 @@ from passes.simulate import simulate
 Literal = cp_model.IntVar
 STATES = ("device", "leaving", "away", "arriving")
 MOST_LITERALS = 60_000
-PROVED = "exact, proved for plans that re-run an op once a slot"
+PROVED = "exact, proved for plans that recompute an op once a slot"
 
 
 @dataclass(slots=True)
@@ -388,7 +388,7 @@ def _pages_of(
 
 
 def _is_used(made: _Model, buffer: int, on: list[bool], moments: range) -> bool:
-    """Whether something needs a copy from some moment on, before it is made again."""
+    """Whether something needs a copy from some moment on, before it is recomputed."""
     for i in moments:
         if i == made.end:
             return made.graph.is_output[buffer]

@@ -2,7 +2,7 @@
 
 The cheapest plan of all, placed or not, is solved for first. If its copies can be packed in the budget
 (best fit, then the exact packers), it is the cheapest placed plan, too, and that is proved. If not, the
-budget of the live bytes is lowered by what the packing lacks, until a plan can be packed. Re-runs and
+budget of the live bytes is lowered by what the packing lacks, until a plan can be packed. Recomputes and
 offsets are then variables of one model, of all slots where that is small enough and of a few at a time:
 first the cheapest plan is led into the budget, then the best placed one is improved. The bound stays that
 of the first plan; the search's placed plan is always among them.
@@ -16,7 +16,7 @@ from passes.ir import OpId, Plan, Program, Status
 from passes.liveness import Graph, copies_of
 from passes.offsets.best_fit import by_step, copy_groups, place_graph
 from passes.planners.config import PlannerConfig
-from passes.planners.cut import Descent
+from passes.planners.cut import Candidate
 from passes.planners.exact.axis import Axis
 from passes.planners.exact.limits import Clock, ExactConfig
 from passes.planners.exact.rectangles import pack
@@ -31,7 +31,7 @@ FIRST_PARTS = 4
 FIRST_KEEP, LOWERED_KEEP, PLACED_KEEP = 0.6, 0.45, 0.3
 PACKING_SHARE = 0.25
 WHOLE_SHARE = 0.5
-MOST_RERUNS = 1000
+MOST_RECOMPUTES = 1000
 
 
 def solve_jointly(program: Program, budget_bytes: int, hint: Plan, config: ExactConfig) -> Plan:
@@ -66,7 +66,7 @@ class _Joint:
         self.hint = hint
         self.clock = clock
         self.first = hint
-        self.best: Descent | None = None
+        self.best: Candidate | None = None
         if hint.offsets:
             self._offer(_with(graph, hint, hint.offsets))
 
@@ -106,7 +106,7 @@ class _Joint:
             offsets=self.best.offsets,
         )
 
-    def _lower_budgets(self, keep: float) -> Descent:
+    def _lower_budgets(self, keep: float) -> Candidate:
         """Cheapest plans for ever fewer live bytes, until one is packed; returns the first of them."""
         made, target_bytes = self.first, self.budget_bytes
         first = _with(self.graph, made, place_graph(self.graph, made.steps).offsets)
@@ -126,7 +126,7 @@ class _Joint:
                 break
         return first
 
-    def _packed(self, made: Plan) -> Descent:
+    def _packed(self, made: Plan) -> Candidate:
         """The plan with offsets, within the budget if the packers can do that."""
         placement = place_graph(self.graph, made.steps)
         placed = _with(self.graph, made, placement.offsets)
@@ -140,12 +140,12 @@ class _Joint:
             return placed
         return dataclasses.replace(placed, offsets=by_step(self.graph, made.steps, group, packed.offsets))
 
-    def _solve_whole(self, start: Descent) -> bool:
+    def _solve_whole(self, start: Candidate) -> bool:
         """One model of all slots, where it is small enough; True if it is solved."""
         slots = range(len(self.graph.cost_ns) + 1)
         most_ns = None if self.best is None else self.best.cost_ns
         axis = Axis.around(self.graph, start.steps, slots)
-        if len(axis.steps) - len(self.graph.cost_ns) > MOST_RERUNS:
+        if len(axis.steps) - len(self.graph.cost_ns) > MOST_RECOMPUTES:
             return False
         found, is_solved = solve_slots(
             self.graph,
@@ -159,10 +159,10 @@ class _Joint:
         if found is not None:
             self._offer(found)
         if is_solved:
-            self.clock.say("no placed plan that re-runs ops in schedule order in every slot costs less")
+            self.clock.say("no placed plan that recomputes ops in schedule order in every slot costs less")
         return is_solved
 
-    def _offer(self, found: Descent) -> None:
+    def _offer(self, found: Candidate) -> None:
         """Take a placed plan that keeps the budget and costs less than the best."""
         keeps = heap_bytes(self.graph, found) <= self.budget_bytes
         if keeps and (self.best is None or found.cost_ns < self.best.cost_ns):
@@ -176,7 +176,7 @@ class _Joint:
         return self.best is not None and self.best.cost_ns <= self._floor_ns()
 
 
-def _with(graph: Graph, made: Plan, offsets: tuple[tuple[int, ...], ...]) -> Descent:
+def _with(graph: Graph, made: Plan, offsets: tuple[tuple[int, ...], ...]) -> Candidate:
     """A plan's steps at some offsets."""
     cost_ns = sum(graph.cost_ns[op] for op in made.steps)
-    return Descent(steps=made.steps, peak_bytes=made.peak_bytes, cost_ns=cost_ns, offsets=offsets)
+    return Candidate(steps=made.steps, peak_bytes=made.peak_bytes, cost_ns=cost_ns, offsets=offsets)

@@ -1,6 +1,6 @@
-"""Large-neighbourhood search by the model with lifetimes: all re-runs in a few slots are chosen anew.
+"""Large-neighbourhood search by the model with lifetimes: all recomputes in a few slots are chosen anew.
 
-Outside of these slots re-runs may be left out, and none are offered. Where the plan is placed, copies that
+Outside of these slots recomputes may be left out, and none are offered. Where the plan is placed, copies that
 live outside stay where they are. Neighbourhoods grow where the solver proves their optimum, and shrink where
 it does not; where none helps any more, two are joined, and each gets more work. Deterministic under a limit
 of work; every state is a plan within the budget that costs no more than the one before.
@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from ortools.sat.python import cp_model
 
 from passes.liveness import Graph, copies_of
-from passes.planners.cut import Descent
+from passes.planners.cut import Candidate
 from passes.planners.exact.axis import Axis
 from passes.planners.exact.lifetimes import Lifetimes, add_hint, again_ns, build
 from passes.planners.exact.limits import Clock
@@ -35,8 +35,8 @@ FEWEST_OFFERED = 30
 
 
 def improve(
-    graph: Graph, budget_bytes: int, best: Descent, clock: Clock, floor_ns: int, keep: float = 0.0
-) -> Descent:
+    graph: Graph, budget_bytes: int, best: Candidate, clock: Clock, floor_ns: int, keep: float = 0.0
+) -> Candidate:
     """A plan that costs no more; placed if the given one is.
 
     Args:
@@ -81,8 +81,8 @@ def improve(
 
 
 def lower(
-    graph: Graph, budget_bytes: int, known: Descent, clock: Clock, *, most_ns: int | None, keep: float
-) -> Descent:
+    graph: Graph, budget_bytes: int, known: Candidate, clock: Clock, *, most_ns: int | None, keep: float
+) -> Candidate:
     """A placed plan that ends lower, within the budget if one is found; it may cost more.
 
     Args:
@@ -119,7 +119,7 @@ def lower(
 
 
 def _window_above(
-    graph: Graph, known: Descent, target_bytes: int, n_slots: int, generator: random.Random
+    graph: Graph, known: Candidate, target_bytes: int, n_slots: int, generator: random.Random
 ) -> frozenset[int]:
     """Slots around a moment at which some copy ends above a target; any where only scratch memory does."""
     slots = slots_of(known.steps)
@@ -133,7 +133,7 @@ def _window_above(
     return _around(middle, n_slots, len(graph.cost_ns), generator)
 
 
-def heap_bytes(graph: Graph, placed: Descent) -> int:
+def heap_bytes(graph: Graph, placed: Candidate) -> int:
     """The end of the highest copy, and of scratch memory at the lowest offsets that the copies leave it."""
     copies = copies_of(graph, placed.steps)
     at = [offset for row in placed.offsets for offset in row]
@@ -155,7 +155,7 @@ def heap_bytes(graph: Graph, placed: Descent) -> int:
 
 
 def _window(steps: Sequence[int], n_ops: int, n_slots: int, generator: random.Random) -> frozenset[int]:
-    """Slots around some re-run."""
+    """Slots around some recompute."""
     slots = [slot for op, slot in zip(steps, slots_of(steps), strict=True) if op != slot]
     return _around(generator.choice(slots), n_slots, n_ops, generator)
 
@@ -192,7 +192,7 @@ def _near(graph: Graph, steps: Sequence[int], window: Collection[int]) -> frozen
 def solve_slots(
     graph: Graph,
     budget_bytes: int,
-    known: Descent,
+    known: Candidate,
     window: Collection[int],
     clock: Clock,
     *,
@@ -201,12 +201,12 @@ def solve_slots(
     most_work: float | None = None,
     keep: float = 0.0,
     seed: int = 0,
-) -> tuple[Descent | None, bool]:
+) -> tuple[Candidate | None, bool]:
     """The best plan that is found around another one.
 
     Args:
         known: a plan to start from, placed if the others shall be; need not keep the budget.
-        window: slots in which re-runs are offered.
+        window: slots in which recomputes are offered.
         most_ns: the most that all steps may cost; None for any cost.
         offered: ops to offer there; None for all.
         most_work: a limit in the solver's deterministic seconds, besides that of the clock.
@@ -238,14 +238,14 @@ def solve_slots(
     return found, code in (cp_model.OPTIMAL, cp_model.INFEASIBLE)
 
 
-def _offsets_on(axis: Axis, positions: Sequence[int], known: Descent) -> dict[tuple[int, int], int]:
+def _offsets_on(axis: Axis, positions: Sequence[int], known: Candidate) -> dict[tuple[int, int], int]:
     """(position on the axis, buffer): where the copies of a plan lie; empty if they are not placed."""
     rows = zip(positions, known.steps, known.offsets, strict=True) if known.offsets else ()
     return {(p, b): at for p, op, row in rows for b, at in zip(axis.graph.outputs[op], row, strict=True)}
 
 
 def _outside(
-    axis: Axis, positions: Sequence[int], known: Descent, window: Collection[int]
+    axis: Axis, positions: Sequence[int], known: Candidate, window: Collection[int]
 ) -> frozenset[tuple[int, int]]:
     """(position on the axis, buffer): copies of a plan that are dead before a window, or made after it."""
     inside = [n for n, slot in enumerate(slots_of(known.steps)) if slot in window]
@@ -257,14 +257,14 @@ def _outside(
     )
 
 
-def _answer(made: Lifetimes, solver: cp_model.CpSolver) -> Descent:
+def _answer(made: Lifetimes, solver: cp_model.CpSolver) -> Candidate:
     """The plan of a solver's answer."""
     axis = made.axis
     taken = [p for p, run in enumerate(made.run) if solver.boolean_value(run)]
     row = _offsets(made, solver)
     steps = tuple(axis.steps[p] for p in taken)
     timeline = simulate_graph(axis.graph, steps)
-    return Descent(
+    return Candidate(
         steps=steps,
         peak_bytes=timeline.peak_bytes,
         cost_ns=timeline.cost_ns,

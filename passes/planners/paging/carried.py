@@ -1,7 +1,7 @@
 """What the link carries for nothing: values that get to the host before the peak and back before their use.
 
-At the peak of the schedule without re-runs every copy that is kept across it could be away. To the host all
-have the same deadline, the peak, and are released when they are made; back, they are released after the
+At the peak of the schedule without recomputes every copy that is kept across it could be away. To the host
+all have the same deadline, the peak, and are released when they are made; back, they are released after the
 peak and have their uses as deadlines. One queue each way: a set is in time if, for every moment, what is
 released after it fits between it and the peak, and what is due before it fits between the peak and it.
 Taken greedily, the dearest to recompute first for their bytes.
@@ -31,7 +31,7 @@ def carried(pager: Pager, share: float) -> IntArray:
     """Rows of the gaps across the peak whose copies are in time both ways.
 
     Args:
-        pager: of the schedule without re-runs.
+        pager: of the schedule without recomputes.
         share: how much of the link's rate to count on; more than 1 where the program will take longer.
     """
     gaps, clock_ns = pager.gaps, pager.clock_ns
@@ -75,7 +75,7 @@ def relieved(schedule: Schedule, pages: tuple[Page, ...]) -> Graph:
     """The graph in which paged values have no bytes, but reserve those that they have on the device.
 
     Args:
-        schedule: without re-runs, so that its steps are its slots.
+        schedule: without recomputes, so that its steps are its slots.
         pages: some of its pages.
     """
     graph = schedule.graph
@@ -101,7 +101,7 @@ def relieved(schedule: Schedule, pages: tuple[Page, ...]) -> Graph:
 def first_pages(schedule: Schedule, pages: tuple[Page, ...]) -> tuple[Page, ...]:
     """Pages of a sequence as if its slots were its steps: those of buffers that are made once."""
     slots = [*schedule.slots, len(schedule.graph.cost_ns)]
-    again = {b for p in schedule.rerun_positions() for b in schedule.graph.outputs[schedule.steps[p]]}
+    again = {b for p in schedule.recompute_positions() for b in schedule.graph.outputs[schedule.steps[p]]}
     found = []
     for page in pages:
         if page.run is None or page.buffer in again:

@@ -8,7 +8,7 @@ carried   the link's own share first: what it carries for nothing has no bytes i
 plain     no recompute: pages alone, the only way below what recompute can reach.
 levels    recompute down to some level between the budget and the peak, pages for the rest.
 again     as `carried`, with what the best sequence pages at last, where it does.
-around    a search around the best: some re-runs are taken out, and pages or cuts make up for them.
+around    a search around the best: some recomputes are taken out, and pages or cuts make up for them.
 
 All are compared by the time of their steps and of waiting for the link, replayed in both queues.
 """
@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from passes.liveness import Graph
-from passes.planners.cut import SCHEDULE_UNITS, Descent, Style, Work, descend, lower_to, of_schedule
+from passes.planners.cut import SCHEDULE_UNITS, Candidate, Style, Work, descend, lower_to, of_schedule
 from passes.planners.neighbourhood import alike, pick
 from passes.planners.paging.carried import carried, first_pages, relieved
 from passes.planners.paging.pager import Host, Paged, Pager
@@ -39,14 +39,14 @@ class Mixed:
     """A sequence with its pages.
 
     Attributes:
-        descent: the sequence.
+        candidate: the sequence.
         paged: its pages.
         page_offsets: where each page's copy comes back, if it is placed.
         end_bytes: the end of the highest copy then.
         energy_pj: of all steps and copies, if that is the objective.
     """
 
-    descent: Descent
+    candidate: Candidate
     paged: Paged
     page_offsets: tuple[int, ...] = ()
     end_bytes: int = 0
@@ -55,7 +55,7 @@ class Mixed:
     @property
     def total_ns(self) -> int:
         """Time of all steps, and of waiting."""
-        return self.descent.cost_ns + self.paged.waiting_ns
+        return self.candidate.cost_ns + self.paged.waiting_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class Director:
         self.pager = Pager(graph, self.start.steps, host)
         self.best: Mixed | None = None
 
-    def direct(self, alone: Descent, floor_ns: int) -> Mixed | None:
+    def direct(self, alone: Candidate, floor_ns: int) -> Mixed | None:
         """The cheapest sequence with pages that is found; None if none keeps the budgets.
 
         Args:
@@ -101,14 +101,14 @@ class Director:
                 break
         return self.best
 
-    def offer(self, descent: Descent, preferred: Collection[int] = ()) -> Mixed | None:
+    def offer(self, candidate: Candidate, preferred: Collection[int] = ()) -> Mixed | None:
         """Page a sequence, and keep it if it is the best."""
-        paged = Pager(self.graph, descent.steps, self.host).within(self.budget_bytes, preferred)
-        self.work.done += SCHEDULE_UNITS + STEP_UNITS * len(descent.steps)
+        paged = Pager(self.graph, candidate.steps, self.host).within(self.budget_bytes, preferred)
+        self.work.done += SCHEDULE_UNITS + STEP_UNITS * len(candidate.steps)
         if paged is None:
             return None
         self.work.done += PAGE_UNITS * len(paged.pages)
-        found = Mixed(descent=descent, paged=paged)
+        found = Mixed(candidate=candidate, paged=paged)
         if self.energy is not None:
             found = self._with_energy(found, self.energy)
         if self.best is None or self.rank(found) < self.rank(self.best):
@@ -123,12 +123,12 @@ class Director:
 
     def _with_energy(self, found: Mixed, energy: Energy) -> Mixed:
         """The same with its energy, and with its time where cuts have put prices in energy."""
-        steps = found.descent.steps
+        steps = found.candidate.steps
         moved_bytes = found.paged.moved_bytes
         energy_pj = sum([energy.op_pj[op] for op in steps])
         energy_pj += round(self.host.link.picojoules_per_byte * moved_bytes)
         cost_ns = sum([self.graph.cost_ns[op] for op in steps])
-        return replace(found, descent=replace(found.descent, cost_ns=cost_ns), energy_pj=energy_pj)
+        return replace(found, candidate=replace(found.candidate, cost_ns=cost_ns), energy_pj=energy_pj)
 
     def _priced(self, graph: Graph) -> Graph:
         """The graph whose costs the cuts weigh: time, or energy."""
@@ -175,7 +175,7 @@ class Director:
                 break
 
     def _lowered(
-        self, graph: Graph, start: Descent, level_bytes: int, preferred: Collection[int]
+        self, graph: Graph, start: Candidate, level_bytes: int, preferred: Collection[int]
     ) -> Iterator[None]:
         graph = self._priced(graph)
         begin = of_schedule(Schedule(graph, start.steps))
@@ -192,20 +192,20 @@ class Director:
 
     def _relieved(self, found: Mixed) -> tuple[Graph, frozenset[int]]:
         """The graph in which what a sequence pages has no bytes, and the buffers that it pages."""
-        pages = first_pages(Schedule(self.graph, found.descent.steps), found.paged.pages)
+        pages = first_pages(Schedule(self.graph, found.candidate.steps), found.paged.pages)
         return relieved(self.pager.schedule, pages), frozenset(page.buffer for page in pages)
 
     def _around(self) -> Iterator[None]:
-        """Large-neighbourhood search: take re-runs out, let pages or cuts make up for them."""
+        """Large-neighbourhood search: take recomputes out, let pages or cuts make up for them."""
         random_number = random.Random(0)
         kinds = alike(self.graph)
         current, stale = self.best, 0
         while current is not None and stale < PATIENCE:
-            schedule = Schedule(self.graph, current.descent.steps)
-            reruns = schedule.rerun_positions()
-            if not reruns:
+            schedule = Schedule(self.graph, current.candidate.steps)
+            recomputes = schedule.recompute_positions()
+            if not recomputes:
                 break
-            for position in pick(schedule, reruns, kinds, random_number):
+            for position in pick(schedule, recomputes, kinds, random_number):
                 if schedule.steps[position] != HOLE:
                     schedule.try_delete(position, 1 << 62)
             prune(schedule)
@@ -217,7 +217,7 @@ class Director:
             yield
 
     def _repaired(self, schedule: Schedule, current: Mixed, random_number: random.Random) -> Mixed | None:
-        """A sequence that lacks some re-runs, with pages in their place, or cut again around the pages."""
+        """A sequence that lacks some recomputes, with pages in their place, or cut again around the pages."""
         steps = schedule.compact()
         if random_number.random() < 0.5:
             return self.offer(of_schedule(schedule), [page.buffer for page in current.paged.pages])

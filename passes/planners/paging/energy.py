@@ -90,7 +90,7 @@ def _with_pages(program: Program, known: list[Plan], config: PlannerConfig) -> l
 def _plan_of(found: Mixed, like: Plan, base_ns: int) -> Plan:
     return dataclasses.replace(
         like,
-        steps=tuple(OpId(op) for op in found.descent.steps),
+        steps=tuple(OpId(op) for op in found.candidate.steps),
         peak_bytes=found.paged.peak_bytes,
         overhead_ratio=(found.total_ns - base_ns) / base_ns if base_ns else 0.0,
         status=Status.FEASIBLE,

@@ -7,7 +7,7 @@ the host, or earlier at the price of waiting where the budget asks for them; it 
 order of next uses, in time for its use by twice over, once its bytes fit from there to the use.
 
 Invariant: whatever gaps are chosen that bring the program within the budget, their pages keep it; only the
-waiting differs. It knows nothing of re-runs: a sequence that has some is one more sequence with gaps.
+waiting differs. It knows nothing of recomputes: a sequence that has some is one more sequence with gaps.
 """
 
 from __future__ import annotations

@@ -130,13 +130,13 @@ class _Paging:
         self, alone: Plan, budget_bytes: int, floor_ns: int, placed: bool | None = None
     ) -> Mixed | None:
         """The best sequence with pages; placed with ever more room until its offsets fit."""
-        descent = of_schedule(Schedule(self.graph, alone.steps))
+        candidate = of_schedule(Schedule(self.graph, alone.steps))
         best: Mixed | None = None
         placed = self.config.placed if placed is None else placed
         for ratio in PLACED_RATIOS if placed else (1.0,):
             work = Work(self.config.units(len(self.graph.cost_ns)))
             director = Director(self.graph, int(ratio * budget_bytes), self.host, work)
-            found = director.direct(descent, floor_ns)
+            found = director.direct(candidate, floor_ns)
             if found is None or not placed:
                 return found or best
             found = self._placed(found, budget_bytes)
@@ -148,10 +148,10 @@ class _Paging:
 
     def _placed(self, found: Mixed, budget_bytes: int) -> Mixed:
         """The same with offsets, of what comes back, too."""
-        placement = place_graph(self.graph, found.descent.steps, budget_bytes, found.paged.pages)
+        placement = place_graph(self.graph, found.candidate.steps, budget_bytes, found.paged.pages)
         return dataclasses.replace(
             found,
-            descent=dataclasses.replace(found.descent, offsets=placement.offsets),
+            candidate=dataclasses.replace(found.candidate, offsets=placement.offsets),
             page_offsets=placement.page_offsets,
             end_bytes=placement.heap_bytes,
         )
@@ -176,7 +176,7 @@ class _Paging:
         status = Status.OPTIMAL if proved else Status.FEASIBLE
         misses = max(found.paged.peak_bytes, found.end_bytes) > budget_bytes
         return Plan(
-            steps=tuple(OpId(op) for op in found.descent.steps),
+            steps=tuple(OpId(op) for op in found.candidate.steps),
             peak_bytes=found.paged.peak_bytes,
             budget_bytes=budget_bytes,
             overhead_ratio=(found.total_ns - self.base_ns) / self.base_ns if self.base_ns else 0.0,
@@ -184,7 +184,7 @@ class _Paging:
             status=Status.UNKNOWN if misses else status,
             planner=self.config.planner,
             seconds=0.0,
-            offsets=found.descent.offsets,
+            offsets=found.candidate.offsets,
             pages=found.paged.pages,
             page_offsets=found.page_offsets,
             waiting_ns=found.paged.waiting_ns,
