@@ -12,7 +12,7 @@ buffer    something with an address of its own. Views (bitcast, reshape, tuple) 
 argument  a buffer that exists before the first op. It is never evicted.
 output    a buffer that must exist after the last op. It is never evicted.
 plan      a sequence of op ids, in the order in which they run. Every op of the program runs first in
-          schedule order; a further occurrence is a recompute (recompute).
+          schedule order; a further occurrence is a recompute.
 copy      one run's instance of a buffer. A use is served by the latest earlier run of the buffer's
           producer; a copy lives until the last use that it serves.
 slot      the place just before the first run of op `j` (slot `j`); recomputes live in slots.

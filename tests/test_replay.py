@@ -51,7 +51,7 @@ def test_stacks_on_the_host_are_written_before_they_are_read(h200: str, v5e: str
     assert prediction.host_bytes == compiled.memory_analysis().host_temp_size_in_bytes
     seen = h.replayed(compiled) if platform == "cuda" else h.replayed_module(proto.parse(data), platform)
     assert not seen.problems
-    assert (seen.to_host, seen.from_host, seen.turns) == (LAYERS, LAYERS, 2 * LAYERS)
+    assert (seen.to_host, seen.from_host, seen.iterations) == (LAYERS, LAYERS, 2 * LAYERS)
 
 
 @functools.cache

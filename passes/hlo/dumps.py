@@ -111,4 +111,4 @@ def read_assignment_text(text: str) -> Assignment:
             addresses[match["name"], at] = Address(
                 allocation=index, offset=int(match["offset"]), nbytes=int(match["size"]), is_temp=is_temp
             )
-    return Assignment(addresses=addresses, temp_bytes=sum(temps.values()), temp_allocations=tuple(temps))
+    return Assignment(addresses=addresses, temp_bytes=sum(temps.values()))

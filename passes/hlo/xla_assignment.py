@@ -41,12 +41,10 @@ class Assignment:
     Attributes:
         addresses: of every value.
         temp_bytes: all allocations of temporaries.
-        temp_allocations: their indices.
     """
 
     addresses: dict[Name, Address]
     temp_bytes: int
-    temp_allocations: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +90,7 @@ def of_message(assignment: Any, module: Any) -> Assignment:
         for v in a.assigned
     }
     size = {a.index: a.size for a in assignment.buffer_allocations}
-    return Assignment(addresses=addresses, temp_bytes=sum(size[n] for n in temps), temp_allocations=temps)
+    return Assignment(addresses=addresses, temp_bytes=sum(size[n] for n in temps))
 
 
 def is_temp(allocation: Any) -> bool:

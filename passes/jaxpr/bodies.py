@@ -3,7 +3,7 @@
 To its surroundings control flow is one op with a workspace, the peak of its largest body. Where the program
 is over its target while such an op runs, the body may take what the target leaves beside the values that
 are alive around it, and is planned for that as a program of its own: what is recomputed is recomputed in
-every turn, in every branch that needs it. What passes from one `cond` to another is first recomputed in
+every iteration, in every branch that needs it. What passes from one `cond` to another is first recomputed in
 the second (`passes.jaxpr.conds`).
 """
 

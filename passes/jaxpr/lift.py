@@ -390,13 +390,13 @@ class _Lift:
     def _inner_ns(self, eqn: Any) -> int:
         """Time of control flow: its dearest body, as often as it is known to run."""
         inner = [work.cost_ns for work in _works(eqn, self.device)]
-        turns = int(eqn.params.get("length") or 1) * max(inner, default=0)
+        iterations_ns = int(eqn.params.get("length") or 1) * max(inner, default=0)
         if eqn.primitive.name != "scan":
-            return turns
+            return iterations_ns
         n_consts, n_carry = compat.scan_sizes(eqn)
         stacks = [*eqn.invars[n_consts + n_carry :], *eqn.outvars[n_carry:]]
         moved = SLICE_PASSES * sum(compat.aval_nbytes(v.aval) for v in stacks)
-        return turns + round(1e9 * moved / self.device.bytes_per_second)
+        return iterations_ns + round(1e9 * moved / self.device.bytes_per_second)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ class Choice:
         pair: the scans, pairs inside their bodies rewritten.
         kept: variables of the first body.
         stacked_bytes: bytes of all stacks that are there for this purpose only.
-        recomputed: what the second half runs again, for the report; costs of all turns.
+        recomputed: what the second half runs again, for the report; costs of all iterations.
         inner: choices for the pairs inside the bodies.
         segments: how the pair runs in segments; then `kept` and `inner` are of one segment.
     """
@@ -61,14 +61,16 @@ class Inside:
 
     @property
     def stacked_bytes(self) -> int:
-        """Bytes of the stacks in the body that has most; they are there once, whatever the turns."""
+        """Bytes of the stacks in the body that has most; they are there once, whatever the iterations."""
         return max(sum(c.stacked_bytes for c in body) for body in self.bodies)
 
     @property
     def recomputed(self) -> tuple[Recomputed, ...]:
-        """What is recomputed; costs of all turns."""
-        turns = self.enclosure.turns
-        return tuple(replace(r, cost_ns=turns * r.cost_ns) for c in self.inner for r in all_recomputed(c))
+        """What is recomputed; costs of all iterations."""
+        iterations = self.enclosure.iterations
+        return tuple(
+            replace(r, cost_ns=iterations * r.cost_ns) for c in self.inner for r in all_recomputed(c)
+        )
 
     @property
     def in_segments(self) -> bool:

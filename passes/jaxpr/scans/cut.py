@@ -1,12 +1,12 @@
 """What a pair of scans stacks and what its second half recomputes, for one price of a byte.
 
-One turn of both bodies is one program (`passes.jaxpr.scans.pairs`). What the second half needs of the first
-is either stacked, which costs its bytes times the price and the traffic of writing and reading them, or made
-again in the second half from what is stacked, from the carry, and from the first scan's own operands. The
-cheapest choice is one minimum cut; a rising price gives a chain of choices from fast to small.
+One iteration of both bodies is one program (`passes.jaxpr.scans.pairs`). What the second half needs of the
+first is either stacked, which costs its bytes times the price and the traffic of writing and reading them, or
+made again in the second half from what is stacked, from the carry, and from the first scan's own operands.
+The cheapest choice is one minimum cut; a rising price gives a chain of choices from fast to small.
 
-Every turn does the same, so one turn decides; the number of turns multiplies bytes and costs alike. Pairs
-inside the bodies are cut first, for the same price.
+Every iteration does the same, so one iteration decides; the number of iterations multiplies bytes and costs
+alike. Pairs inside the bodies are cut first, for the same price.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ PICO = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """One turn of a pair of scans as a cut problem.
+class Iteration:
+    """One iteration of a pair of scans as a cut problem.
 
     Attributes:
         pair: the scans.
@@ -52,7 +52,7 @@ class Turn:
     traffic_ps: tuple[int, ...]
 
 
-def turn_of(pair: ScanPair, device: DeviceModel) -> Turn:
+def iteration_of(pair: ScanPair, device: DeviceModel) -> Iteration:
     """The cut problem of one pair; costs are those of the kernels that both bodies make together."""
     make, take = pair.make.jaxpr, pair.take.jaxpr
     values = defined(make)
@@ -60,7 +60,7 @@ def turn_of(pair: ScanPair, device: DeviceModel) -> Turn:
     read = [v for eqn in take.eqns for v in eqn.invars] + list(take.outvars)
     nbytes, traffic = _prices(pair, values, device)
     ops, kernels = _ops(pair, index, device)
-    return Turn(
+    return Iteration(
         pair=pair,
         values=tuple(values),
         ops=tuple(ops),
@@ -71,23 +71,23 @@ def turn_of(pair: ScanPair, device: DeviceModel) -> Turn:
     )
 
 
-def choose(turn: Turn, ns_per_byte: float) -> Choice:
+def choose(iteration: Iteration, ns_per_byte: float) -> Choice:
     """The cheapest choice for one price of a byte."""
     prices = [
         round(PICO * ns_per_byte * nbytes) + traffic
-        for nbytes, traffic in zip(turn.stacked_bytes, turn.traffic_ps, strict=True)
+        for nbytes, traffic in zip(iteration.stacked_bytes, iteration.traffic_ps, strict=True)
     ]
-    kept = cheapest_to_keep(prices, turn.ops, turn.demanded)
+    kept = cheapest_to_keep(prices, iteration.ops, iteration.demanded)
     return Choice(
-        pair=turn.pair,
-        kept=tuple(turn.values[k] for k in kept),
-        stacked_bytes=turn.pair.length * sum(turn.stacked_bytes[k] for k in kept),
-        recomputed=_all_recomputed(turn, kept),
+        pair=iteration.pair,
+        kept=tuple(iteration.values[k] for k in kept),
+        stacked_bytes=iteration.pair.length * sum(iteration.stacked_bytes[k] for k in kept),
+        recomputed=_all_recomputed(iteration, kept),
     )
 
 
 def joined_body(pair: ScanPair) -> Any:
-    """One turn of both halves as one open jaxpr; the first half's equations come first."""
+    """One iteration of both halves as one open jaxpr; the first half's equations come first."""
     make, take = pair.make.jaxpr, pair.take.jaxpr
     own = set(defined(make))
     return compat.rebuild(
@@ -99,22 +99,22 @@ def joined_body(pair: ScanPair) -> Any:
     )
 
 
-def kernels_of(turn: Turn) -> tuple[Recomputed, ...]:
+def kernels_of(iteration: Iteration) -> tuple[Recomputed, ...]:
     """All kernels of the first body."""
-    return tuple(turn.kernels[k] for k in sorted(turn.kernels))
+    return tuple(iteration.kernels[k] for k in sorted(iteration.kernels))
 
 
-def _all_recomputed(turn: Turn, kept: tuple[int, ...]) -> tuple[Recomputed, ...]:
+def _all_recomputed(iteration: Iteration, kept: tuple[int, ...]) -> tuple[Recomputed, ...]:
     """The kernels that are recomputed if `kept` is kept."""
-    op_of = {v: k for k, op in enumerate(turn.ops) for v in op.outputs}
-    there, stack, again = set(kept), list(turn.demanded), set()
+    op_of = {v: k for k, op in enumerate(iteration.ops) for v in op.outputs}
+    there, stack, again = set(kept), list(iteration.demanded), set()
     while stack:
         v = stack.pop()
         if v not in there:
             there.add(v)
             again.add(op_of[v])
-            stack.extend(turn.ops[op_of[v]].inputs)
-    return tuple(turn.kernels[k] for k in sorted(again) if k in turn.kernels)
+            stack.extend(iteration.ops[op_of[v]].inputs)
+    return tuple(iteration.kernels[k] for k in sorted(again) if k in iteration.kernels)
 
 
 def _prices(pair: ScanPair, values: list[Any], device: DeviceModel) -> tuple[list[int], list[int]]:
@@ -161,12 +161,12 @@ def _ops(
     return ops, kernels
 
 
-def _recomputed(eqn: Any, op: Op, turns: int) -> Recomputed:
+def _recomputed(eqn: Any, op: Op, iterations: int) -> Recomputed:
     return Recomputed(
-        op=f"{op.name} in {turns} turns of a scan",
+        op=f"{op.name} in {iterations} iterations of a scan",
         source=op.source,
-        nbytes=turns * sum(compat.aval_nbytes(v.aval) for v in eqn.outvars),
-        cost_ns=turns * op.cost_ns,
+        nbytes=iterations * sum(compat.aval_nbytes(v.aval) for v in eqn.outvars),
+        cost_ns=iterations * op.cost_ns,
         stage="jaxpr",
     )
 

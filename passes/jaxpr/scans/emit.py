@@ -32,7 +32,7 @@ def with_inner(pair: ScanPair, joined: Any, choices: Sequence[Choice | Inside]) 
     """`pair` with what is inside its bodies written as chosen.
 
     Args:
-        joined: one turn of both halves, see `passes.jaxpr.scans.cut.joined_body`.
+        joined: one iteration of both halves, see `passes.jaxpr.scans.cut.joined_body`.
     """
     groups, rename = rewrite_groups(joined, choices)
     boundary = len(pair.make.jaxpr.eqns)

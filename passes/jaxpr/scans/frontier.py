@@ -17,7 +17,7 @@ from passes.jaxpr import compat
 from passes.jaxpr.primitives import Kind
 from passes.jaxpr.purity import eqn_kind
 from passes.jaxpr.scans.choice import Choice, Inside, Level
-from passes.jaxpr.scans.cut import choose, joined_body, kernels_of, turn_of
+from passes.jaxpr.scans.cut import choose, iteration_of, joined_body, kernels_of
 from passes.jaxpr.scans.emit import rewrite, with_inner
 from passes.jaxpr.scans.pairs import Enclosure, ScanPair, find_enclosures, find_pairs
 from passes.jaxpr.scans.segments import Segments, segment_counts, segment_program
@@ -122,8 +122,8 @@ def _in_segments(pair: ScanPair, count: int, device: DeviceModel) -> list[Choice
     n_consts, n_carry = pair.make.n_consts, pair.make.n_carry
     carry = pair.make.jaxpr.invars[n_consts : n_consts + n_carry]
     start_bytes = sum(compat.aval_nbytes(v.aval) for v in carry)
-    again = kernels_of(turn_of(pair, device))
-    turns = pair.length // count
+    again = kernels_of(iteration_of(pair, device))
+    iterations = pair.length // count
     return [
         Choice(
             pair=pair,
@@ -131,7 +131,7 @@ def _in_segments(pair: ScanPair, count: int, device: DeviceModel) -> list[Choice
             stacked_bytes=count * start_bytes + _bytes(level),
             recomputed=again,
             inner=level,
-            segments=Segments(count=count, turns=turns, body=rewrite(program, level)),
+            segments=Segments(count=count, iterations=iterations, body=rewrite(program, level)),
         )
         for level in levels[-1 :: -max(1, len(levels) // SEGMENT_LEVELS)]
     ]
@@ -150,7 +150,9 @@ def _sites(jaxpr: Any, device: DeviceModel) -> list[Site]:
 
 def _pair_site(pair: ScanPair, device: DeviceModel) -> Site:
     inner = _sites(joined_body(pair), device)
-    return partial(_choose_nested, pair, inner, device) if inner else partial(choose, turn_of(pair, device))
+    return (
+        partial(_choose_nested, pair, inner, device) if inner else partial(choose, iteration_of(pair, device))
+    )
 
 
 def _choose_inside(enclosure: Enclosure, sites: Sequence[Sequence[Site]], ns_per_byte: float) -> Inside:
@@ -162,4 +164,4 @@ def _choose_nested(pair: ScanPair, sites: Sequence[Site], device: DeviceModel, n
     """The choice for one pair after what is inside its bodies has been rewritten for the same price."""
     inner = tuple(site(ns_per_byte) for site in sites)
     pair = with_inner(pair, joined_body(pair), inner)
-    return dataclasses.replace(choose(turn_of(pair, device), ns_per_byte), inner=inner)
+    return dataclasses.replace(choose(iteration_of(pair, device), ns_per_byte), inner=inner)

@@ -1,8 +1,8 @@
 """Stacks that a scan fills and other scans read, kept in the host's memory: what a user forced there.
 
-The last thing that is done to a program. Each turn of the first scan sends its slice to the host, each turn
-of a scan that reads the stack brings one back: XLA runs both beside the turn's kernels, and the stack takes
-no room on the device.
+The last thing that is done to a program. Each iteration of the first scan sends its slice to the host, each
+iteration of a scan that reads the stack brings one back: XLA runs both beside the iteration's kernels, and
+the stack takes no room on the device.
 
     carry, stack       = scan(f, c0, xs)       f's slice: device_put(slice, host)
     carry, grads       = scan(b, c1, stack)    b's slice: device_put(slice, device), at its beginning
@@ -145,12 +145,14 @@ def _put(values: Sequence[Any], space: Any, like: Any) -> tuple[list[Any], list[
     return splice(lambda given: [jax.device_put(v, space, may_alias=False) for v in given], values, like)
 
 
-def offloaded_bytes(jaxpr: Any, turns: int = 1) -> int:
-    """Bytes of all marked values of an open jaxpr, those in scans once for every turn."""
-    total = sum(turns * compat.aval_nbytes(v.aval) for v in sorted(_marked(jaxpr), key=str))
+def offloaded_bytes(jaxpr: Any, iterations: int = 1) -> int:
+    """Bytes of all marked values of an open jaxpr, those in scans once for every iteration."""
+    total = sum(iterations * compat.aval_nbytes(v.aval) for v in sorted(_marked(jaxpr), key=str))
     for eqn in jaxpr.eqns:
-        inner_turns = int(eqn.params["length"]) if eqn.primitive.name == "scan" else 1
-        total += sum(offloaded_bytes(inner, turns * inner_turns) for inner in compat.inner_jaxprs(eqn))
+        inner_iterations = int(eqn.params["length"]) if eqn.primitive.name == "scan" else 1
+        total += sum(
+            offloaded_bytes(inner, iterations * inner_iterations) for inner in compat.inner_jaxprs(eqn)
+        )
     return total
 
 

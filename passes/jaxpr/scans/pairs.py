@@ -1,18 +1,19 @@
 """Pairs of scans: one stacks values, a later one reads the stacks slice by slice.
 
 After differentiation a scan over layers is such a pair: the first runs forward and stacks what the second,
-which runs the other way, needs of every turn. XLA cannot shrink the stacks. Here the two bodies become
+which runs the other way, needs of every iteration. XLA cannot shrink the stacks. Here the two bodies become
 one straight-line program, in which a stacked value is an ordinary value that passes from the first half
 to the second.
 
     first                                second
     carry, stacks = scan(f, c0, xs)      carry, grads = scan(b, c1, (stacks, ys), reverse)
 
-    joined body of turn i                inputs: consts and slices of both, both carries
+    joined body of iteration i           inputs: consts and slices of both, both carries
       f's equations                      `boundary` is where they end
       b's equations                      reading f's variables instead of slices of the stacks
 
-Turn i of the one meets turn i of the other whatever way each of them runs, because stacks are indexed by i.
+Iteration i of the one meets iteration i of the other whatever way each of them runs, because stacks are
+indexed by i.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Body:
         eqn: the scan.
         jaxpr: its body, open: (*consts, *carry, *slices) -> (*carry, *slices), variables of its own.
         n_consts, n_carry: how many of the inputs are constants, and carried.
-        length: the number of turns.
+        length: the number of iterations.
     """
 
     eqn: Any
@@ -89,7 +90,7 @@ class ScanPair:
 
     @property
     def length(self) -> int:
-        """The number of turns."""
+        """The number of iterations."""
         return self.make.length
 
 
@@ -100,12 +101,12 @@ class Enclosure:
     Attributes:
         place: its place among the program's equations.
         bodies: open jaxprs, calls inlined, constants written in.
-        turns: how often they are known to run.
+        iterations: how often they are known to run.
     """
 
     place: int
     bodies: tuple[Any, ...]
-    turns: int
+    iterations: int
 
 
 def find_enclosures(jaxpr: Any, pairs: Sequence[ScanPair]) -> list[Enclosure]:
@@ -118,7 +119,7 @@ def find_enclosures(jaxpr: Any, pairs: Sequence[ScanPair]) -> list[Enclosure]:
             continue
         bodies = tuple(map(_flat, bodies_of(eqn)))
         if any(inner.primitive.name in CONTROL_FLOW for body in bodies for inner in body.eqns):
-            found.append(Enclosure(place=i, bodies=bodies, turns=int(eqn.params.get("length") or 1)))
+            found.append(Enclosure(place=i, bodies=bodies, iterations=int(eqn.params.get("length") or 1)))
     return found
 
 
@@ -154,7 +155,7 @@ def _is_plain_scan(eqn: Any) -> bool:
 
 
 def _sources(jaxpr: Any, second: int, producer: dict[Any, int]) -> dict[int, int]:
-    """Earlier scans of as many turns, each with the bytes of its stacks that the second one reads."""
+    """Earlier scans of as many iterations, each with the bytes of its stacks that the second one reads."""
     eqn = jaxpr.eqns[second]
     nbytes: dict[int, int] = {}
     for v in eqn.invars[sum(compat.scan_sizes(eqn)) :]:

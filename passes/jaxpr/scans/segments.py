@@ -1,11 +1,11 @@
-"""Two levels: a pair of scans in segments, when even one value per turn is too much.
+"""Two levels: a pair of scans in segments, when even one value per iteration is too much.
 
 The first scan keeps its carry at the start of every segment only. The second runs each segment of the
-first again from there, stacks what that segment's turns need, and goes back through it. With L turns in
-segments of M, L/M carries and M slices are there at a time instead of L of each; the first scan's work is
-done twice.
+first again from there, stacks what that segment's iterations need, and goes back through it. With L
+iterations in segments of M, L/M carries and M slices are there at a time instead of L of each; the first
+scan's work is done twice.
 
-    first    scan over segments( keep the carry; scan over the segment's turns )
+    first    scan over segments( keep the carry; scan over the segment's iterations )
     second   scan over segments( first's scan again, with stacks; second's scan )
 
 The body of the second's outer scan is a program with a pair of scans in it, which is cut as any other.
@@ -33,13 +33,13 @@ class Segments:
 
     Attributes:
         count: how many segments.
-        turns: how many turns each has.
+        iterations: how many iterations each has.
         body: an open jaxpr, what the second scan does for one segment: (first's consts, carry, slices,
             second's consts, carry, other slices) -> second's results.
     """
 
     count: int
-    turns: int
+    iterations: int
     body: Any
 
 
@@ -51,19 +51,19 @@ def segment_counts(length: int) -> list[int]:
 
 def segment_program(pair: ScanPair, count: int) -> Any:
     """The pair on one segment as an open jaxpr, nothing chosen yet; see `Segments.body`."""
-    make, second, turns = body_of(pair.make.eqn), body_of(pair.take.eqn), pair.length // count
+    make, second, iterations = body_of(pair.make.eqn), body_of(pair.take.eqn), pair.length // count
     other = _other_slices(pair, second)
     place = {v: k for k, v in enumerate(make.stacks_out)}
     n_first = len(make.jaxpr.invars)
     n_fixed = n_first + second.n_consts + second.n_carry
 
     def run(*values: Any) -> Sequence[Any]:
-        made = run_scan(make.eqn, make.jaxpr, values[:n_first], make.n_consts, make.n_carry, turns)
+        made = run_scan(make.eqn, make.jaxpr, values[:n_first], make.n_consts, make.n_carry, iterations)
         stacks = made[make.n_carry :]
         given = dict(zip(other, values[n_fixed:], strict=True))
         slices = [given[k] if k in given else stacks[place[v]] for k, v in enumerate(second.stacks_in)]
         operands = [*values[n_first:n_fixed], *slices]
-        return run_scan(second.eqn, second.jaxpr, operands, second.n_consts, second.n_carry, turns)
+        return run_scan(second.eqn, second.jaxpr, operands, second.n_consts, second.n_carry, iterations)
 
     fixed = second.n_consts + second.n_carry
     avals = [
@@ -96,7 +96,7 @@ def write_first(
 
         def segment(carry: Any, slices: Any) -> tuple[Any, Any]:
             given = [*consts, *carry, *slices]
-            found = run_scan(make.eqn, body, given, make.n_consts, make.n_carry, segments.turns)
+            found = run_scan(make.eqn, body, given, make.n_consts, make.n_carry, segments.iterations)
             return found[: make.n_carry], [found[make.n_carry :], list(carry)]
 
         xs = [_folded(x, segments.count) for x in values[n_fixed:]]

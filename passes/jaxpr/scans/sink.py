@@ -1,8 +1,8 @@
 """Move what is small outside a scan and large inside it into the scan's body.
 
-JAX computes what does not change from turn to turn once, outside: a scalar that is broadcast to the shape
-of an activation becomes an array that is alive through the whole loop. Inside the body the broadcast is
-part of the kernel that reads it.
+JAX computes what does not change from one iteration to the next once, outside: a scalar that is broadcast to
+the shape of an activation becomes an array that is alive through the whole loop. Inside the body the
+broadcast is part of the kernel that reads it.
 """
 
 from __future__ import annotations

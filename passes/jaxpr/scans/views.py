@@ -101,7 +101,7 @@ def _with_views(scan: Any, stacks: Any, chains: list[list[Any]]) -> tuple[list[A
     closed = compat.close_jaxpr(body, [])
     places = [list(stacks).index(chain[0].invars[0]) for chain in chains]
 
-    def turn(values: list[Any]) -> list[Any]:
+    def iteration(values: list[Any]) -> list[Any]:
         found = list(compat.evaluate(closed, values))
         for place, chain in zip(places, chains, strict=True):
             x = found[place]
@@ -112,6 +112,6 @@ def _with_views(scan: Any, stacks: Any, chains: list[list[Any]]) -> tuple[list[A
             found.append(x)
         return found
 
-    eqns, outvars = splice(turn, body.invars, scan)
+    eqns, outvars = splice(iteration, body.invars, scan)
     new = compat.rebuild(body, eqns=eqns, outvars=outvars)
     return splice(lambda values: run_scan(scan, new, values, n_consts, n_carry), scan.invars, scan)

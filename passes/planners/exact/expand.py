@@ -54,24 +54,24 @@ def breaks(frame: Frame, steps: list[int], budget_bytes: int) -> tuple[list[int]
     """Where a sequence breaks the budget that its frame could not see.
 
     Returns:
-        New cuts, and slots to order; the highest point of every stretch over the budget, and for a
-        recompute the cuts around its slot first.
+        New breakpoints, and slots to order; the highest point of every stretch over the budget, and for a
+        recompute the breakpoints around its slot first.
     """
     live = simulate_graph(frame.graph, steps).live_bytes
     slots = slots_of(steps)
     over = np.flatnonzero(live > budget_bytes)
-    cuts: list[int] = []
+    breakpoints: list[int] = []
     ordered: list[int] = []
     for stretch in np.split(over, np.flatnonzero(np.diff(over) > 1) + 1):
         if len(stretch):
             top = int(stretch[np.argmax(live[stretch])])
             slot = slots[top]
             around = [slot] if steps[top] == slot else [slot - 1, slot]
-            fresh = [t for t in around if 0 <= t < len(frame.graph.cost_ns) and t not in frame.cuts]
-            cuts += fresh
+            fresh = [t for t in around if 0 <= t < len(frame.graph.cost_ns) and t not in frame.breakpoints]
+            breakpoints += fresh
             if not fresh and slot not in frame.ordered:
                 ordered.append(slot)
-    return sorted(set(cuts)), sorted(set(ordered))
+    return sorted(set(breakpoints)), sorted(set(ordered))
 
 
 def hint_of(frame: Frame, steps: list[int]) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:

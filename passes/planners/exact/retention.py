@@ -110,9 +110,9 @@ def add_outputs(made: Retention) -> None:
 
 
 def add_moment_memory(made: Retention) -> None:
-    """When a cut's op runs, its own buffers and all that the next block finds are within the budget."""
+    """When a breakpoint's op runs, its own buffers and what the next block finds are within the budget."""
     graph = made.frame.graph
-    for block, op in enumerate(made.frame.cuts):
+    for block, op in enumerate(made.frame.breakpoints):
         own = {*graph.inputs[op], *graph.outputs[op]}
         saved = most_saved(made, op)
         terms = [made.size(graph.nbytes[b]) for b in sorted(own)]
@@ -209,7 +209,7 @@ def _passing(made: Retention) -> list[dict[int, Literal]]:
 
 
 def _add_one_copy(made: Retention, block: int) -> None:
-    """A buffer that is recompute in an ordered slot is not kept into it."""
+    """A buffer that is recomputed in an ordered slot is not kept into it."""
     for (at, op), literal in made.recompute.items():
         if at == block:
             for b in made.frame.graph.outputs[op]:

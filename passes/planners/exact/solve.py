@@ -135,9 +135,9 @@ class _Refinement:
 
     def _refine(self, steps: list[int]) -> bool:
         """A finer frame, or finer units; False if nothing is left to refine."""
-        cuts, ordered = breaks(self.frame, steps, self.budget_bytes)
-        if cuts or ordered:
-            merged = tuple(sorted({*self.frame.cuts, *cuts}))
+        breakpoints, ordered = breaks(self.frame, steps, self.budget_bytes)
+        if breakpoints or ordered:
+            merged = tuple(sorted({*self.frame.breakpoints, *breakpoints}))
             self.frame = Frame.of(self.graph, merged, (*self.frame.ordered, *ordered))
             return True
         if unit_bytes(self.graph, self.budget_bytes, self.units) > unit_bytes(self.graph, 0, 1):
