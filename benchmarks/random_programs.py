@@ -5,7 +5,7 @@
 
 A seed is a program: a function of `tests.programs` and all that `tests.ways` draws for it. Programs that JAX
 itself refuses, and most that have hardly any temporaries, are drawn anew from the same seed. What is asked of
-each, and the verdicts, are in `tests.evaluate`. Shapes are tiny and LLVM's optimisation is off (kernels and
+each, and the verdicts, are in `tests.judge`. Shapes are tiny and LLVM's optimisation is off (kernels and
 buffers are the same without it). Planners search a tenth of what they do by default (`--units`): plans are
 worse, promises must hold all the same.
 
@@ -40,26 +40,26 @@ os.environ.setdefault(
 
 from coop_jax.text import format_table
 from passes.planners import config
-from tests import evaluate, programs, ways
+from tests import judge, programs, ways
 
 BATCH = 25
 MOST_DRAWS = 40
 FEW_BYTES = 4096
 TIMEOUT_S = 600
-VERDICTS = ("kept", "refused", *evaluate.BROKEN)
+VERDICTS = ("kept", "refused", *judge.BROKEN)
 
 Row = dict[str, Any]
 
 
-def drawn(seed: int, first: int, say: Callable[[Row], None]) -> tuple[ways.Case, str, evaluate.Plain]:
+def drawn(seed: int, first: int, say: Callable[[Row], None]) -> tuple[ways.Case, str, judge.Plain]:
     """The case of a seed, its text, and the undecorated program; `say` hears of every draw."""
     for n in range(first, MOST_DRAWS):
         say({"draw": n, "seed": seed})
         choices = programs.Seeded(f"{seed}/{n}")
         case = ways.case_of(choices, depth=choices.one_of((0, 0, 1, 1, 2)), most=3)
         try:
-            plain = evaluate.plain(case)
-        except evaluate.NotForJAXError:
+            plain = judge.plain(case)
+        except judge.NotForJAXError:
             continue
         if plain.memory.temp_bytes >= FEW_BYTES or choices.integer(0, 9) == 0:
             say({"draw": None, "seed": seed})
@@ -71,8 +71,8 @@ def run_one(seed: int, first: int = 0, say: Callable[[Row], None] = lambda row: 
     """Draw a program, from draw `first` on, and ask all that is asked of it."""
     begin = time.process_time()
     case, text, plain = drawn(seed, first, say)
-    with tempfile.TemporaryDirectory() as folder, evaluate.compilation_cache(folder if case.cached else None):
-        asks = [dataclasses.asdict(ask) for ask in evaluate.asked(case, plain)]
+    with tempfile.TemporaryDirectory() as folder, judge.compilation_cache(folder if case.cached else None):
+        asks = [dataclasses.asdict(ask) for ask in judge.asked(case, plain)]
     return {
         "seed": seed, "drawn": text, "way": case.way, "place": case.place, "dtype": case.dtype,
         "constraint": case.constraint if ways.constrained(case) else "",
@@ -142,7 +142,7 @@ def _lines(process: subprocess.Popen[str]) -> Iterator[Row]:
 
 def _died(seed: int, ends: str) -> Row:
     """The row of a program with which its process ended."""
-    crash = evaluate.Ask(what="process", budget=0, verdict="crashed", note=ends)
+    crash = judge.Ask(what="process", budget=0, verdict="crashed", note=ends)
     blank = {"drawn": f"{seed}/?", "way": "?", "place": "?", "dtype": "?", "constraint": "", "kinds": []}
     numbers = {"plain_bytes": 0, "temp_bytes": 0, "cpu_s": 0.0, "cached": False, "exported": False}
     return {"seed": seed, **blank, **numbers, "asks": [dataclasses.asdict(crash)]}
@@ -151,7 +151,7 @@ def _died(seed: int, ends: str) -> Row:
 def verdict(row: Row) -> str:
     """The worst of a program's verdicts; "refused" if no budget was kept."""
     found = {ask["verdict"] for ask in row["asks"]}
-    for broken in evaluate.BROKEN:
+    for broken in judge.BROKEN:
         if broken in found:
             return broken
     return "kept" if "kept" in found else "refused"
@@ -174,7 +174,7 @@ def summary(rows: Sequence[Row], heading: str) -> str:
         (what, [ask["verdict"] for ask in asks if ask["what"] == what])
         for what in dict.fromkeys(ask["what"] for ask in asks)
     ]
-    broken = [(row, ask) for row in rows for ask in row["asks"] if ask["verdict"] in evaluate.BROKEN]
+    broken = [(row, ask) for row in rows for ask in row["asks"] if ask["verdict"] in judge.BROKEN]
     cpu_s = sum(row["cpu_s"] for row in rows)
     parts = [
         heading,
@@ -267,7 +267,7 @@ def _run(args: argparse.Namespace) -> bool:
     ordered = [rows[seed] for seed in sorted(rows)]
     args.out.write_text(json.dumps([_brief(row) for row in ordered], indent=None) + "\n")
     args.out.with_suffix(".md").write_text(summary(ordered, args.heading))
-    return any(verdict(row) in evaluate.BROKEN for row in ordered)
+    return any(verdict(row) in judge.BROKEN for row in ordered)
 
 
 def _brief(row: Row) -> Row:
@@ -276,7 +276,7 @@ def _brief(row: Row) -> Row:
         {
             k: v
             for k, v in ask.items()
-            if v not in (None, "") and (k != "note" or ask["verdict"] in evaluate.BROKEN)
+            if v not in (None, "") and (k != "note" or ask["verdict"] in judge.BROKEN)
         }
         for ask in row["asks"]
     ]

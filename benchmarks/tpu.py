@@ -4,7 +4,7 @@
     python -m benchmarks.tpu --programs gpt_scan llama_1b --chips v5e
     python -m benchmarks.tpu --table          # only the table of what was measured before
 
-Compiled, not run. Bytes are XLA's. Two evaluates of time: the cycles that XLA's compiler estimates for the
+Compiled, not run. Bytes are XLA's. Two judges of time: the cycles that XLA's compiler estimates for the
 kernels of the final module (`passes/hlo/cycles.py`), loop bodies times their trip counts, which is nothing of
 ours; and our roofline of the same module. Rows: the plain program, or how much it needs where it does not
 fit; its blocks under `jax.checkpoint` with three policies; XLA's own pass, which aims at a limit of the

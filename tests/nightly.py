@@ -11,8 +11,8 @@ import sys
 import time
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from tests.evaluate import check
 
+from tests.judge import check
 from tests.ways import Case, cases
 
 

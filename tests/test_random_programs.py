@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 from hypothesis import given, settings
-from tests.evaluate import check
 
 import tests.strategies  # noqa: F401  (loads the profile without deadlines and with fixed seeds)
+from tests.judge import check
 from tests.ways import Case, cases
 
 FIRST_ORDER = (
