@@ -123,7 +123,7 @@ def _changed(
     written: Written,
     inside: tuple[Recomputed, ...],
 ) -> StageOutcome:
-    """The outcome of what was written; `inside` is what bodies of loops run again."""
+    """The outcome of what was written; `inside` is what bodies of loops recompute."""
     program, plan, cost_ns = task.lifted.program, written.plan, outcome.cost_ns
     kernels_ns, waiting_ns = computation_times_ns(written.view, written.view.entry, request.device)
     recompute_ns = kernels_ns + waiting_ns - cost_ns
@@ -132,7 +132,7 @@ def _changed(
         outcome,
         changed=True,
         recompute_ns=recompute_ns,
-        # Proved for plans that re-run what they move.
+        # Proved for plans that recompute what they move.
         lower_bound_ratio=max(0.0, min(plan.lower_bound_ratio, recompute_ns / max(cost_ns, 1))),
         status=Status.FEASIBLE,
         planner=plan.planner,
@@ -164,7 +164,7 @@ def _limit_bytes(task: Task, lowest: Written) -> int:
 def _with_loops(
     request: EnforceRequest, task: Task, lowest: Written, limit_bytes: int
 ) -> tuple[Task, tuple[Recomputed, ...]] | None:
-    """The task with bodies of loops planned, and what they run again; None if no loop is too large.
+    """The task with bodies of loops planned, and what they recompute; None if no loop is too large.
 
     Args:
         limit_bytes: what the live bytes should not exceed; 0 for bodies that need as little as they can, and

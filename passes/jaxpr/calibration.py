@@ -63,8 +63,8 @@ class Calibration:
 
     Attributes:
         bytes_ratio: XLA's bytes of temporaries over the jaxpr stage's estimate.
-        strict: True to leave XLA no freedom to merge small dots or to reorder re-runs: every such kernel is
-            behind a barrier of its own, which costs time and is for programs that do not fit without.
+        strict: True to leave XLA no freedom to merge small dots or to reorder recomputes: every such kernel
+            is behind a barrier of its own, which costs time and is for programs that do not fit without.
         measured: candidates with rewritten scans.
     """
 
