@@ -47,6 +47,7 @@ class Backend:
         takes_thunks: True if XLA takes a compiled program's thunks into another program.
         pins_as_compiled: True if programs can be pinned by the compile that makes them.
         stores_shared: True if XLA stores an elementwise value that several kernels read.
+        fuses_normalisation: True if XLA makes one kernel of a softmax, its reductions included.
         splits_small_dots: True if XLA splits and merges dots that do not fill the device.
     """
 
@@ -74,6 +75,7 @@ class Backend:
     takes_thunks: bool = False
     pins_as_compiled: bool = False
     stores_shared: bool = False
+    fuses_normalisation: bool = False
     splits_small_dots: bool = False
 
 
@@ -84,7 +86,7 @@ CPU = Backend(
 CUDA = Backend(
     name="cuda", aliases=("gpu", "rocm"), alignment=256, sharing="emitters",
     library="jax_plugins.xla_cuda13", default_device="h100", takes_thunks=True,
-    splits_small_dots=True, host_pool_bytes=64 << 30,
+    splits_small_dots=True, fuses_normalisation=True, host_pool_bytes=64 << 30,
 )  # fmt: skip
 TPU = Backend(
     name="tpu", alignment=16384, host_alignment=4096, host_multiple=4096, heap="in time order",

@@ -78,6 +78,18 @@ def test_wide_expensive_values_of_narrow_ones_are_computed_by_each_reader_unless
     assert "exp" in names(lifted(normalised, narrow, as_xla=True))
 
 
+@pytest.mark.parametrize("way", [jax.nn.softmax, lambda x: jax.nn.softmax(x.astype(jnp.bfloat16))])
+def test_what_a_softmax_reduces_to_is_never_stored_on_a_gpu(way: Callable[[Any], Any]) -> None:
+    """GPT-2 on an H200: kept, it made three kernels of each softmax, +15.9 % for +11.2 by hand; now +9.2."""
+
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        return jnp.sum(jnp.sin(way(q @ k.T) @ v))
+
+    found = lifted(jax.grad(attention), WIDE, WIDE, WIDE)
+    assert names(found).count("div") >= 1
+    assert not {"reduce_max", "max", "integer_pow"} & {*names(found)}
+
+
 def test_sum_of_many_values_does_not_keep_them_all():
     def added(x: Any) -> Any:
         total = x @ x

@@ -401,8 +401,8 @@ def gated(ws: Any, xs: Any) -> Any:
 
 
 def test_the_dot_of_four_gates_is_stacked_once_and_equal_layers_give_theirs_up_one_by_one() -> None:
-    """haiku's LSTM on an H200: eight small stacks cost 2.4 % more than `dots_saveable`, and in its bytes there
-    was no level with the dot of one layer only: now -3.8 %."""
+    """haiku's LSTM on an H200: eight small stacks cost 2.4 % more than `dots_saveable`, and in its bytes
+    there was no level with the dot of one layer only: now -3.8 %."""
     size = 256
     jaxpr, _ = opened(jax.grad(gated), jnp.ones((2, 2 * size, 4 * size)), jnp.ones((16, 8, size)))
     levels = frontier(jaxpr, DEVICES["h200"])

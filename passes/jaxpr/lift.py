@@ -36,6 +36,7 @@ from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.primitives import CONTROL_FLOW, SLICING, Kind, is_expensive
 from passes.jaxpr.purity import eqn_kind, has_effect, is_on_host
 from passes.jaxpr.simplify import without_literal_barriers
+from passes.jaxpr.softmax import inside_softmax
 from passes.simulate import simulate
 
 # A value with several readers is stored if reading its leaves costs more than this many times its own
@@ -85,6 +86,9 @@ class _Lift:
         self._index()
         self.vector_flops = list(map(vector_work, self.jaxpr.eqns, self.kinds))
         needed = self._needed_in_memory()
+        self.inside = set[Any]()
+        if BACKENDS[self.device.platform].fuses_normalisation:
+            self.inside = inside_softmax(self.jaxpr, self.kinds, self.results, needed)
         self.kernels = self._reading_kernels(needed)
         for i, eqn in enumerate(self.jaxpr.eqns):
             self._decide(i, eqn, needed)
@@ -117,7 +121,8 @@ class _Lift:
         kernels: dict[Any, frozenset[int]] = {}
         for i in reversed(range(len(self.jaxpr.eqns))):
             eqn = self.jaxpr.eqns[i]
-            own = self.kinds[i] not in (Kind.VIEW, Kind.FUSIBLE) or any(v in needed for v in eqn.outvars)
+            joins = self.kinds[i] in (Kind.VIEW, Kind.FUSIBLE) or self.inside & {*eqn.outvars}
+            own = not joins or any(v in needed for v in eqn.outvars)
             reading = [i] if own else sorted({k for v in eqn.outvars for k in kernels.get(v, ())})
             for v in compat.variables(eqn.invars):
                 kernels[v] = frozenset(sorted({*kernels.get(v, ()), *reading})[:2])
@@ -156,6 +161,8 @@ class _Lift:
         readers = self.readers.get(v, [])
         if v in self.results:
             return True
+        if v in self.inside:
+            return False
         if kind in (*_WHOLE, Kind.REDUCTION):
             return not self._is_epilogue(i, v, readers)
         if v in needed and (kind is not Kind.VIEW or self._is_held(readers)):
@@ -204,7 +211,9 @@ class _Lift:
     def _is_unstored_kernel(self, v: Any) -> bool:
         """True for a kernel's result that is stored only in the form that its one reader gives it."""
         i = self.producer.get(v)
-        return i is not None and v not in self.stored and self.kinds[i] in (Kind.KERNEL, Kind.REDUCTION)
+        if i is None or v in self.stored or v in self.inside:
+            return False
+        return self.kinds[i] in (Kind.KERNEL, Kind.REDUCTION)
 
     def _is_epilogue(self, i: int, v: Any, readers: Sequence[int]) -> bool:
         """True for a kernel's wide result that its one reader converts to something narrower."""

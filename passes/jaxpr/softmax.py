@@ -1,0 +1,108 @@
+"""Softmaxes of rows, of which XLA:GPU makes one kernel: it reads the rows once and stores no number of a row.
+
+    m = max(x); e = exp(x - m); y = e / sum(e)
+
+If the maximum or the sum is kept for the backward pass, XLA makes several kernels instead, and each of them
+reads the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from typing import Any
+
+from passes.jaxpr import compat
+from passes.jaxpr.primitives import Kind
+
+_ELEMENTWISE = (Kind.VIEW, Kind.FUSIBLE)
+
+
+def inside_softmax(jaxpr: Any, kinds: Sequence[Kind], results: Set[Any], needed: Set[Any]) -> set[Any]:
+    """What maxima and sums of rows make for softmaxes, in variables of an open jaxpr.
+
+    Args:
+        jaxpr: calls inlined.
+        kinds: of its equations.
+        results: variables that must be stored.
+        needed: variables that some kernel reads from memory: what a kernel computes for itself, such as one
+            that sums columns, is no softmax.
+    """
+    graph = _Graph(jaxpr, kinds, results)
+    found: set[Any] = set()
+    exponentials: set[Any] = set()
+    for i, eqn in enumerate(jaxpr.eqns):
+        if eqn.primitive.name == "reduce_sum" and graph.primitive(graph.rows_of(i)) == "exp":
+            normalised, inside = graph.meetings(i, "div")
+            if graph.leads_to(normalised, needed):
+                found |= inside
+                exponentials.add(graph.rows_of(i))
+    for i, eqn in enumerate(jaxpr.eqns):
+        if eqn.primitive.name == "reduce_max":
+            shifted, inside = graph.meetings(i, "sub")
+            if any(exponentials & graph.made_of(v) for v in shifted):
+                found |= inside
+    return found
+
+
+class _Graph:
+    """Who makes and who reads the values of a jaxpr."""
+
+    def __init__(self, jaxpr: Any, kinds: Sequence[Kind], results: Set[Any]) -> None:
+        self.eqns, self.kinds, self.results = jaxpr.eqns, kinds, results
+        self.producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+        self.readers: dict[Any, list[int]] = {}
+        for i, eqn in enumerate(jaxpr.eqns):
+            for v in compat.variables(eqn.invars):
+                self.readers.setdefault(v, []).append(i)
+
+    def primitive(self, v: Any) -> str:
+        """The name of the primitive that makes a value, "" for none."""
+        i = compat.of_variable(self.producer, v)
+        return "" if i is None else str(self.eqns[i].primitive.name)
+
+    def unconverted(self, v: Any) -> Any:
+        """What a value was before it was converted to other types."""
+        while self.primitive(v) == "convert_element_type":
+            v = self.eqns[self.producer[v]].invars[0]
+        return v
+
+    def rows_of(self, i: int) -> Any:
+        """What a reduction reduces."""
+        return self.unconverted(self.eqns[i].invars[0])
+
+    def made_of(self, v: Any) -> set[Any]:
+        """What is computed elementwise from a value."""
+        readers = [r for r in self.readers.get(v, ()) if self.kinds[r] in _ELEMENTWISE]
+        return {result for r in readers for result in self.eqns[r].outvars}
+
+    def leads_to(self, start: Set[Any], needed: Set[Any]) -> bool:
+        """True if one of the values, or something elementwise of it, is needed in memory."""
+        seen, stack = set(start), [*start]
+        while stack:
+            v = stack.pop()
+            if v in needed:
+                return True
+            stack += self.made_of(v) - seen
+            seen |= self.made_of(v)
+        return False
+
+    def meetings(self, i: int, primitive: str) -> tuple[set[Any], set[Any]]:
+        """Where a primitive takes rows with what they are reduced to, and what else is made of that alone.
+
+        Nothing, if another kernel reads it or if it is a result.
+        """
+        eqn, rows = self.eqns[i], self.rows_of(i)
+        if tuple(eqn.params["axes"]) != (rows.aval.ndim - 1,):
+            return set(), set()
+        met, alone, stack = set[Any](), {*eqn.outvars}, [*eqn.outvars]
+        while stack:
+            for reader in self.readers.get(stack.pop(), ()):
+                eqn = self.eqns[reader]
+                if self.kinds[reader] not in _ELEMENTWISE:
+                    return set(), set()
+                if eqn.primitive.name == primitive and self.unconverted(eqn.invars[0]) is rows:
+                    met.update(eqn.outvars)
+                elif len({*compat.variables(eqn.invars)}) == 1:
+                    alone.update(eqn.outvars)
+                    stack += eqn.outvars
+        return (set(), set()) if alone & self.results else (met, alone)
