@@ -367,7 +367,7 @@ class _Search:
         if made is None:
             return False
         key = (
-            made.changed, made.planner, made.planned_temp_bytes, made.recomputed, made.tightest,
+            made.changed, made.recipe, made.planned_temp_bytes, made.recomputed, made.tightest,
             record.budget_bytes, asked.calibration.strict,
         )  # fmt: skip
         if key in self.seen:

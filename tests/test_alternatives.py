@@ -20,6 +20,7 @@ from coop_jax.replacing import Calls, does_the_same, signature
 from passes.hlo import proto
 from passes.ir import Status
 from passes.outcome import StageOutcome
+from passes.recipe import Recipe
 
 FIXED, BUDGET = 100, 1100
 RECORD = Record(budget="1100 B", budget_bytes=BUDGET, planner="auto", device_name="cpu", id="r")
@@ -36,7 +37,7 @@ OUTCOME = StageOutcome(
     recompute_ns=100,
     lower_bound_ratio=0.0,
     status=Status.FEASIBLE,
-    planner="auto",
+    recipe=Recipe(recompute="auto"),
     seconds=0.0,
 )
 REFUSED = dataclasses.replace(

@@ -15,6 +15,7 @@ from coop_jax.report import _address_text, _assemble
 from examples.models import adam_init, adam_step
 from passes.ir import Status
 from passes.outcome import Recomputed, StageOutcome
+from passes.recipe import Recipe
 from tests.models import small_mlp
 
 KEYS = {
@@ -39,7 +40,8 @@ def stage(name: str, **changes: object) -> StageOutcome:
     fields = {
         "stage": name, "changed": True, "budget_bytes": 1000, "argument_bytes": 100, "output_bytes": 50,
         "alias_bytes": 20, "before_temp_bytes": 2000, "planned_temp_bytes": 800, "cost_ns": 1000,
-        "recompute_ns": 100, "lower_bound_ratio": 0.05, "status": Status.FEASIBLE, "planner": "cut",
+        "recompute_ns": 100, "lower_bound_ratio": 0.05, "status": Status.FEASIBLE,
+        "recipe": Recipe(recompute="cut"),
         "seconds": 0.5,
         "recomputed": (
             Recomputed(op="dot", source="a/b/model.py:3 (f)", nbytes=640, cost_ns=100, stage=name),

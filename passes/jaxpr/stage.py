@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from passes.cost import DeviceModel
@@ -158,7 +158,7 @@ def _dump(jaxpr: Any, candidate: Candidate, outcome: StageOutcome) -> None:
             "program.json": program.to_json,
             "plan.txt": lambda: "as it is\n" if plan_made is None else plan_text(plan_made, program),
             "emitted.txt": lambda: str(candidate.emitted),
-            "outcome.json": lambda: json.dumps(asdict(outcome), indent=1, default=str),
+            "outcome.json": lambda: json.dumps(outcome.to_dict(), indent=1, default=str),
         },
     )
 
@@ -238,7 +238,7 @@ def _outcome(
         recompute_ns=recompute_ns,
         lower_bound_ratio=_lower_bound_ratio(candidate, as_is.program.cost_ns, recompute_ns),
         status=Status.FEASIBLE if fits else Status.UNKNOWN,
-        planner=candidate.planner,
+        recipe=candidate.recipe,
         seconds=0.0,
         recomputed=recomputed,
         tightest=tightest_values(program, candidate.steps),
