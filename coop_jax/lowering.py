@@ -15,12 +15,13 @@ from typing import Any
 
 import jax
 
-from coop_jax import again, aot, module, xla
+from coop_jax import again, aot, mark, module
 from coop_jax.again import PlannedAlreadyError, Wish
 from coop_jax.alternatives import OtherWays
 from coop_jax.baseline import Baseline, Part, baseline, is_whole, joined_programs, pinned_plain_bytes
 from coop_jax.budget import Budget
 from coop_jax.errors import ConstraintError, InfeasibleBudgetError, UnsupportedError
+from coop_jax.record import UNLIMITED_BYTES, Record
 from passes.backend import BACKENDS, CUDA
 from passes.cost import DEVICES, DeviceModel
 from passes.hlo.enforce import OnFragmentation
@@ -109,7 +110,7 @@ def _planned_and_marked(
     found: list[Baseline] = []
 
     def baseline_bytes() -> int:
-        unlimited = _request(facts, device, config, xla.UNLIMITED_BYTES)
+        unlimited = _request(facts, device, config, UNLIMITED_BYTES)
         plains = (lambda: ()) if planned is None else (lambda: _plain_programs(planned))
         is_plain = planned is None or not planned.outcome.changed
         part = Part(jaxpr=_inlined(jaxpr), is_plain=is_plain, plains=plains)
@@ -133,7 +134,7 @@ def _planned_and_marked(
     if BACKENDS[facts.platforms[0]].pages:
         jaxpr, paged = with_host_stacks(jaxpr)
         outcome = None if outcome is None else dataclasses.replace(outcome, paged=paged)
-    record = xla.Record(
+    record = Record(
         budget=str(config.budget),
         budget_bytes=budget_bytes,
         planner=config.planner,
@@ -161,14 +162,14 @@ def _planned_and_marked(
         raise _arguments_over_budget(
             refused if alternatives is None else alternatives.refusal(record, refused)
         )
-    xla.mark(ctx, record, _digest(jaxpr), alternatives)
+    mark.write(ctx, record, _digest(jaxpr), alternatives)
     return jaxpr
 
 
 def _host_budget_bytes(config: RematConfig, facts: module.ModuleFacts, written: Any) -> int:
     """What the user gives of the host's memory, as far as JAX can use it; all of that for a program, as it
     is written, with values that must wait there."""
-    limit_bytes = aot.host_limit_bytes(facts.platforms[0]) or xla.UNLIMITED_BYTES
+    limit_bytes = aot.host_limit_bytes(facts.platforms[0]) or UNLIMITED_BYTES
     forced = OFFLOADED in names_in(compat.open_jaxpr(written)[0])
     asked_bytes = config.budget.host_bytes or (limit_bytes if forced else 0)
     return min(asked_bytes, limit_bytes)
@@ -199,7 +200,7 @@ def _refuse_what_cannot_be_kept(ctx: Any, facts: module.ModuleFacts) -> None:
         )
 
 
-def _program_key(unplanned: Sequence[Any], facts: module.ModuleFacts, record: xla.Record) -> str:
+def _program_key(unplanned: Sequence[Any], facts: module.ModuleFacts, record: Record) -> str:
     """Tells programs apart that may share what is known of them: all but their budgets."""
     parts = [*map(_digest, unplanned), str(facts.device_argument_nbytes), str(facts.device_output_nbytes)]
     parts += [str(facts.aliased), str(facts.num_devices), str(facts.argument_parts), str(facts.platforms)]
@@ -219,7 +220,7 @@ def plan_pair(forward: Any, backward: Any, n_outs: int, config: RematConfig) -> 
     """
     cotangents = backward.in_avals[len(forward.out_avals) - n_outs :]
     request = JaxprRequest(
-        budget_bytes=xla.UNLIMITED_BYTES,
+        budget_bytes=UNLIMITED_BYTES,
         argument_bytes=_nbytes([*forward.in_avals, *cotangents]),
         output_bytes=_nbytes([*forward.out_avals[:n_outs], *backward.out_avals]),
         alias_bytes=0,
@@ -326,7 +327,7 @@ def _as_wished(
 
 
 def _unlimited(request: JaxprRequest) -> JaxprRequest:
-    return dataclasses.replace(request, budget_bytes=xla.UNLIMITED_BYTES)
+    return dataclasses.replace(request, budget_bytes=UNLIMITED_BYTES)
 
 
 def _as_planned(planned: Planned, request: JaxprRequest | None) -> StageOutcome:

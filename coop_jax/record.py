@@ -19,6 +19,7 @@ from passes.hlo import proto, wire
 from passes.hlo.enforce import OnFragmentation
 from passes.outcome import StageOutcome
 
+UNLIMITED_BYTES = 1 << 62
 MARK_FORMAT = "coop-mark/1"
 RECORD, FACTS, TRIAL = "coop.record", "coop.facts", "coop.trial"
 _MODULE_ATTRIBUTES_FIELD = 19
@@ -59,6 +60,11 @@ class Record:
     on_fragmentation: OnFragmentation = "recompute"
     constraints: str = ""
     host_budget_bytes: int = 0
+
+
+def with_hlo(record: Record, outcome: StageOutcome) -> Record:
+    """The record with what the enforcing stage did."""
+    return dataclasses.replace(record, hlo=outcome)
 
 
 def marked(record: Record, *, name: str, digest: str) -> tuple[Record, dict[str, str]]:

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import coop_jax as coop
-from coop_jax import aot, pinning, xla
+from coop_jax import aot, mark, pinning
 from passes.cost import DEVICES
 from passes.hlo import graph, proto
 from passes.hlo.assign import Assigner
@@ -162,10 +162,10 @@ def test_where_packing_breaks_the_budget_the_user_decides() -> None:
 
 def test_the_mark_says_what_was_asked() -> None:
     lowered = jax.jit(coop.remat(GRAD, budget="1GiB", pin=True, on_fragmentation="error")).lower(W, X)
-    record = xla.record_of_lowered(lowered)
+    record = mark.record_of_lowered(lowered)
     assert record is not None
     assert (record.pin, record.on_fragmentation) == (True, "error")
-    assert xla.record_of(lowered.compile()) is not None
+    assert mark.record_of(lowered.compile()) is not None
     plain = jax.jit(GRAD).lower(W, X)
-    assert xla.record_of_lowered(plain) is None
+    assert mark.record_of_lowered(plain) is None
     assert pinning.outcome_of(coop.pin(plain)) is not None

@@ -267,7 +267,7 @@ def test_the_checks_can_fail() -> None:
     assert refused("passes/ir.py", "jax") is not None
     assert refused("passes/hlo/lift.py", "jax.numpy") is not None
     assert refused("passes/jaxpr/lift.py", "jax.numpy") is None
-    assert refused("coop_jax/xla.py", "jax._src.core") is not None
+    assert refused("coop_jax/mark.py", "jax._src.core") is not None
     assert refused("passes/liveness.py", "passes.planners.cut") is not None
     assert refused("passes/hlo/heap.py", "passes.pinning.pin") is not None
     assert refused("passes/planners/paging/plans.py", "passes.offsets.best_fit") is None
