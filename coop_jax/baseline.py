@@ -23,7 +23,7 @@ from coop_jax.pinning import pin
 from passes.cost import DeviceModel
 from passes.jaxpr import compat
 from passes.jaxpr.candidate import JaxprRequest
-from passes.jaxpr.stage import plan_program
+from passes.pipeline import plan_program
 
 compat.hide_frames(__file__)
 

@@ -32,9 +32,11 @@ from coop_jax.record import (
 from coop_jax.registry import REGISTRY, Choice, PinMode, Trial, record_from, record_of_module
 from coop_jax.tpu import bytes_out_of_memory
 from coop_jax.verdict import leave_to_check, of_the_program, over_budget, refused_before
+from passes import pipeline
 from passes.backend import BACKENDS
 from passes.cost import DEVICES
-from passes.hlo.enforce import EnforceRequest, OnFragmentation, enforce
+from passes.counts import MemoryBytes, Verdict
+from passes.hlo.enforce import EnforceRequest, OnFragmentation
 from passes.jaxpr import compat
 
 # Opcodes, as a module has them, within which XLA keeps values longer than they are used. Where only a name
@@ -116,7 +118,7 @@ def _enforced(data: bytes, attributes: Mapping[str, str], platform: str) -> byte
         host_bytes=record.host_budget_bytes,
         on_fragmentation=_on_fragmentation(record, platform, pinned=trial or state.pin is not PinMode.NONE),
     )
-    returned, outcome = enforce(data, request)
+    returned, outcome = pipeline.enforce(data, request)
     dump_enforced(data, returned, request, outcome)
     outcome = dataclasses.replace(outcome, budget_bytes=record.budget_bytes, constraints=record.constraints)
     if trial:
@@ -180,16 +182,16 @@ def check_total(record: Record, memory: Any) -> None:
             compile it comes, through JAX's compilation cache.
         BudgetExceededError: it is over, though the enforcing stage had found a way.
     """
-    total, on_host = int(memory.total_allocation_bytes), host_bytes(memory)
-    if on_host > record.host_budget_bytes > 0:
-        raise BudgetExceededError(
-            budget_bytes=record.host_budget_bytes, compiled_bytes=on_host, memory="host"
-        )
-    if total <= record.budget_bytes:
+    counted = MemoryBytes(total=int(memory.total_allocation_bytes), host=host_bytes(memory))
+    budget = MemoryBytes(total=record.budget_bytes, host=record.host_budget_bytes)
+    verdict = pipeline.check(budget, counted)
+    if verdict is Verdict.KEPT:
         return
+    if verdict is Verdict.OVER_ON_HOST:
+        raise BudgetExceededError(budget_bytes=budget.host, compiled_bytes=counted.host, memory="host")
     if record.hlo is None:
         raise refused_before(record, memory)
     if BACKENDS[DEVICES[record.device_name].platform].fast_bytes:
-        missed_bytes = REGISTRY.of(record).short_bytes + total - record.budget_bytes
+        missed_bytes = REGISTRY.of(record).short_bytes + counted.total - budget.total
         REGISTRY.update(record, short_bytes=missed_bytes)
-    raise over_budget(record, total)
+    raise over_budget(record, counted.total)

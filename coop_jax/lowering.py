@@ -32,9 +32,9 @@ from passes.jaxpr.constraints import constrain_pair, constrain_program
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.scans.host_stacks import offloaded_bytes, uses_host, with_host_stacks
 from passes.jaxpr.shards import enter
-from passes.jaxpr.stage import JointResult, plan_joint, plan_program
 from passes.jaxpr.values import Constraints, ConstraintUnsupported, names_in
 from passes.outcome import StageOutcome, scaled
+from passes.pipeline import plan_joint, plan_program
 from passes.saved import OFFLOADED
 
 compat.hide_frames(__file__)
@@ -209,7 +209,9 @@ def _program_key(unplanned: Sequence[Any], facts: module.ModuleFacts, record: Re
     return hashlib.sha256("|".join(parts).encode()).hexdigest()
 
 
-def plan_pair(forward: Any, backward: Any, n_outs: int, config: RematConfig) -> tuple[JointResult, Planned]:
+def plan_pair(
+    forward: Any, backward: Any, n_outs: int, config: RematConfig
+) -> tuple[tuple[Any, Any], Planned]:
     """Plan a forward and a backward part together, for a program that holds nothing else.
 
     Args:
@@ -229,7 +231,7 @@ def plan_pair(forward: Any, backward: Any, n_outs: int, config: RematConfig) -> 
     )
 
     def predicted_bytes() -> int:
-        outcome = plan_joint(forward, backward, n_outs, request).outcome
+        outcome = plan_joint(forward, backward, n_outs, request)[1]
         return max(1, outcome.fixed_bytes + outcome.before_temp_bytes)
 
     asked = again.wish()
@@ -238,15 +240,15 @@ def plan_pair(forward: Any, backward: Any, n_outs: int, config: RematConfig) -> 
         budget_bytes = config.budget.resolve(device_bytes=memory_bytes, baseline_bytes=predicted_bytes)
         request = dataclasses.replace(request, budget_bytes=budget_bytes)
     else:
-        request = _as_wished(request, asked, lambda: plan_joint(forward, backward, n_outs, request).outcome)
+        request = _as_wished(request, asked, lambda: plan_joint(forward, backward, n_outs, request)[1])
 
     try:
         halves = constrain_pair(forward, backward, n_outs, config.constraints)
     except ConstraintUnsupported as impossible:
         raise ConstraintError(str(impossible)) from None
 
-    joint = plan_joint(*halves, n_outs, request)
-    return joint, Planned(outcome=joint.outcome, forward=forward, backward=backward, n_outs=n_outs)
+    parts, outcome = plan_joint(*halves, n_outs, request)
+    return parts, Planned(outcome=outcome, forward=forward, backward=backward, n_outs=n_outs)
 
 
 def _constrained(plain: Any, config: RematConfig) -> Any:

@@ -277,7 +277,7 @@ def test_scans_without_a_backward_are_no_pair() -> None:
 def test_what_is_made_again_is_reported_with_its_line() -> None:
     jaxpr, _ = opened(jax.grad(plain), WS, X)
     again = [r for choice in frontier(jaxpr, CPU)[-1] for r in all_recomputed(choice)]
-    assert any("dot_general in 6 turns" in r.op and "test_scan.py" in r.source for r in again)
+    assert any("dot_general in 6 iterations" in r.op and "test_scan.py" in r.source for r in again)
     assert all(r.cost_ns > 0 for r in again)
 
 

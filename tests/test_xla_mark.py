@@ -22,6 +22,7 @@ from coop_jax import aot, callback, mark, registry
 from coop_jax.errors import BudgetExceededError, InfeasibleBudgetError, UnsupportedError
 from coop_jax.record import Record, read_attributes
 from coop_jax.remat import remat
+from passes import pipeline
 from passes.jaxpr import compat
 from tests.models import chain_loss as loss
 from tests.models import chain_step as step
@@ -48,7 +49,7 @@ def plain_grad() -> Any:
 
 def test_an_unmarked_program_passes_the_callback_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bytes] = []
-    monkeypatch.setattr(callback, "enforce", lambda data, _: seen.append(data))
+    monkeypatch.setattr(pipeline, "enforce", lambda data, _: seen.append(data))
     callback.install("cpu")
     compiled = jax.jit(step).lower(PARAMS, BATCH).compile()
     assert seen == []
@@ -155,13 +156,13 @@ def test_a_program_over_its_budget_is_refused_after_the_compile(
 ) -> None:
     """The enforcing stage is made to promise too much; XLA's own count finds out."""
     where = None if device == "here" else request.getfixturevalue(device)
-    fits = callback.enforce
+    fits = pipeline.enforce
 
     def promises(data: bytes, request: Any) -> Any:
         _, outcome = fits(data, dataclasses.replace(request, budget_bytes=1 << 40))
         return data, dataclasses.replace(outcome, budget_bytes=request.budget_bytes)
 
-    monkeypatch.setattr(callback, "enforce", promises)
+    monkeypatch.setattr(pipeline, "enforce", promises)
     monkeypatch.setattr(coop_jax.lowering, "plan_program", lambda jaxpr, r: (jaxpr, _keep(jaxpr, r)))
     budget = 4 * (2 * LAYERS * N * N + BATCH.size + 1) + 70_000
     with pytest.raises(BudgetExceededError, match="over its budget") as caught:
@@ -171,7 +172,7 @@ def test_a_program_over_its_budget_is_refused_after_the_compile(
 
 
 def _keep(jaxpr: Any, request: Any) -> Any:
-    from passes.jaxpr.stage import plan_program
+    from passes.pipeline import plan_program
 
     return plan_program(jaxpr, dataclasses.replace(request, budget_bytes=1 << 40))[1]
 
@@ -257,7 +258,7 @@ def test_a_program_that_only_the_check_refuses_is_refused_at_every_try(
 @pytest.mark.parametrize("at", [1, 2], ids=["in a trial", "in the compile"])
 def test_an_interrupt_in_the_callback_comes_out_as_one(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    enforce = callback.enforce
+    enforce = pipeline.enforce
 
     def interrupted(data: bytes, request: Any) -> Any:
         calls.append(data)
@@ -265,7 +266,7 @@ def test_an_interrupt_in_the_callback_comes_out_as_one(at: int, monkeypatch: pyt
             raise KeyboardInterrupt
         return enforce(data, request)
 
-    monkeypatch.setattr(callback, "enforce", interrupted)
+    monkeypatch.setattr(pipeline, "enforce", interrupted)
     total = 4 * (2 * LAYERS * N * N + BATCH.size + 1) + 500_000
     with pytest.raises(KeyboardInterrupt):
         jax.jit(remat(step, budget=total)).lower(PARAMS, BATCH).compile()
