@@ -32,7 +32,7 @@ from coop_jax.registry import Choice
 from coop_jax.replacing import Calls, in_place_of, signature
 from coop_jax.text import format_bytes
 from passes.ir import Status
-from passes.jaxpr.calibration import UNCALIBRATED, Calibration
+from passes.jaxpr.calibration import UNCALIBRATED
 from passes.jaxpr.compat import BeingLowered
 from passes.outcome import StageOutcome
 
@@ -196,15 +196,16 @@ class _Search:
         Best is what keeps the budget at the least estimated time of its kernels, else what comes nearest.
         """
         best, planned, verdict = first, first.record.jaxpr, first.record.hlo
-        calibration: Calibration | None = UNCALIBRATED
+        calibration = UNCALIBRATED
         for n in range(MOST_LOOKS):
             assert verdict is not None, "the enforcing stage has spoken"
             kept = best.record.hlo is not None and best.record.hlo.status.found
             if planned is None or verdict.needs_pinning or (kept and n >= MOST_LOOKS_IF_KEPT):
                 break
-            calibration = calibration.after(planned, verdict)
-            if calibration is None:
+            following = calibration.after(planned, verdict)
+            if following is None:
                 break
+            calibration = following
             budget_bytes = self.record.budget_bytes
             asked = Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes, calibration=calibration)
             found = self._look(asked)

@@ -84,7 +84,7 @@ def pin(program: Any, *, compiler_options: Mapping[str, Any] | None = None) -> A
             "coop.pin(jax.jit(f).lower(*args).compile())."
         )
     begin = time.perf_counter()
-    before = program.memory_analysis().temp_size_in_bytes
+    before = _temp_bytes(program)
     try:
         found, result = _pinned(program)
     except _Kept as kept:
@@ -98,7 +98,7 @@ def pin(program: Any, *, compiler_options: Mapping[str, Any] | None = None) -> A
         pinned=changed,
         reason="" if changed else "XLA's own packing is as good as the best that was found",
         temp_bytes_before=before,
-        temp_bytes=result.memory_analysis().temp_size_in_bytes,
+        temp_bytes=_temp_bytes(result),
         live_bytes=found.live_bytes, buffers=found.buffers, moved=found.moved,
         seconds=time.perf_counter() - begin,
     )  # fmt: skip
@@ -136,13 +136,14 @@ def inlined(compiled: Any) -> Callable[..., Any]:
     except (_Kept, PinError, ThunkError, SchemaError, FileNotFoundError, NotImplementedError) as error:
         raise UnsupportedError(f"this program cannot be inlined: {error}") from error
     kept, avals = serialized.kept_arguments(compiled), jax.tree.leaves(compiled.in_avals)
+    expected: Any = compiled.in_tree
     if any(jax.numpy.issubdtype(x.dtype, jax.dtypes.extended) for x in (*avals, *results)):
         raise UnsupportedError("this program cannot be inlined: typed random keys; pass jax.random.key_data.")
 
     def call(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
         found = [(jax.typeof(x).shape, jax.typeof(x).dtype) for x in leaves]
-        if tree != compiled.in_tree or found != [(a.shape, a.dtype) for a in avals]:
+        if tree != expected or found != [(a.shape, a.dtype) for a in avals]:
             raise UnsupportedError("the arguments differ from those that the program was compiled for.")
         return jax.tree.unflatten(compiled.out_tree, run(*(leaves[n] for n in kept)))
 
@@ -248,10 +249,14 @@ def _loaded(program: Any, found: Pinned) -> Any:
             f"temporaries, {format_bytes(saved)} less"
         )
     pinned = serialized.with_bytes(program, found.data)
-    counted = program.memory_analysis().temp_size_in_bytes - pinned.memory_analysis().temp_size_in_bytes
+    counted = _temp_bytes(program) - _temp_bytes(pinned)
     if counted != saved:
         raise _Kept(f"XLA counts {counted} bytes saved in the rewritten program, not {saved}")
     return pinned
+
+
+def _temp_bytes(program: Any) -> int:
+    return int(program.memory_analysis().temp_size_in_bytes)
 
 
 def _first_line(error: Exception) -> str:

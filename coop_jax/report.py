@@ -158,8 +158,8 @@ class Report(Printable):
         if self.recomputed:
             header = ("recomputed", "times", "bytes", "cost", "stage")
             blocks.append(Table(header=header, rows=tuple(_grouped(self.recomputed))))
-        if table := self.host.table():
-            blocks.append(table)
+        if host := self.host.table():
+            blocks.append(host)
         return blocks
 
     def _byte_rows(self) -> list[tuple[str, str, str, str]]:

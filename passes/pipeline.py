@@ -34,6 +34,8 @@ from passes.jaxpr.candidate import JaxprRequest
 from passes.jaxpr.stage import Work, emit, lift, plan, prepare, prepare_parts
 from passes.outcome import StageOutcome
 
+__all__ = ["STAGES", "check", "emit", "enforce", "lift", "plan", "plan_joint", "plan_program", "prepare"]
+
 STAGES = (prepare, lift, plan, emit, enforce, check)
 
 
