@@ -28,7 +28,7 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 import jax
 
 import coop_jax as coop
-from coop_jax import aot, xla
+from coop_jax import aot, mark
 from coop_jax.errors import CoopError, error_from_text
 from coop_jax.text import format_table
 from examples.models import GPTConfig, gpt
@@ -76,7 +76,7 @@ def compile_row(
         )
     seconds = time.perf_counter() - start
     memory = aot.memory(compiled)
-    record = xla.record_of(compiled)
+    record = mark.record_of(compiled)
     stages = [] if record is None else [s for s in (record.jaxpr, record.hlo) if s is not None]
     recompute = {f"{s.stage}_recompute_ms": s.recompute_ns / 1e6 for s in stages}
     return Row(

@@ -20,7 +20,7 @@ import jax
 import coop_jax as coop
 from benchmarks.models import OWN, PLAIN, Model, Program, lower, program
 from benchmarks.timing import filled, paired
-from coop_jax import aot, xla
+from coop_jax import aot, mark
 from coop_jax.errors import CoopError, error_from_text
 from passes.cost import DEVICES
 
@@ -154,7 +154,7 @@ def _described(row: Row, compiled: Any, target: str) -> Row:
         fixed_bytes=memory.fixed_bytes,
         cost_ns=aot.kernels_ns(compiled, DEVICES[target]),
     )
-    record = xla.record_of(compiled)
+    record = mark.record_of(compiled)
     if record is None:
         return row
     report = coop.report(compiled)

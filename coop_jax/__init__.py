@@ -10,7 +10,7 @@ def train_step(state, batch): ...
 from pathlib import Path
 
 from coop_jax.budget import Budget, parse_bytes
-from coop_jax.curve import Pareto, ParetoPoint, Rival, pareto
+from coop_jax.curve import Pareto, pareto
 from coop_jax.difference import Difference, difference
 from coop_jax.drawing import draw
 from coop_jax.errors import (
@@ -27,6 +27,7 @@ from coop_jax.inspecting import inspect
 from coop_jax.on_host import on_host
 from coop_jax.pinning import pin
 from coop_jax.planning import MinimumBudget, minimum_budget, plan
+from coop_jax.points import ParetoPoint, Rival
 from coop_jax.remat import remat
 from coop_jax.report import Report, report
 from coop_jax.stream import streamed

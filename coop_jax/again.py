@@ -20,8 +20,8 @@ from weakref import WeakKeyDictionary
 
 import jax
 
-from coop_jax import aot, module, xla
-from coop_jax.record import Record
+from coop_jax import aot, mark, module
+from coop_jax.record import UNLIMITED_BYTES, Record, with_hlo
 from coop_jax.replacing import Calls, signature
 from passes.cost import DEVICES
 from passes.jaxpr import compat
@@ -44,7 +44,7 @@ class Wish:
     """
 
     plain: bool = False
-    budget_bytes: int = xla.UNLIMITED_BYTES
+    budget_bytes: int = UNLIMITED_BYTES
     aim_bytes: int | None = None
     temp_ratio: float | None = None
     calibration: Calibration = UNCALIBRATED
@@ -159,14 +159,14 @@ def variant(
     lowered = _lowered(program, asked)
     if lowered is None:
         return None
-    record = plain_record if asked.plain else xla.record_of_lowered(lowered)
+    record = plain_record if asked.plain else mark.record_of_lowered(lowered)
     if record is None or skip(record):
         return None
-    trial = _quietly(lambda: xla.look(lowered, record))
+    trial = _quietly(lambda: mark.look(lowered, record))
     if trial is None:
         return None
     calls = module.python_calls_of(lowered)
-    return Variant(record=xla.with_hlo(record, trial.outcome), module=trial.module, calls=calls)
+    return Variant(record=with_hlo(record, trial.outcome), module=trial.module, calls=calls)
 
 
 def _lowered(program: BeingLowered, asked: Wish) -> Any:

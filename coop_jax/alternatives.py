@@ -24,14 +24,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from coop_jax import again, xla
+from coop_jax import again
 from coop_jax.again import Plain, Variant, Wish
 from coop_jax.progress import progress
-from coop_jax.record import Record
+from coop_jax.record import UNLIMITED_BYTES, Record, with_hlo
+from coop_jax.registry import Choice
 from coop_jax.replacing import Calls, in_place_of, signature
 from coop_jax.text import format_bytes
 from passes.ir import Status
-from passes.jaxpr.calibration import UNCALIBRATED, Calibration
+from passes.jaxpr.calibration import UNCALIBRATED
 from passes.jaxpr.compat import BeingLowered
 from passes.outcome import StageOutcome
 
@@ -103,7 +104,7 @@ MEMORY = _Memory()
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OtherWays:
-    """The alternatives of one program (see `coop_jax.xla.Alternatives`).
+    """The alternatives of one program (see `coop_jax.registry.Alternatives`).
 
     Attributes:
         program: how to lower it again.
@@ -117,7 +118,7 @@ class OtherWays:
     settings: Hashable
     calls: Calls = ()
 
-    def choose(self, record: Record, outcome: StageOutcome, module: bytes) -> xla.Choice:
+    def choose(self, record: Record, outcome: StageOutcome, module: bytes) -> Choice:
         """What to take, when the enforcing stage has said `outcome` of the scheduled `module`."""
         begin = time.perf_counter()
         with progress() as tell:
@@ -127,11 +128,11 @@ class OtherWays:
         assert hlo is not None, "the enforcing stage has spoken"
         seconds = outcome.seconds + time.perf_counter() - begin
         counted = dataclasses.replace(hlo, seconds=seconds, looks=search.looks)
-        return dataclasses.replace(choice, record=xla.with_hlo(choice.record, counted))
+        return dataclasses.replace(choice, record=with_hlo(choice.record, counted))
 
-    def _chosen(self, search: _Search, outcome: StageOutcome) -> xla.Choice:
+    def _chosen(self, search: _Search, outcome: StageOutcome) -> Choice:
         record = search.record
-        first = xla.Choice(record=xla.with_hlo(record, outcome))
+        first = Choice(record=with_hlo(record, outcome))
         first_wish = Wish(budget_bytes=record.budget_bytes, aim_bytes=record.budget_bytes)
         if again.wish() is not None or self.settings != self.program.settings():
             return first
@@ -189,21 +190,22 @@ class _Search:
     seen: set[Hashable] = field(default_factory=set)
     looks: int = 0
 
-    def tuned(self, first: xla.Choice) -> xla.Choice:
+    def tuned(self, first: Choice) -> Choice:
         """The best of the plans that follow one from the other from what XLA made of the first.
 
         Best is what keeps the budget at the least estimated time of its kernels, else what comes nearest.
         """
         best, planned, verdict = first, first.record.jaxpr, first.record.hlo
-        calibration: Calibration | None = UNCALIBRATED
+        calibration = UNCALIBRATED
         for n in range(MOST_LOOKS):
             assert verdict is not None, "the enforcing stage has spoken"
             kept = best.record.hlo is not None and best.record.hlo.status.found
             if planned is None or verdict.needs_pinning or (kept and n >= MOST_LOOKS_IF_KEPT):
                 break
-            calibration = calibration.after(planned, verdict)
-            if calibration is None:
+            following = calibration.after(planned, verdict)
+            if following is None:
                 break
+            calibration = following
             budget_bytes = self.record.budget_bytes
             asked = Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes, calibration=calibration)
             found = self._look(asked)
@@ -214,14 +216,14 @@ class _Search:
                 best = self._choice(found)
         return best
 
-    def paged(self, best: xla.Choice, first: StageOutcome) -> xla.Choice:
+    def paged(self, best: Choice, first: StageOutcome) -> Choice:
         """The best of what is known and programs in which less is recomputed, and pages do the rest."""
         planned = self.record.jaxpr
         if not first.host_budget_bytes or planned is None or not planned.changed:
             return best
         budget_bytes = self.record.budget_bytes
         left = (budget_bytes - first.fixed_bytes) / max(first.before_temp_bytes, 1)
-        aims = [Wish(budget_bytes=budget_bytes, aim_bytes=xla.UNLIMITED_BYTES)]
+        aims = [Wish(budget_bytes=budget_bytes, aim_bytes=UNLIMITED_BYTES)]
         aims += [Wish(budget_bytes=budget_bytes, temp_ratio=r) for r in PAGED_RATIOS if r > left]
         for asked in aims:
             found = self._look(asked)
@@ -229,7 +231,7 @@ class _Search:
                 best = self._choice(found)
         return best
 
-    def with_its_own_kernels(self, made: xla.Choice) -> xla.Choice:
+    def with_its_own_kernels(self, made: Choice) -> Choice:
         """The program as it is, held to the budget, where a plan was missed and this turns out cheaper."""
         planned, hlo = made.record.jaxpr, made.record.hlo
         assert hlo is not None, "the enforcing stage has spoken"
@@ -241,7 +243,7 @@ class _Search:
         found = self._try(Wish(plain=True, budget_bytes=self.record.budget_bytes), known=True)
         return made if found is None or _cost_ns(_hlo(found)) >= _cost_ns(hlo) else self._choice(found)
 
-    def cheaper_than(self, first: Record) -> xla.Choice | None:
+    def cheaper_than(self, first: Record) -> Choice | None:
         """What is known to keep the budget for less time, if anything is.
 
         Where nothing was planned, and the program keeps the budget without `coop.remat`, that is the only
@@ -260,18 +262,18 @@ class _Search:
                 return self._choice(found)
         return None
 
-    def instead_of(self, refused: StageOutcome) -> xla.Choice:
+    def instead_of(self, refused: StageOutcome) -> Choice:
         """The first way that keeps the budget, else the refusal with the least budget that is known."""
         budget_bytes = self.record.budget_bytes
         if refused.needs_pinning:
-            return xla.Choice(record=xla.with_hlo(self.record, refused))
+            return Choice(record=with_hlo(self.record, refused))
         self.ways.learn(Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes), refused)
         ways = [(k.wish, True) for k in self._known()] + [(w, False) for w in self._wishes(refused)]
         for asked, known in ways:
             found = self._try(asked, known=known)
             if found is not None:
                 return self._choice(found)
-        return xla.Choice(record=xla.with_hlo(self.record, self.named(refused)))
+        return Choice(record=with_hlo(self.record, self.named(refused)))
 
     def named(self, refused: StageOutcome) -> StageOutcome:
         """The refusal with the least budget that is known to be met when it is asked for."""
@@ -367,7 +369,7 @@ class _Search:
         if made is None:
             return False
         key = (
-            made.changed, made.planner, made.planned_temp_bytes, made.recomputed, made.tightest,
+            made.changed, made.recipe, made.planned_temp_bytes, made.recomputed, made.tightest,
             record.budget_bytes, asked.calibration.strict,
         )  # fmt: skip
         if key in self.seen:
@@ -375,11 +377,11 @@ class _Search:
         self.seen.add(key)
         return False
 
-    def _choice(self, found: Variant) -> xla.Choice:
+    def _choice(self, found: Variant) -> Choice:
         """A way with the words of the user's own request."""
         outcome = dataclasses.replace(_hlo(found), budget_bytes=self.record.budget_bytes)
         record = dataclasses.replace(self.record, jaxpr=found.record.jaxpr, hlo=outcome)
-        return xla.Choice(record=record, module=found.module)
+        return Choice(record=record, module=found.module)
 
 
 def _rank(verdict: StageOutcome) -> tuple[bool, int]:
@@ -390,7 +392,7 @@ def _rank(verdict: StageOutcome) -> tuple[bool, int]:
     return True, verdict.fixed_bytes + verdict.before_temp_bytes if least is None else least
 
 
-def _rank_of(choice: xla.Choice) -> tuple[bool, int]:
+def _rank_of(choice: Choice) -> tuple[bool, int]:
     assert choice.record.hlo is not None, "the enforcing stage has spoken"
     return _rank(choice.record.hlo)
 
@@ -404,7 +406,7 @@ def _as_counted(found: Variant, plain: Plain) -> Variant:
     """The plain program with XLA's own count in the place of what was predicted."""
     temp_bytes = plain.memory.total_bytes - _hlo(found).fixed_bytes
     counted = dataclasses.replace(_hlo(found), planned_temp_bytes=temp_bytes)
-    return dataclasses.replace(found, record=xla.with_hlo(found.record, counted))
+    return dataclasses.replace(found, record=with_hlo(found.record, counted))
 
 
 def _is_changed(record: Record) -> bool:

@@ -216,11 +216,11 @@ def sharded_specs(specs: Any, device: Any, *, static_argnums: Sequence[int] = ()
     """
     places = list(device) if isinstance(device, Sequence) else [device]
     given = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(specs))
-    meshes = [s.mesh for s in given if _is_placed(s)]
+    meshes = [s.mesh for s in given if s is not None and _is_placed(s)]
     mesh = meshes[0] if meshes else jax.sharding.Mesh(places, ("devices",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
-    def place(leaf: Any) -> jax.ShapeDtypeStruct:
+    def place(leaf: Any) -> Any:
         given = getattr(leaf, "sharding", None)
         if _is_placed(given):
             return leaf

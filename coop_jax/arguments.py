@@ -111,7 +111,7 @@ def _in_modules(tree: Any, n_leaves: int) -> list[bool]:
     if module is None:
         return [False] * n_leaves
     outer = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, module))
-    counts = [(isinstance(x, module), jax.tree.structure(x).num_leaves) for x in outer]
+    counts = [(isinstance(x, module), len(jax.tree.leaves(x))) for x in outer]
     return [inside for inside, count in counts for _ in range(count)]
 
 
@@ -140,6 +140,7 @@ def unchanged(
         ArgumentError: another leaf or structure than before; it names the argument.
     """
     given = (args, kwargs)
+    structure: Any
     before, structure = jax.tree.flatten(given, is_leaf)
     # A class may make its leaves whenever it is asked; those are never the same.
     stable = [a is b for a, b in zip(before, jax.tree.leaves(given, is_leaf), strict=True)]

@@ -20,10 +20,11 @@ import numpy as np
 from coop_jax import again, aot, module
 from coop_jax.errors import UnsupportedError
 from coop_jax.pinning import pin
+from coop_jax.requests import OneDevice, Partition
 from passes.cost import DeviceModel
 from passes.jaxpr import compat
 from passes.jaxpr.candidate import JaxprRequest
-from passes.jaxpr.stage import plan_program
+from passes.pipeline import plan_program
 
 compat.hide_frames(__file__)
 
@@ -56,8 +57,8 @@ def baseline(
     program: compat.BeingLowered | None,
     part: Part,
     facts: module.ModuleFacts,
-    request: JaxprRequest | None,
-    device: DeviceModel,
+    devices: OneDevice | Partition,
+    request: JaxprRequest,
 ) -> Baseline:
     """The total of the program that is being lowered, without rematerialization.
 
@@ -65,19 +66,19 @@ def baseline(
         program: how to lower it again; None where that is not known.
         part: what is known else.
         facts: of its module.
-        request: for an unlimited budget; None for a program over several devices.
-        device: the cost model.
+        devices: where it runs.
+        request: for an unlimited budget.
 
     Raises:
         UnsupportedError: over several devices only the whole program can tell.
     """
-    plain = None if program is None else again.plain_program(program, device.name)
+    plain = None if program is None else again.plain_program(program, request.device.name)
     if plain is not None:
         return Baseline(total_bytes=plain.memory.total_bytes, compiled=True, cost_ns=plain.cost_ns)
-    if request is None:
+    if isinstance(devices, Partition):
         raise UnsupportedError(
-            f"a fraction of a program over {facts.num_devices} devices: the plain program cannot be compiled "
-            'from here to take a fraction of it. Give bytes per device, such as "8GiB".'
+            f"a fraction of a program over {devices.num_devices} devices: the plain program cannot be "
+            'compiled from here to take a fraction of it. Give bytes per device, such as "8GiB".'
         )
     of_part = _of_a_part(part, facts, request)
     written_bytes = 0 if program is None or of_part.compiled else again.written_bytes(program)

@@ -120,6 +120,11 @@ class Budget:
             if v is not None and not _is_zero(v)
         )
 
+    @property
+    def needs_baseline(self) -> bool:
+        """True if `resolve` must know what the program needs without rematerialization."""
+        return self.device is not None and _parse(self.device).unit == "fraction"
+
     def resolve(
         self, *, device_bytes: int | None = None, baseline_bytes: Callable[[], int] | None = None
     ) -> int:

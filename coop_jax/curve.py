@@ -107,7 +107,9 @@ def pareto(
     """
     static = tuple(static_argnums)
     donate = aot.donated(fn, specs, donate_argnums=donate_argnums, kwargs=kwargs, static_argnums=static)
-    options = {"device": device, "donate_argnums": donate, "static_argnums": static, "kwargs": kwargs}
+    options: dict[str, Any] = {
+        "device": device, "donate_argnums": donate, "static_argnums": static, "kwargs": kwargs,
+    }  # fmt: skip
     with progress() as tell:
         tell("compiling the program as it is")
         plain = compile_plain(fn, specs, **options)

@@ -16,7 +16,7 @@ from importlib import metadata
 import jax
 import jax.numpy as jnp
 
-from coop_jax import aot, xla
+from coop_jax import aot, mark
 from coop_jax.inspecting import inspect
 from coop_jax.remat import remat
 from coop_jax.screen import Block, Lines
@@ -118,7 +118,7 @@ def _chain(x: jax.Array) -> jax.Array:
 def _enforced() -> str:
     spec = jax.ShapeDtypeStruct((128, 128), jnp.float32)
     compiled = jax.jit(remat(jax.grad(_chain), budget=0.8)).lower(spec).compile()
-    record = xla.record_of(compiled)
+    record = mark.record_of(compiled)
     assert record is not None, "XLA did not call back"
     assert record.hlo is not None, "XLA did not call back"
     total = aot.memory(compiled).total_bytes

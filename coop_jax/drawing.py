@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from coop_jax import xla
+from coop_jax import mark
 from coop_jax.inspecting import inspect
 from coop_jax.saving import Shown, save
 from coop_jax.tables import memory_blocks
@@ -28,7 +28,7 @@ def draw(compiled: Any, path: str | Path, *, before: Any = None, budget_bytes: i
         InputError: a file that cannot be read.
     """
     if budget_bytes is None and hasattr(compiled, "runtime_executable"):
-        record = xla.record_of(compiled)
+        record = mark.record_of(compiled)
         budget_bytes = None if record is None else record.budget_bytes
     after = _map(compiled)
     maps = [after] if before is None else [_map(before), after]

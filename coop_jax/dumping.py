@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 
 from passes.dump import dump
 from passes.hlo import graph, proto
@@ -37,6 +36,6 @@ def dump_enforced(data: bytes, returned: bytes, request: EnforceRequest, outcome
             "kernels.txt": kernels,
             "before.map.json": lambda: describe(assigner(data)).to_json(),
             "after.map.json": lambda: describe(assigner(returned)).to_json(),
-            "outcome.json": lambda: json.dumps(asdict(outcome), indent=1, default=str),
+            "outcome.json": lambda: json.dumps(outcome.to_dict(), indent=1, default=str),
         },
     )

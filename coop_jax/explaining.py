@@ -142,7 +142,7 @@ def explain(
     Raises:
         UnsupportedError: the device is not known, or its compiler is not installed.
     """
-    options = {
+    options: dict[str, Any] = {
         "device": device, "donate_argnums": donate_argnums, "static_argnums": tuple(static_argnums),
         "kwargs": kwargs,
     }  # fmt: skip

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coop_jax.record import Record
+from coop_jax.record import UNLIMITED_BYTES, Record
 from coop_jax.screen import Table
 from coop_jax.text import format_bytes, format_ns
-from coop_jax.xla import UNLIMITED_BYTES
 from passes.backend import Backend
 from passes.outcome import Paged, StageOutcome
 

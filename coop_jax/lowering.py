@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
-from coop_jax import again, aot, module, xla
+from coop_jax import again, aot, mark, module
 from coop_jax.again import PlannedAlreadyError, Wish
 from coop_jax.alternatives import OtherWays
 from coop_jax.baseline import Baseline, Part, baseline, is_whole, joined_programs, pinned_plain_bytes
 from coop_jax.budget import Budget
 from coop_jax.errors import ConstraintError, InfeasibleBudgetError, UnsupportedError
+from coop_jax.record import UNLIMITED_BYTES, Record
+from coop_jax.requests import OneDevice, Partition, as_wished, devices_of, request_of, unlimited
 from passes.backend import BACKENDS, CUDA
 from passes.cost import DEVICES, DeviceModel
 from passes.hlo.enforce import OnFragmentation
@@ -30,10 +32,9 @@ from passes.jaxpr.candidate import JaxprRequest
 from passes.jaxpr.constraints import constrain_pair, constrain_program
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.scans.host_stacks import offloaded_bytes, uses_host, with_host_stacks
-from passes.jaxpr.shards import enter
-from passes.jaxpr.stage import JointResult, plan_joint, plan_program
 from passes.jaxpr.values import Constraints, ConstraintUnsupported, names_in
 from passes.outcome import StageOutcome, scaled
+from passes.pipeline import plan_joint, plan_program
 from passes.saved import OFFLOADED
 
 compat.hide_frames(__file__)
@@ -106,41 +107,32 @@ def _planned_and_marked(
     program = None if asked is not None else compat.being_lowered()
     device = _model(config, facts)
     plain = _inlined(jaxpr) if planned is None else None
-    found: list[Baseline] = []
-
-    def baseline_bytes() -> int:
-        unlimited = _request(facts, device, config, xla.UNLIMITED_BYTES)
-        plains = (lambda: ()) if planned is None else (lambda: _plain_programs(planned))
-        is_plain = planned is None or not planned.outcome.changed
-        part = Part(jaxpr=_inlined(jaxpr), is_plain=is_plain, plains=plains)
-        found.append(baseline(program, part, facts, unlimited, device))
-        return found[0].total_bytes
-
-    memory_bytes = None if facts.device is None else aot.device_memory_bytes(facts.device)
-    if asked is None:
-        budget_bytes = config.budget.resolve(device_bytes=memory_bytes, baseline_bytes=baseline_bytes)
-    else:
-        budget_bytes = asked.budget_bytes
-    if memory_bytes is not None and BACKENDS[facts.platforms[0]].limits_memory:
-        budget_bytes = min(budget_bytes, memory_bytes)  # XLA refuses what needs more
     constrained = None if plain is None else _constrained(plain, config)
-    is_known = bool(found) and found[0].compiled and constrained is plain
-    request = _request(facts, device, config, budget_bytes, found[0].total_bytes if is_known else None)
+    devices = devices_of(facts, constrained)
+    found = None
+    if asked is None and config.budget.needs_baseline:
+        request = request_of(devices, UNLIMITED_BYTES, device, config.planner)
+        found = baseline(program, _part(jaxpr, planned), facts, devices, request)
+    budget_bytes = _budget_bytes(config, facts, found) if asked is None else asked.budget_bytes
+    budget_bytes = _at_most_the_devices(budget_bytes, facts)
     if planned is None:
-        jaxpr, outcome = _plan_whole(constrained, request, facts, config, budget_bytes, asked)
+        is_plain = constrained is plain and isinstance(devices, OneDevice)
+        known_bytes = found.total_bytes if found is not None and found.compiled and is_plain else None
+        request = request_of(devices, budget_bytes, device, config.planner, known_bytes)
+        jaxpr, outcome = _plan_whole(constrained, request, devices, facts, config, asked)
     else:
-        outcome = _as_planned(planned, request)
+        outcome = _as_planned(planned, devices, budget_bytes)
     if BACKENDS[facts.platforms[0]].pages:
         jaxpr, paged = with_host_stacks(jaxpr)
         outcome = None if outcome is None else dataclasses.replace(outcome, paged=paged)
-    record = xla.Record(
+    record = Record(
         budget=str(config.budget),
         budget_bytes=budget_bytes,
         planner=config.planner,
         device_name=device.name,
-        baseline_total_bytes=found[0].total_bytes if found else None,
-        baseline_compiled=found[0].compiled if found else False,
-        baseline_cost_ns=found[0].cost_ns if found else None,
+        baseline_total_bytes=None if found is None else found.total_bytes,
+        baseline_compiled=found is not None and found.compiled,
+        baseline_cost_ns=None if found is None else found.cost_ns,
         jaxpr=outcome,
         pin=config.pin,
         on_fragmentation=config.on_fragmentation,
@@ -156,19 +148,38 @@ def _planned_and_marked(
             settings=program.settings(),
             calls=module.python_calls(ctx),
         )
-    if asked is None and request is not None and outcome is not None and request.fixed_bytes > budget_bytes:
-        refused = dataclasses.replace(outcome, budget_bytes=budget_bytes, constraints=record.constraints)
-        raise _arguments_over_budget(
-            refused if alternatives is None else alternatives.refusal(record, refused)
-        )
-    xla.mark(ctx, record, _digest(jaxpr), alternatives)
+    if asked is None:
+        _refuse_too_large_arguments(record, devices, alternatives)
+    mark.write(ctx, record, _digest(jaxpr), alternatives)
     return jaxpr
+
+
+def _part(jaxpr: Any, planned: Planned | None) -> Part:
+    """What of the program is known where the whole cannot be had."""
+    plains = (lambda: ()) if planned is None else (lambda: _plain_programs(planned))
+    is_plain = planned is None or not planned.outcome.changed
+    return Part(jaxpr=_inlined(jaxpr), is_plain=is_plain, plains=plains)
+
+
+def _budget_bytes(config: RematConfig, facts: module.ModuleFacts, found: Baseline | None) -> int:
+    """What the user asked for, in bytes."""
+    memory_bytes = None if facts.device is None else aot.device_memory_bytes(facts.device)
+    baseline_bytes = None if found is None else (lambda: found.total_bytes)
+    return config.budget.resolve(device_bytes=memory_bytes, baseline_bytes=baseline_bytes)
+
+
+def _at_most_the_devices(budget_bytes: int, facts: module.ModuleFacts) -> int:
+    """XLA refuses what needs more than the device's memory, on some platforms."""
+    memory_bytes = None if facts.device is None else aot.device_memory_bytes(facts.device)
+    if memory_bytes is None or not BACKENDS[facts.platforms[0]].limits_memory:
+        return budget_bytes
+    return min(budget_bytes, memory_bytes)
 
 
 def _host_budget_bytes(config: RematConfig, facts: module.ModuleFacts, written: Any) -> int:
     """What the user gives of the host's memory, as far as JAX can use it; all of that for a program, as it
     is written, with values that must wait there."""
-    limit_bytes = aot.host_limit_bytes(facts.platforms[0]) or xla.UNLIMITED_BYTES
+    limit_bytes = aot.host_limit_bytes(facts.platforms[0]) or UNLIMITED_BYTES
     forced = OFFLOADED in names_in(compat.open_jaxpr(written)[0])
     asked_bytes = config.budget.host_bytes or (limit_bytes if forced else 0)
     return min(asked_bytes, limit_bytes)
@@ -199,7 +210,7 @@ def _refuse_what_cannot_be_kept(ctx: Any, facts: module.ModuleFacts) -> None:
         )
 
 
-def _program_key(unplanned: Sequence[Any], facts: module.ModuleFacts, record: xla.Record) -> str:
+def _program_key(unplanned: Sequence[Any], facts: module.ModuleFacts, record: Record) -> str:
     """Tells programs apart that may share what is known of them: all but their budgets."""
     parts = [*map(_digest, unplanned), str(facts.device_argument_nbytes), str(facts.device_output_nbytes)]
     parts += [str(facts.aliased), str(facts.num_devices), str(facts.argument_parts), str(facts.platforms)]
@@ -208,7 +219,9 @@ def _program_key(unplanned: Sequence[Any], facts: module.ModuleFacts, record: xl
     return hashlib.sha256("|".join(parts).encode()).hexdigest()
 
 
-def plan_pair(forward: Any, backward: Any, n_outs: int, config: RematConfig) -> tuple[JointResult, Planned]:
+def plan_pair(
+    forward: Any, backward: Any, n_outs: int, config: RematConfig
+) -> tuple[tuple[Any, Any], Planned]:
     """Plan a forward and a backward part together, for a program that holds nothing else.
 
     Args:
@@ -219,7 +232,7 @@ def plan_pair(forward: Any, backward: Any, n_outs: int, config: RematConfig) -> 
     """
     cotangents = backward.in_avals[len(forward.out_avals) - n_outs :]
     request = JaxprRequest(
-        budget_bytes=xla.UNLIMITED_BYTES,
+        budget_bytes=UNLIMITED_BYTES,
         argument_bytes=_nbytes([*forward.in_avals, *cotangents]),
         output_bytes=_nbytes([*forward.out_avals[:n_outs], *backward.out_avals]),
         alias_bytes=0,
@@ -228,7 +241,7 @@ def plan_pair(forward: Any, backward: Any, n_outs: int, config: RematConfig) -> 
     )
 
     def predicted_bytes() -> int:
-        outcome = plan_joint(forward, backward, n_outs, request).outcome
+        outcome = plan_joint(forward, backward, n_outs, request)[1]
         return max(1, outcome.fixed_bytes + outcome.before_temp_bytes)
 
     asked = again.wish()
@@ -237,15 +250,15 @@ def plan_pair(forward: Any, backward: Any, n_outs: int, config: RematConfig) -> 
         budget_bytes = config.budget.resolve(device_bytes=memory_bytes, baseline_bytes=predicted_bytes)
         request = dataclasses.replace(request, budget_bytes=budget_bytes)
     else:
-        request = _as_wished(request, asked, lambda: plan_joint(forward, backward, n_outs, request).outcome)
+        request = as_wished(request, asked, lambda: plan_joint(forward, backward, n_outs, request)[1])
 
     try:
         halves = constrain_pair(forward, backward, n_outs, config.constraints)
     except ConstraintUnsupported as impossible:
         raise ConstraintError(str(impossible)) from None
 
-    joint = plan_joint(*halves, n_outs, request)
-    return joint, Planned(outcome=joint.outcome, forward=forward, backward=backward, n_outs=n_outs)
+    parts, outcome = plan_joint(*halves, n_outs, request)
+    return parts, Planned(outcome=outcome, forward=forward, backward=backward, n_outs=n_outs)
 
 
 def _constrained(plain: Any, config: RematConfig) -> Any:
@@ -258,16 +271,20 @@ def _constrained(plain: Any, config: RematConfig) -> Any:
 
 def _plan_whole(
     plain: Any,
-    request: JaxprRequest | None,
+    request: JaxprRequest,
+    devices: OneDevice | Partition,
     facts: module.ModuleFacts,
     config: RematConfig,
-    budget_bytes: int,
     asked: Wish | None,
 ) -> tuple[Any, StageOutcome | None]:
-    """Plan a whole function."""
-    if request is None:
-        return _plan_partitioned(plain, facts, config, budget_bytes, asked)
-    request = _as_wished(request, asked, lambda: plan_program(plain, _unlimited(request))[1])
+    """Plan a whole function. The outcome is of one device; None for a partition that stays as it is."""
+    budget_bytes = request.budget_bytes
+    request = as_wished(request, asked, lambda: plan_program(plain, unlimited(request))[1], devices.parts)
+    if isinstance(devices, Partition):
+        if request.temp_budget_bytes <= 0:
+            return plain, None
+        made, outcome = plan_program(plain, request)
+        return made, scaled(outcome, over=devices.parts) if outcome.changed else None
     if BACKENDS[facts.platforms[0]].pages:
         # The jaxpr stage counts what waits on the host as kept on the device.
         beyond = offloaded_bytes(compat.open_jaxpr(plain)[0])
@@ -275,71 +292,37 @@ def _plan_whole(
     may_pin = config.on_fragmentation == "pin" and BACKENDS[facts.platforms[0]].pins_as_compiled
     may_pin = may_pin and is_whole(plain, facts)
     if may_pin and pinned_plain_bytes(plain, facts.device, facts.donated) <= budget_bytes:
-        kept, outcome = plan_program(plain, _unlimited(request))
+        kept, outcome = plan_program(plain, unlimited(request))
         return kept, dataclasses.replace(outcome, budget_bytes=budget_bytes)
     return plan_program(plain, request)
 
 
-def _plan_partitioned(
-    plain: Any, facts: module.ModuleFacts, config: RematConfig, budget_bytes: int, asked: Wish | None
-) -> tuple[Any, StageOutcome | None]:
-    """Plan a program over several devices, of which only the whole's sizes are known here.
-
-    XLA decides how temporaries are split. They are taken to be split as finely as the argument that is split
-    most, which a batch usually is; the enforcing stage sees the real sizes. Inside `shard_map` the sizes are
-    one device's.
-    """
-    parts = 1 if enter(plain) is not None else max(facts.argument_parts, default=1)
-    arguments = [n // p for n, p in zip(facts.device_argument_nbytes, facts.argument_parts, strict=True)]
-    outputs = [n // p for n, p in zip(facts.device_output_nbytes, facts.output_parts, strict=True)]
-    request = JaxprRequest(
-        budget_bytes=parts * budget_bytes,
-        argument_bytes=parts * sum(arguments),
-        output_bytes=parts * (sum(outputs) + facts.table_bytes),
-        alias_bytes=parts * sum(arguments[i] for i in facts.donated),
-        device=_model(config, facts),
-        planner=config.planner,
-    )
-    request = _as_wished(request, asked, lambda: plan_program(plain, _unlimited(request))[1], parts)
-    if request.temp_budget_bytes <= 0:
-        return plain, None
-    made, outcome = plan_program(plain, request)
-    return made, scaled(outcome, over=parts) if outcome.changed else None
-
-
-def _as_wished(
-    request: JaxprRequest, asked: Wish | None, unplanned: Callable[[], StageOutcome], parts: int = 1
-) -> JaxprRequest:
-    """The request with what is wished for, if anything is, in the place of the user's budget.
-
-    Args:
-        unplanned: what the jaxpr stage says of the function without a plan.
-        parts: how many devices' bytes the request is of.
-    """
-    if asked is None:
-        return request
-    if asked.temp_ratio is not None:
-        aim_bytes = request.fixed_bytes + max(1, int(asked.temp_ratio * unplanned().before_temp_bytes))
-    else:
-        aim_bytes = parts * (asked.aim_bytes or asked.budget_bytes)
-    return dataclasses.replace(request, budget_bytes=aim_bytes, calibration=asked.calibration.of_parts(parts))
-
-
-def _unlimited(request: JaxprRequest) -> JaxprRequest:
-    return dataclasses.replace(request, budget_bytes=xla.UNLIMITED_BYTES)
-
-
-def _as_planned(planned: Planned, request: JaxprRequest | None) -> StageOutcome:
+def _as_planned(planned: Planned, devices: OneDevice | Partition, budget_bytes: int) -> StageOutcome:
     """What was planned before the whole program was known, with what is known of it now."""
-    if request is None:
+    if isinstance(devices, Partition):
         return planned.outcome
     return dataclasses.replace(
         planned.outcome,
-        budget_bytes=request.budget_bytes,
-        argument_bytes=request.argument_bytes,
-        output_bytes=request.output_bytes,
-        alias_bytes=request.alias_bytes,
+        budget_bytes=budget_bytes,
+        argument_bytes=devices.argument_bytes,
+        output_bytes=devices.output_bytes,
+        alias_bytes=devices.alias_bytes,
     )
+
+
+def _refuse_too_large_arguments(
+    record: Record, devices: OneDevice | Partition, alternatives: OtherWays | None
+) -> None:
+    """Refuse a budget below arguments and results, with the least that is known to be met.
+
+    Raises:
+        InfeasibleBudgetError: it is.
+    """
+    outcome = record.jaxpr
+    if isinstance(devices, Partition) or outcome is None or outcome.fixed_bytes <= record.budget_bytes:
+        return
+    refused = dataclasses.replace(outcome, budget_bytes=record.budget_bytes, constraints=record.constraints)
+    raise _arguments_over_budget(refused if alternatives is None else alternatives.refusal(record, refused))
 
 
 def _arguments_over_budget(outcome: StageOutcome) -> InfeasibleBudgetError:
@@ -351,26 +334,6 @@ def _arguments_over_budget(outcome: StageOutcome) -> InfeasibleBudgetError:
             least_total_bytes=least,
             least_proved=least == outcome.fixed_bytes,
         )
-    )
-
-
-def _request(
-    facts: module.ModuleFacts,
-    device: DeviceModel,
-    config: RematConfig,
-    budget_bytes: int,
-    baseline_total_bytes: int | None = None,
-) -> JaxprRequest | None:
-    if facts.num_devices > 1:
-        return None
-    return JaxprRequest(
-        budget_bytes=budget_bytes,
-        argument_bytes=sum(facts.device_argument_nbytes),
-        output_bytes=sum(facts.device_output_nbytes) + facts.table_bytes,
-        alias_bytes=sum(facts.device_argument_nbytes[i] for i in facts.donated),
-        device=device,
-        planner=config.planner,
-        baseline_total_bytes=baseline_total_bytes,
     )
 
 

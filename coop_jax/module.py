@@ -164,7 +164,7 @@ def _axes(attributes: Any) -> tuple[tuple[str, ...], ...] | None:
 def _sharding(mesh: Mesh, axes: Sequence[tuple[str, ...]]) -> NamedSharding:
     """Without the last dimensions that are not split: a random key has one more here than in a jaxpr."""
     split = max((n + 1 for n, names in enumerate(axes) if names), default=0)
-    spec = PartitionSpec(*(names or None for names in axes[:split]))  # type: ignore[no-untyped-call]
+    spec = PartitionSpec(*(names or None for names in axes[:split]))
     return NamedSharding(mesh, spec)
 
 

@@ -42,7 +42,7 @@ def among(mesh: Mesh, sharding: Any) -> NamedSharding | None:
     """What `on_host` said of shapes, for the devices of a mesh; None if it said nothing."""
     if getattr(sharding, "memory_kind", None) != PINNED:
         return None
-    spec = getattr(sharding, "spec", PartitionSpec())  # type: ignore[no-untyped-call]
+    spec = getattr(sharding, "spec", PartitionSpec())
     return NamedSharding(mesh.abstract_mesh, spec, memory_kind=PINNED)
 
 
@@ -67,4 +67,4 @@ def _described(sharding: Any) -> NamedSharding:
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind=PINNED)
     mesh = AbstractMesh((1,), ("devices",))
-    return NamedSharding(mesh, PartitionSpec(), memory_kind=PINNED)  # type: ignore[no-untyped-call]
+    return NamedSharding(mesh, PartitionSpec(), memory_kind=PINNED)

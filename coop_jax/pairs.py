@@ -188,14 +188,14 @@ def make_pair(jaxpr: Any, differentiated: tuple[bool, ...], config: RematConfig)
     n_firsts = len(jaxpr.out_avals) + len(halves.references)
     if not halves.reads_cotangents(sum(cotangents)):
         tangents_out = _nonzero_tangents(jaxpr, differentiated)
-    joint, planned = lowering.plan_pair(halves.forward, halves.backward, n_firsts, config)
-    forward, saved = _forwarded(joint.forward, n_firsts)
+    (forward, backward), planned = lowering.plan_pair(halves.forward, halves.backward, n_firsts, config)
+    forward, saved = _forwarded(forward, n_firsts)
     n_saved = len(saved)
     if halves.references:
         forward, saved = _forward_on_references(forward, saved, jaxpr, halves)
     return Pair(
         forward=forward,
-        backward=_backward_with_arguments(joint.backward, n_saved, jaxpr, halves),
+        backward=_backward_with_arguments(backward, n_saved, jaxpr, halves),
         saved=saved,
         references=halves.used_forward,
         differentiated=differentiated,

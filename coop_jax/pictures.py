@@ -175,9 +175,9 @@ def pareto(curve: Points, path: str | Path, *, theme: Theme = "light") -> None:
         axes.axvline(
             least, color=BUDGET_COLOR, label=f"least found: {format_bytes(curve.least_bytes, exact=False)}"
         )
-    for n, point in enumerate(refused):
+    for n, over in enumerate(refused):
         axes.plot(
-            [point.budget_bytes / scale], [0], "x", color=BUDGET_COLOR, label="refused" if n == 0 else None
+            [over.budget_bytes / scale], [0], "x", color=BUDGET_COLOR, label="refused" if n == 0 else None
         )
     everything = [
         curve.plain_bytes,

@@ -15,8 +15,11 @@ from typing import Any
 
 import jax
 
-from coop_jax import aot, embedded, serialized, xla
+from coop_jax import aot, embedded, mark, serialized
+from coop_jax.callback import check_total, nests
 from coop_jax.errors import UnsupportedError
+from coop_jax.record import Record
+from coop_jax.registry import REGISTRY, PinMode
 from coop_jax.text import format_bytes
 from passes.backend import BACKENDS, backend_of
 from passes.hlo.schema import SchemaError, schema
@@ -81,7 +84,7 @@ def pin(program: Any, *, compiler_options: Mapping[str, Any] | None = None) -> A
             "coop.pin(jax.jit(f).lower(*args).compile())."
         )
     begin = time.perf_counter()
-    before = program.memory_analysis().temp_size_in_bytes
+    before = _temp_bytes(program)
     try:
         found, result = _pinned(program)
     except _Kept as kept:
@@ -95,7 +98,7 @@ def pin(program: Any, *, compiler_options: Mapping[str, Any] | None = None) -> A
         pinned=changed,
         reason="" if changed else "XLA's own packing is as good as the best that was found",
         temp_bytes_before=before,
-        temp_bytes=result.memory_analysis().temp_size_in_bytes,
+        temp_bytes=_temp_bytes(result),
         live_bytes=found.live_bytes, buffers=found.buffers, moved=found.moved,
         seconds=time.perf_counter() - begin,
     )  # fmt: skip
@@ -133,13 +136,14 @@ def inlined(compiled: Any) -> Callable[..., Any]:
     except (_Kept, PinError, ThunkError, SchemaError, FileNotFoundError, NotImplementedError) as error:
         raise UnsupportedError(f"this program cannot be inlined: {error}") from error
     kept, avals = serialized.kept_arguments(compiled), jax.tree.leaves(compiled.in_avals)
+    expected: Any = compiled.in_tree
     if any(jax.numpy.issubdtype(x.dtype, jax.dtypes.extended) for x in (*avals, *results)):
         raise UnsupportedError("this program cannot be inlined: typed random keys; pass jax.random.key_data.")
 
     def call(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
         found = [(jax.typeof(x).shape, jax.typeof(x).dtype) for x in leaves]
-        if tree != compiled.in_tree or found != [(a.shape, a.dtype) for a in avals]:
+        if tree != expected or found != [(a.shape, a.dtype) for a in avals]:
             raise UnsupportedError("the arguments differ from those that the program was compiled for.")
         return jax.tree.unflatten(compiled.out_tree, run(*(leaves[n] for n in kept)))
 
@@ -175,33 +179,29 @@ def _signature(leaf: Any) -> tuple[Any, ...]:
 
 def _compile_and_pin(lowered: Any, options: dict[str, Any]) -> Any:
     """Compile and pin; the budget is checked afterwards, and met by recompute where pinning is not enough."""
-    record = xla.record_of_lowered(lowered)
+    record = mark.record_of_lowered(lowered)
     if record is None:
         return pin(lowered.compile(compiler_options=options))
     if record.on_fragmentation == "pin":
         # As it is, if pinning is enough; else with as much recompute as the packing of XLA's values needs (at
         # once, where pinning does no better than that packing); else with as much as XLA's own packing needs.
-        for keep in (True, False):
-            pinned, kept = _attempt(lowered, record, {**options, **_OWN_KEY}, keep=keep)
+        for mode in (PinMode.KEEP, PinMode.CHECK_AFTER):
+            compiled = _compiled_as(mode, lowered, record, {**options, **_OWN_KEY})
+            pinned = pin(compiled)
             if aot.memory(pinned).total_bytes <= record.budget_bytes:
                 return pinned
-            if not kept:
+            if not nests(aot.final_module(compiled)):  # then nothing was kept for pinning
                 break
         return pin(lowered.compile(compiler_options=options))
-    pinned, _ = _attempt(lowered, record, options, keep=False)
-    xla.check_total(xla.record_of(pinned) or record, pinned.memory_analysis())
+    pinned = pin(_compiled_as(PinMode.CHECK_AFTER, lowered, record, options))
+    check_total(mark.record_of(pinned) or record, pinned.memory_analysis())
     return pinned
 
 
-def _attempt(lowered: Any, record: xla.Record, options: dict[str, Any], *, keep: bool) -> tuple[Any, bool]:
-    """Compile, with the check put off, and pin; also, if the program was kept as it is for that."""
-    xla.REGISTRY.begin_pinning(record.id, keep=keep)
-    try:
-        compiled = lowered.compile(compiler_options=options)
-        kept = bool(xla.REGISTRY.pinning(record.id))
-    finally:
-        xla.REGISTRY.end_pinning(record.id)
-    return pin(compiled), kept
+def _compiled_as(mode: PinMode, lowered: Any, record: Record, options: dict[str, Any]) -> Any:
+    """Compile, with the check put off."""
+    with REGISTRY.pinned(record, mode):
+        return lowered.compile(compiler_options=options)
 
 
 class _Kept(Exception):
@@ -249,10 +249,14 @@ def _loaded(program: Any, found: Pinned) -> Any:
             f"temporaries, {format_bytes(saved)} less"
         )
     pinned = serialized.with_bytes(program, found.data)
-    counted = program.memory_analysis().temp_size_in_bytes - pinned.memory_analysis().temp_size_in_bytes
+    counted = _temp_bytes(program) - _temp_bytes(pinned)
     if counted != saved:
         raise _Kept(f"XLA counts {counted} bytes saved in the rewritten program, not {saved}")
     return pinned
+
+
+def _temp_bytes(program: Any) -> int:
+    return int(program.memory_analysis().temp_size_in_bytes)
 
 
 def _first_line(error: Exception) -> str:

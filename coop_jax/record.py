@@ -17,9 +17,9 @@ from typing import Any
 
 from passes.hlo import proto, wire
 from passes.hlo.enforce import OnFragmentation
-from passes.ir import Status
-from passes.outcome import LiveValue, Paged, Recomputed, StageOutcome
+from passes.outcome import StageOutcome
 
+UNLIMITED_BYTES = 1 << 62
 MARK_FORMAT = "coop-mark/1"
 RECORD, FACTS, TRIAL = "coop.record", "coop.facts", "coop.trial"
 _MODULE_ATTRIBUTES_FIELD = 19
@@ -62,6 +62,11 @@ class Record:
     host_budget_bytes: int = 0
 
 
+def with_hlo(record: Record, outcome: StageOutcome) -> Record:
+    """The record with what the enforcing stage did."""
+    return dataclasses.replace(record, hlo=outcome)
+
+
 def marked(record: Record, *, name: str, digest: str) -> tuple[Record, dict[str, str]]:
     """The record with its id, and the attributes that mark a module with it.
 
@@ -78,7 +83,7 @@ def record_of_mark(attributes: Mapping[str, str]) -> Record:
     """The record of a marked module, without what the enforcing stage did."""
     facts = json.loads(attributes[FACTS])
     given = {name: facts[name] for name in _IN_MARK}
-    jaxpr = None if facts["jaxpr"] is None else _outcome_from(facts["jaxpr"])
+    jaxpr = None if facts["jaxpr"] is None else StageOutcome.from_dict(facts["jaxpr"])
     return Record(id=attributes[RECORD], jaxpr=jaxpr, **given)
 
 
@@ -88,21 +93,8 @@ _IN_MARK = tuple(f.name for f in dataclasses.fields(Record) if f.name not in ("i
 def _facts(record: Record) -> dict[str, Any]:
     """The part of a record that a mark may hold: no wall times, nothing that differs between runs."""
     given = {name: getattr(record, name) for name in _IN_MARK}
-    jaxpr = None if record.jaxpr is None else _outcome_dict(record.jaxpr)
+    jaxpr = None if record.jaxpr is None else {**record.jaxpr.to_dict(), "seconds": 0.0}
     return {**given, "format": MARK_FORMAT, "jaxpr": jaxpr}
-
-
-def _outcome_dict(outcome: StageOutcome) -> dict[str, Any]:
-    return {**dataclasses.asdict(outcome), "seconds": 0.0}
-
-
-def _outcome_from(data: Mapping[str, Any]) -> StageOutcome:
-    fields = dict(data)
-    fields["status"] = Status(fields["status"])
-    fields["recomputed"] = tuple(Recomputed(**r) for r in fields["recomputed"])
-    fields["paged"] = tuple(Paged(**p) for p in fields["paged"])
-    fields["tightest"] = tuple(LiveValue(**v) for v in fields["tightest"])
-    return StageOutcome(**fields)
 
 
 def read_attributes(data: bytes) -> dict[str, str]:

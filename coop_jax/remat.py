@@ -33,7 +33,7 @@ def remat[**P, R](fn: Callable[P, R], *, budget: Any = ..., **options: Any) -> C
 def remat[**P, R](
     fn: None = None, *, budget: Any = ..., **options: Any
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
-def remat(
+def remat(  # type: ignore[misc]  # the options stand here once
     fn: Callable[..., Any] | None = None,
     *,
     budget: Any = None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -89,11 +89,11 @@ def _does_the_same(one: Any, other: Any, under_way: set[tuple[int, int]]) -> boo
     if type(one) is not type(other):
         return False
     under_way = under_way | {(id(one), id(other))}
-    pairs = _parts(one), _parts(other)
-    if pairs[0] is None or pairs[1] is None:
+    parts, others = _parts(one), _parts(other)
+    if parts is None or others is None:
         return _is_equal(one, other)
-    return len(pairs[0]) == len(pairs[1]) and all(
-        _does_the_same(a, b, under_way) for a, b in zip(*pairs, strict=True)
+    return len(parts) == len(others) and all(
+        _does_the_same(a, b, under_way) for a, b in zip(parts, others, strict=True)
     )
 
 
@@ -101,7 +101,7 @@ def _parts(value: Any) -> tuple[Any, ...] | None:
     """What makes up a function or a record; None for anything else."""
     if isinstance(value, FunctionType):
         defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).items())
-        cells = map(_content, value.__closure__ or ())
+        cells: Iterable[Any] = map(_content, value.__closure__ or ())
         if value.__module__.startswith(_JAX):
             cells = (tuple(sorted(c.items())) if isinstance(c, dict) else c for c in cells)
         return (value.__code__, value.__globals__, *defaults, *cells)

@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from coop_jax import aot, serialized, xla
+from coop_jax import aot, mark, serialized
 from coop_jax.addresses import address_view
 from coop_jax.errors import BudgetExceededError, UnsupportedError
 from coop_jax.host_use import HostUse
 from coop_jax.pinning import PinOutcome, outcome_of
+from coop_jax.record import Record
 from coop_jax.screen import Block, Lines, Printable, Table
 from coop_jax.text import format_bytes, format_ns, format_table
 from passes.backend import BACKENDS, backend_of
@@ -157,8 +158,8 @@ class Report(Printable):
         if self.recomputed:
             header = ("recomputed", "times", "bytes", "cost", "stage")
             blocks.append(Table(header=header, rows=tuple(_grouped(self.recomputed))))
-        if table := self.host.table():
-            blocks.append(table)
+        if host := self.host.table():
+            blocks.append(host)
         return blocks
 
     def _byte_rows(self) -> list[tuple[str, str, str, str]]:
@@ -214,7 +215,7 @@ def report(compiled: Any) -> Report:
             f"`compiled` is a {type(compiled).__name__}; a report needs a compiled program: "
             "coop.report(jax.jit(f).lower(*args).compile())."
         )
-    record = xla.record_of(compiled)
+    record = mark.record_of(compiled)
     if record is None:
         raise UnsupportedError(
             "this program contains no function that `coop.remat` decorates, so there is nothing to report. "
@@ -230,7 +231,7 @@ def report(compiled: Any) -> Report:
     return _assemble(record, memory, _offsets(compiled, record, memory), host)
 
 
-def _assemble(record: xla.Record, memory: aot.Memory, offsets: Offsets, host: HostUse) -> Report:
+def _assemble(record: Record, memory: aot.Memory, offsets: Offsets, host: HostUse) -> Report:
     stages = [s for s in (record.jaxpr, record.hlo) if s is not None]
     planned = memory.fixed_bytes + stages[-1].planned_temp_bytes if stages else memory.total_bytes
     baseline = record.baseline_total_bytes
@@ -265,7 +266,7 @@ def _assemble(record: xla.Record, memory: aot.Memory, offsets: Offsets, host: Ho
     )
 
 
-def _offsets(compiled: Any, record: xla.Record, memory: aot.Memory) -> Offsets:
+def _offsets(compiled: Any, record: Record, memory: aot.Memory) -> Offsets:
     pinned = outcome_of(compiled)
     predicted = None if record.hlo is None else record.hlo.planned_temp_bytes
     found: Offsets = {
@@ -290,7 +291,7 @@ def _offsets(compiled: Any, record: xla.Record, memory: aot.Memory) -> Offsets:
     }  # fmt: skip
 
 
-def _pin_reason(record: xla.Record, pinned: PinOutcome | None) -> str | None:
+def _pin_reason(record: Record, pinned: PinOutcome | None) -> str | None:
     """Why a program that was asked to be pinned is not."""
     if pinned is None:
         return "jax.jit compiles without it; give the program to coop.pin" if record.pin else None

@@ -89,7 +89,8 @@ def has_attributes(value: Any) -> bool:
         return False
     if not hasattr(value, "__dict__") and not _slots(value):
         return False
-    if type(value).__hash__ is object.__hash__:
+    hashed: Any = type(value).__hash__
+    if hashed is object.__hash__:
         return True
     try:
         hash(value)

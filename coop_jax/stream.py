@@ -34,7 +34,7 @@ def streamed(update: Callable[..., tuple[Any, Any]], state: Any, *trees: Any) ->
         The new state, on the host, and the results in the structure of `trees`. The numbers are those of
         `update` applied to every part.
     """
-    structure = jax.tree.structure(trees[0])
+    structure: Any = jax.tree.structure(trees[0])
     parts = structure.flatten_up_to(state)
     leaves = list(zip(*map(structure.flatten_up_to, trees), strict=True))
     results: list[Any] = [None] * len(leaves)

@@ -5,12 +5,13 @@ Both stages that plan (the jaxpr stage and the enforcing stage) return one `Stag
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 from passes.ir import BufferId, OpId, Page, Program, Status
 from passes.liveness import live_steps
+from passes.recipe import Recipe
 from passes.simulate import simulate
 
 MAX_TIGHTEST = 12
@@ -84,7 +85,7 @@ class StageOutcome:
             saves more traffic than it costs.
         lower_bound_ratio: no plan of this stage's program costs less (0.0: nothing proved).
         status: see `Status`.
-        planner: which planner's plan was taken.
+        recipe: what was done, and whose plan was taken.
         seconds: wall time of this stage, all looks at other plans included.
         looks: how often the program was planned and compiled once more to look at another plan.
         host_budget_bytes: what may wait in the host's memory; 0 for no paging.
@@ -114,7 +115,7 @@ class StageOutcome:
     recompute_ns: int
     lower_bound_ratio: float
     status: Status
-    planner: str
+    recipe: Recipe
     seconds: float
     recomputed: tuple[Recomputed, ...] = ()
     tightest: tuple[LiveValue, ...] = ()
@@ -138,6 +139,27 @@ class StageOutcome:
     def planned_total_bytes(self) -> int:
         """The whole program's predicted peak."""
         return self.fixed_bytes + self.planned_temp_bytes
+
+    @property
+    def planner(self) -> str:
+        """The recipe as text."""
+        return str(self.recipe)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it: the recipe as text, by the name of "planner"."""
+        fields = asdict(self)
+        return {**{k: v for k, v in fields.items() if k != "recipe"}, "planner": self.planner}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> StageOutcome:
+        """The outcome that `to_dict` made a dictionary of."""
+        fields = {k: v for k, v in data.items() if k != "planner"}
+        fields["recipe"] = Recipe.of_text(data["planner"])
+        fields["status"] = Status(data["status"])
+        fields["recomputed"] = tuple(Recomputed(**r) for r in data["recomputed"])
+        fields["paged"] = tuple(Paged(**p) for p in data["paged"])
+        fields["tightest"] = tuple(LiveValue(**v) for v in data["tightest"])
+        return cls(**fields)
 
 
 def scaled(outcome: StageOutcome, *, times: int = 1, over: int = 1) -> StageOutcome:

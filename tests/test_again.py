@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coop_jax import again, aot, xla
+from coop_jax import again, aot, mark
 from coop_jax.errors import InfeasibleBudgetError
 from coop_jax.remat import remat
 from tests.models import chain_step
@@ -71,7 +71,7 @@ def test_a_fraction_is_of_the_whole_program_under_every_transformation(way: str)
     taken = WAYS[way]
     plain = jax.jit(taken(loss)).lower(WEIGHTS, BATCHES).compile()
     whole = jax.jit(taken(remat(loss, budget=1.0))).lower(WEIGHTS, BATCHES).compile()
-    record = xla.record_of(whole)
+    record = mark.record_of(whole)
     assert record is not None
     assert record.baseline_compiled
     assert record.budget_bytes == record.baseline_total_bytes == aot.memory(plain).total_bytes
@@ -105,7 +105,7 @@ def test_the_plain_program_is_found_however_the_program_is_compiled(how: str) ->
     elif how == "traced":
         decorated = decorated.trace(WEIGHTS, BATCHES[0])  # type: ignore[assignment]
     arguments = () if how == "traced" else (WEIGHTS, BATCHES[0])
-    record = xla.record_of(decorated.lower(*arguments).compile())
+    record = mark.record_of(decorated.lower(*arguments).compile())
     assert record is not None
     assert record.baseline_compiled
     assert aot.memory(plain).fixed_bytes > record.budget_bytes - aot.memory(plain).temp_bytes

@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coop_jax import again, alternatives, xla
+from coop_jax import again, alternatives
 from coop_jax.again import PLAIN, Plain, Variant, Wish
 from coop_jax.alternatives import RATIOS, Known, OtherWays
-from coop_jax.record import Record
+from coop_jax.record import Record, with_hlo
 from coop_jax.replacing import Calls, does_the_same, signature
 from passes.hlo import proto
 from passes.ir import Status
 from passes.outcome import StageOutcome
+from passes.recipe import Recipe
 
 FIXED, BUDGET = 100, 1100
 RECORD = Record(budget="1100 B", budget_bytes=BUDGET, planner="auto", device_name="cpu", id="r")
@@ -36,7 +37,7 @@ OUTCOME = StageOutcome(
     recompute_ns=100,
     lower_bound_ratio=0.0,
     status=Status.FEASIBLE,
-    planner="auto",
+    recipe=Recipe(recompute="auto"),
     seconds=0.0,
 )
 REFUSED = dataclasses.replace(
@@ -201,7 +202,7 @@ def test_what_is_known_to_keep_a_budget_is_looked_at_though_a_plan_like_it_was_s
 
     def variant(program: Any, wish: Wish, plain: Record, *, skip: Any) -> Variant | None:
         record = planned(plain)
-        return None if skip(record) else Variant(record=xla.with_hlo(record, OUTCOME), module=MODULE)
+        return None if skip(record) else Variant(record=with_hlo(record, OUTCOME), module=MODULE)
 
     monkeypatch.setattr(again, "variant", variant)
     assert ways().choose(planned(), REFUSED, MODULE).module == MODULE
@@ -336,7 +337,7 @@ def test_the_plain_program_is_held_to_xlas_own_count_of_it(monkeypatch: pytest.M
     monkeypatch.setattr(
         again,
         "variant",
-        lambda program, wish, plain, skip: Variant(record=xla.with_hlo(plain, needed), module=MODULE),
+        lambda program, wish, plain, skip: Variant(record=with_hlo(plain, needed), module=MODULE),
     )
     choice = ways().choose(RECORD, REFUSED, MODULE)
     assert choice.module == MODULE

@@ -22,7 +22,7 @@ from coop_jax.budget import Budget
 from coop_jax.remat import remat
 from passes.jaxpr import compat
 from passes.jaxpr.candidate import JaxprRequest
-from passes.jaxpr.stage import JointResult, plan_joint
+from passes.pipeline import plan_joint
 
 KEY = jax.random.key(7)
 W = jax.random.normal(KEY, (4, 4)) * 0.5
@@ -153,9 +153,9 @@ CASES: dict[str, Callable[[Decorate], Any]] = {
 }
 
 
-def everything_again(forward: Any, backward: Any, n_outs: int, request: JaxprRequest) -> JointResult:
+def everything_again(forward: Any, backward: Any, n_outs: int, request: JaxprRequest) -> Any:
     """A plan that saves the arguments alone; backward runs the whole of forward behind a barrier."""
-    joint = plan_joint(forward, backward, n_outs, request)
+    outcome = plan_joint(forward, backward, n_outs, request)[1]
     n_args = len(forward.in_avals)
 
     def only_outs(*args: Any) -> list[Any]:
@@ -168,12 +168,11 @@ def everything_again(forward: Any, backward: Any, n_outs: int, request: JaxprReq
 
     n_residuals = len(forward.out_avals) - n_outs
     cotangents = backward.in_avals[n_residuals:]
-    return JointResult(
-        forward=compat.trace(only_outs, forward.in_avals),
-        backward=compat.trace(recompute, [*forward.in_avals, *cotangents]),
-        n_saved=n_args,
-        outcome=joint.outcome,
+    parts = (
+        compat.trace(only_outs, forward.in_avals),
+        compat.trace(recompute, [*forward.in_avals, *cotangents]),
     )
+    return parts, outcome
 
 
 @functools.cache

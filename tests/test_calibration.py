@@ -14,6 +14,7 @@ from passes.jaxpr.calibration import (
     tried,
 )
 from passes.outcome import StageOutcome
+from passes.recipe import Recipe, Scans
 
 PLANNED = StageOutcome(
     stage="jaxpr",
@@ -28,9 +29,12 @@ PLANNED = StageOutcome(
     recompute_ns=0,
     lower_bound_ratio=0.0,
     status=Status.FEASIBLE,
-    planner="auto",
+    recipe=Recipe(recompute="auto"),
     seconds=0.0,
 )
+
+ALONE, SEGMENTS = Recipe(scans=Scans.LEVELS), Recipe(scans=Scans.SEGMENTS)
+SCANS = replace(ALONE, recompute="auto")
 
 
 def needing(nbytes: int, *, found: bool = False, repair_ns: int = 0) -> StageOutcome:
@@ -61,21 +65,21 @@ def test_xla_is_left_less_freedom_once_where_it_makes_something_else_of_a_plan()
 
 
 def test_of_rewritten_scans_it_is_remembered_what_each_needs() -> None:
-    scan = replace(PLANNED, planner="scan+auto", planned_temp_bytes=800)
+    scan = replace(PLANNED, recipe=SCANS, planned_temp_bytes=800)
     known = UNCALIBRATED.after(scan, needing(1400))
     assert known is not None
-    assert known.measured == (Measured(planner="scan+auto", estimated_bytes=800, temp_bytes=1400),)
+    assert known.measured == (Measured(recipe=SCANS, estimated_bytes=800, temp_bytes=1400),)
     repaired = UNCALIBRATED.after(scan, needing(1400, found=True))
     assert repaired is not None
     assert repaired.measured[0].temp_bytes == 1000
-    assert tried(known.of_parts(8).measured, "scan+auto", 8 * 800 + 5) is not None
-    assert tried(known.measured, "scan+auto", 900) is None
-    assert tried(known.measured, "scan", 800) is None
+    assert tried(known.of_parts(8).measured, SCANS, 8 * 800 + 5) is not None
+    assert tried(known.measured, SCANS, 900) is None
+    assert tried(known.measured, ALONE, 800) is None
 
 
 def test_rewritten_scans_that_are_repaired_fit_only_if_that_is_cheap() -> None:
     """Flax's scanned model on an H200: 97 MiB over, and 36 % slower once it was repaired."""
-    scans = replace(PLANNED, planner="scan")
+    scans = replace(PLANNED, recipe=ALONE)
     cheap_ns = int(CHEAP_REPAIR_RATIO * PLANNED.cost_ns)
     for repair_ns, temp_bytes in ((cheap_ns, 1000), (cheap_ns + 1, 1100)):
         found = UNCALIBRATED.after(scans, needing(1100, found=True, repair_ns=repair_ns))
@@ -85,9 +89,9 @@ def test_rewritten_scans_that_are_repaired_fit_only_if_that_is_cheap() -> None:
 
 def test_an_estimate_is_corrected_by_the_nearest_of_its_kind() -> None:
     measured = (
-        Measured(planner="scan", estimated_bytes=100, temp_bytes=110),
-        Measured(planner="scan", estimated_bytes=1000, temp_bytes=900),
+        Measured(recipe=ALONE, estimated_bytes=100, temp_bytes=110),
+        Measured(recipe=ALONE, estimated_bytes=1000, temp_bytes=900),
     )
-    assert expected_ratio(measured, "scan", 120) == 1.1
-    assert expected_ratio(measured, "scan", 800) == 0.9
-    assert expected_ratio(measured, "scan segments", 800, 1.5) == 1.5
+    assert expected_ratio(measured, ALONE, 120) == 1.1
+    assert expected_ratio(measured, ALONE, 800) == 0.9
+    assert expected_ratio(measured, SEGMENTS, 800, 1.5) == 1.5

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from coop_jax import aot, xla
+from coop_jax import aot, mark
 from coop_jax.errors import ConstraintError, InfeasibleBudgetError
 from coop_jax.planning import plan
 from coop_jax.remat import remat
@@ -76,7 +76,7 @@ def counts(program: Any, *words: str) -> tuple[int, ...]:
 
 def recompute(program: Any) -> set[str]:
     """What the plans of both stages recompute."""
-    record = xla.record_of(program)
+    record = mark.record_of(program)
     assert record is not None
     stages = [stage for stage in (record.jaxpr, record.hlo) if stage is not None]
     return {r.op.split()[0] for stage in stages for r in stage.recomputed}
@@ -185,7 +185,7 @@ def test_a_scan_with_saved_values_is_not_cut_into_segments() -> None:
 
     fixed = aot.memory(lowered(jax.grad(scanned)).compile()).fixed_bytes
     budget = fixed + 20 * x.nbytes
-    free = xla.record_of(lowered(inside(scanned, budget=budget)).compile())
+    free = mark.record_of(lowered(inside(scanned, budget=budget)).compile())
     assert free is not None
     assert free.jaxpr is not None
     assert "segments" in free.jaxpr.planner

@@ -18,6 +18,7 @@ from coop_jax.errors import (
 )
 from passes.ir import Status
 from passes.outcome import LiveValue, StageOutcome
+from passes.recipe import Recipe
 
 MIB = 2**20
 
@@ -34,7 +35,7 @@ OUTCOME = StageOutcome(
     recompute_ns=0,
     lower_bound_ratio=0.0,
     status=Status.UNKNOWN,
-    planner="cut",
+    recipe=Recipe(recompute="cut"),
     seconds=0.1,
     tightest=(
         LiveValue(op="dot.1", source="model.py:41 (attention)", nbytes=32 * MIB),

@@ -12,7 +12,8 @@ import pytest
 from jax import lax
 
 import coop_jax as coop
-from coop_jax import aot, pinning, xla
+from coop_jax import aot, mark, pinning
+from coop_jax.registry import PinMode
 from passes.cost import DEVICES
 from passes.hlo import graph, proto
 from passes.hlo.assign import Assigner
@@ -59,9 +60,9 @@ def test_a_budget_that_only_pinning_reaches() -> None:
 
 def test_a_program_that_pinning_does_not_help_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     """And compiled once: without branches and loops pinning does no better than the best packing."""
-    attempts: list[Any] = []
-    attempt = pinning._attempt
-    monkeypatch.setattr(pinning, "_attempt", lambda *a, **k: attempts.append(k) or attempt(*a, **k))
+    modes: list[PinMode] = []
+    compiled_as = pinning._compiled_as
+    monkeypatch.setattr(pinning, "_compiled_as", lambda mode, *a: modes.append(mode) or compiled_as(mode, *a))
 
     def chain(w: Any, x: Any) -> Any:
         for _ in range(6):
@@ -74,7 +75,7 @@ def test_a_program_that_pinning_does_not_help_is_recomputed(monkeypatch: pytest.
     compiled = coop.pin(jax.jit(coop.remat(grad, budget=budget, on_fragmentation="pin")).lower(W, X))
     assert coop.report(compiled).compiled_total_bytes <= budget
     assert coop.report(compiled).recomputed
-    assert attempts == [{"keep": True}]
+    assert modes == [PinMode.KEEP]
 
 
 def test_the_decorator_pins_what_it_compiles() -> None:
@@ -162,10 +163,10 @@ def test_where_packing_breaks_the_budget_the_user_decides() -> None:
 
 def test_the_mark_says_what_was_asked() -> None:
     lowered = jax.jit(coop.remat(GRAD, budget="1GiB", pin=True, on_fragmentation="error")).lower(W, X)
-    record = xla.record_of_lowered(lowered)
+    record = mark.record_of_lowered(lowered)
     assert record is not None
     assert (record.pin, record.on_fragmentation) == (True, "error")
-    assert xla.record_of(lowered.compile()) is not None
+    assert mark.record_of(lowered.compile()) is not None
     plain = jax.jit(GRAD).lower(W, X)
-    assert xla.record_of_lowered(plain) is None
+    assert mark.record_of_lowered(plain) is None
     assert pinning.outcome_of(coop.pin(plain)) is not None

@@ -26,7 +26,7 @@ from passes.jaxpr.freedom import emit_config
 from passes.jaxpr.lift import lift
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.scans import views
-from passes.jaxpr.stage import plan_program
+from passes.pipeline import plan_program
 from passes.simulate import simulate
 
 PROGRAMS = {**STRAIGHT, **BODIES}

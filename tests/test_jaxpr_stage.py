@@ -17,7 +17,7 @@ from passes.ir import Status
 from passes.jaxpr import compat
 from passes.jaxpr.candidate import JaxprRequest
 from passes.jaxpr.inline import inline_calls
-from passes.jaxpr.stage import plan_joint, plan_program
+from passes.pipeline import plan_joint, plan_program
 
 CONFIG = gpt.GPTConfig(layers=2, width=64, heads=4, seq=64, vocab=96)
 
@@ -135,16 +135,15 @@ def test_joint_plan_splits_where_the_cotangents_arrive():
 
     second = inline_calls(compat.trace(backward, [*first.out_avals[1:], first.out_avals[0]]))
     request = request_for(gradient(), 1 << 40, "cpu")
-    whole = plan_joint(first, second, 1, request)
-    assert whole.forward is first
-    target = request_for(gradient(), whole.outcome.before_temp_bytes // 2, "cpu")
-    joint = plan_joint(first, second, 1, target)
-    assert joint.outcome.status is Status.FEASIBLE
-    assert nbytes(joint.forward.out_avals[1:]) < 0.6 * nbytes(first.out_avals[1:])
+    (kept, _), whole = plan_joint(first, second, 1, request)
+    assert kept is first
+    target = request_for(gradient(), whole.before_temp_bytes // 2, "cpu")
+    (planned, pullback), outcome = plan_joint(first, second, 1, target)
+    assert outcome.status is Status.FEASIBLE
+    assert nbytes(planned.out_avals[1:]) < 0.6 * nbytes(first.out_avals[1:])
     values = jax.tree.leaves((problem.init(jax.random.key(0)), problem.batch(jax.random.key(1))))
-    outs = compat.evaluate(joint.forward, values)
-    assert len(outs) == 1 + joint.n_saved
-    gradients = compat.evaluate(joint.backward, [*outs[1:], np.float32(1)])
+    outs = compat.evaluate(planned, values)
+    gradients = compat.evaluate(pullback, [*outs[1:], np.float32(1)])
     expected = jax.grad(problem.loss)(*jax.tree.unflatten(tree, values))
     assert len(gradients) == n_params
     for one, other in zip(gradients, jax.tree.leaves(expected), strict=True):

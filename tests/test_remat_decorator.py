@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from coop_jax import xla
+from coop_jax import mark
 from coop_jax.budget import Budget
 from coop_jax.errors import BudgetError, UnsupportedError
+from coop_jax.record import read_attributes
 from coop_jax.remat import remat
 
 X = jnp.arange(12.0).reshape(3, 4)
@@ -168,7 +169,7 @@ def instructions(compiled: Any) -> list[str]:
 def marks_of(compiled: Any) -> list[str]:
     """The keys of a program's mark, none if it has no mark."""
     data = compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
-    return sorted(key for key in xla.read_attributes(data) if key.startswith("coop."))
+    return sorted(key for key in read_attributes(data) if key.startswith("coop."))
 
 
 def blocks(w: Any, x: Any) -> Any:
@@ -209,7 +210,7 @@ def test_a_budget_that_is_met_changes_nothing_but_the_mark(plain: Any, decorated
 def test_a_large_budget_recomputes_nothing() -> None:
     plain, decorated = jax.make_jaxpr(sgd)(W, X), remat(sgd, budget=LARGE)
     compiled = jax.jit(decorated).lower(W, X).compile()
-    record = xla.record_of(compiled)
+    record = mark.record_of(compiled)
     assert record is not None
     assert record.jaxpr is not None
     assert record.hlo is not None
@@ -222,7 +223,7 @@ def test_a_large_budget_recomputes_nothing() -> None:
 def test_budget_object_and_percent() -> None:
     for budget in (Budget(device="1GiB", headroom="1MiB"), "50%", None):
         compiled = jax.jit(remat(sgd, budget=budget)).lower(W, X).compile()
-        record = xla.record_of(compiled)
+        record = mark.record_of(compiled)
         assert record is not None
         assert record.budget == str(Budget.of(budget))
         assert record.budget_bytes > 10**6

@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import pytest
 
 import coop_jax as coop
-from coop_jax import aot, xla
+from coop_jax import aot, mark
 from coop_jax.host_use import HostUse
+from coop_jax.record import Record
 from coop_jax.report import _address_text, _assemble
 from examples.models import adam_init, adam_step
 from passes.ir import Status
 from passes.outcome import Recomputed, StageOutcome
+from passes.recipe import Recipe
 from tests.models import small_mlp
 
 KEYS = {
@@ -39,7 +41,8 @@ def stage(name: str, **changes: object) -> StageOutcome:
     fields = {
         "stage": name, "changed": True, "budget_bytes": 1000, "argument_bytes": 100, "output_bytes": 50,
         "alias_bytes": 20, "before_temp_bytes": 2000, "planned_temp_bytes": 800, "cost_ns": 1000,
-        "recompute_ns": 100, "lower_bound_ratio": 0.05, "status": Status.FEASIBLE, "planner": "cut",
+        "recompute_ns": 100, "lower_bound_ratio": 0.05, "status": Status.FEASIBLE,
+        "recipe": Recipe(recompute="cut"),
         "seconds": 0.5,
         "recomputed": (
             Recomputed(op="dot", source="a/b/model.py:3 (f)", nbytes=640, cost_ns=100, stage=name),
@@ -51,13 +54,13 @@ def stage(name: str, **changes: object) -> StageOutcome:
 MEMORY = aot.Memory(argument_bytes=100, output_bytes=50, temp_bytes=790, alias_bytes=20, total_bytes=920)
 
 
-def record(**changes: object) -> xla.Record:
+def record(**changes: object) -> Record:
     """A record of both stages."""
     fields = {
         "budget": "1000 B", "budget_bytes": 1000, "planner": "auto", "device_name": "cpu",
         "jaxpr": stage("jaxpr"), "hlo": stage("hlo"),
     }  # fmt: skip
-    return xla.Record(**{**fields, **changes})  # type: ignore[arg-type]
+    return Record(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def test_both_stages_count() -> None:
@@ -225,6 +228,6 @@ def test_a_report_is_never_silently_over(monkeypatch: pytest.MonkeyPatch) -> Non
     step, specs = step_and_specs()
     compiled = jax.jit(coop.remat(step, budget="1GiB")).lower(*specs).compile()
     assert coop.report(compiled).status is Status.OPTIMAL
-    monkeypatch.setattr(xla, "record_of", lambda _: record(budget_bytes=1000))
+    monkeypatch.setattr(mark, "record_of", lambda _: record(budget_bytes=1000))
     with pytest.raises(coop.BudgetExceededError, match="over its budget of 1000 B"):
         coop.report(compiled)

@@ -17,7 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import coop_jax as coop
 from benchmarks.promise import build
-from coop_jax import aot, tpu, xla
+from coop_jax import aot, mark, tpu
+from coop_jax.callback import check_total
 from coop_jax.errors import BudgetExceededError, InfeasibleBudgetError, UnsupportedError
 from passes.backend import TPU
 from passes.cost import DEVICES
@@ -115,13 +116,13 @@ def test_a_program_that_fell_short_is_held_to_less_the_next_time(v5e: str) -> No
 
     first = lowered()
     kept = aot.memory(first.compile(compiler_options=IN_HBM)).total_bytes
-    record = xla.record_of_lowered(first)
+    record = mark.record_of_lowered(first)
     assert record is not None
     assert record.hlo is not None
     short = budget - kept + 1
     nothing_on_host = {f"host_{part}_size_in_bytes": 0 for part in ("argument", "output", "temp", "alias")}
     with pytest.raises(BudgetExceededError):
-        xla.check_total(record, SimpleNamespace(total_allocation_bytes=budget + short, **nothing_on_host))
+        check_total(record, SimpleNamespace(total_allocation_bytes=budget + short, **nothing_on_host))
     assert aot.memory(lowered().compile(compiler_options=IN_HBM)).total_bytes < kept
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from coop_jax import aot, xla
+from coop_jax import aot, mark
 from coop_jax.errors import InfeasibleBudgetError
 from coop_jax.remat import remat
 from tests.models import chain_loss as loss
@@ -34,7 +34,7 @@ def test_an_absent_gpu_keeps_the_budget(h200: str, taken: bool) -> None:
     options = {} if taken else {"donate_argnums": 0}
     total = aot.memory(compiled_for(h200, plain, **options)).total_bytes
     compiled = compiled_for(h200, decorated, **options)
-    record = xla.record_of(compiled)
+    record = mark.record_of(compiled)
     assert record is not None
     assert record.device_name == "h200"
     assert (record.baseline_total_bytes, record.baseline_compiled) == (total, True)
@@ -52,7 +52,7 @@ def test_an_absent_gpu_refuses_the_impossible_with_the_class_itself(h200: str) -
 
 
 def test_a_share_of_an_absent_gpu_is_a_share_of_its_memory(h200: str) -> None:
-    record = xla.record_of(compiled_for(h200, remat(step, budget="50%")))
+    record = mark.record_of(compiled_for(h200, remat(step, budget="50%")))
     assert record is not None
     assert record.budget_bytes == aot.target(h200).memory_bytes // 2
 
@@ -60,7 +60,7 @@ def test_a_share_of_an_absent_gpu_is_a_share_of_its_memory(h200: str) -> None:
 _SHARDED = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-from coop_jax import aot, xla
+from coop_jax import aot, mark
 from coop_jax.remat import remat
 from tests.models import chain_loss as loss
 from tests.models import chain_step as step
@@ -79,12 +79,12 @@ plain = jax.jit(step).lower(w, x).compile()
 budget = int(0.8 * aot.memory(plain).total_bytes)
 compiled = jax.jit(remat(step, budget=budget)).lower(w, x).compile()
 assert aot.memory(compiled).total_bytes <= budget
-stage = xla.record_of(compiled).jaxpr
+stage = mark.record_of(compiled).jaxpr
 assert stage is None or stage.planned_temp_bytes <= budget
 for a, b in zip(compiled(w, x), plain(w, x)):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 fraction = jax.jit(remat(step, budget=0.8)).lower(w, x).compile()
-assert xla.record_of(fraction).baseline_total_bytes == aot.memory(plain).total_bytes
+assert mark.record_of(fraction).baseline_total_bytes == aot.memory(plain).total_bytes
 assert aot.memory(fraction).total_bytes <= budget
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -16,10 +17,12 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-import coop_jax.xla
-from coop_jax import aot, xla
+import coop_jax.lowering
+from coop_jax import aot, callback, mark, registry
 from coop_jax.errors import BudgetExceededError, InfeasibleBudgetError, UnsupportedError
+from coop_jax.record import Record, read_attributes
 from coop_jax.remat import remat
+from passes import pipeline
 from passes.jaxpr import compat
 from tests.models import chain_loss as loss
 from tests.models import chain_step as step
@@ -46,17 +49,17 @@ def plain_grad() -> Any:
 
 def test_an_unmarked_program_passes_the_callback_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bytes] = []
-    monkeypatch.setattr(coop_jax.xla, "enforce", lambda data, _: seen.append(data))
-    xla.install("cpu")
+    monkeypatch.setattr(pipeline, "enforce", lambda data, _: seen.append(data))
+    callback.install("cpu")
     compiled = jax.jit(step).lower(PARAMS, BATCH).compile()
     assert seen == []
-    assert xla.record_of(compiled) is None
-    assert xla._callback(b"anything", "cpu") is None
+    assert mark.record_of(compiled) is None
+    assert callback._callback(b"anything", "cpu") is None
 
 
 def test_the_record_tells_what_was_asked_and_done(plain_step: Any) -> None:
     compiled = jax.jit(remat(step, budget=0.7, planner="cut")).lower(PARAMS, BATCH).compile()
-    record = xla.record_of(compiled)
+    record = mark.record_of(compiled)
     assert record is not None
     assert record.baseline_total_bytes == total_bytes(plain_step)
     assert record.baseline_compiled
@@ -73,7 +76,7 @@ def test_the_baseline_of_a_gradient_is_the_program_that_takes_it(plain_grad: Any
     for taken, plain in ((jax.value_and_grad(decorated), plain_grad), (jax.grad(decorated), None)):
         if plain is None:
             plain = jax.jit(jax.grad(loss)).lower(PARAMS, BATCH).compile()
-        record = xla.record_of(jax.jit(taken).lower(PARAMS, BATCH).compile())
+        record = mark.record_of(jax.jit(taken).lower(PARAMS, BATCH).compile())
         assert record is not None
         assert record.baseline_compiled
         assert record.baseline_total_bytes == total_bytes(plain)
@@ -142,7 +145,7 @@ def test_the_smallest_budget_of_a_program_counts(plain_step: Any) -> None:
         first = remat(loss, budget=small)(params, x)
         return first + remat(loss, budget=large)(params, x) + remat(loss, budget=small)(params, 2 * x)
 
-    record = xla.record_of(jax.jit(both).lower(PARAMS, BATCH).compile())
+    record = mark.record_of(jax.jit(both).lower(PARAMS, BATCH).compile())
     assert record is not None
     assert record.budget_bytes == large
 
@@ -153,13 +156,13 @@ def test_a_program_over_its_budget_is_refused_after_the_compile(
 ) -> None:
     """The enforcing stage is made to promise too much; XLA's own count finds out."""
     where = None if device == "here" else request.getfixturevalue(device)
-    fits = coop_jax.xla.enforce
+    fits = pipeline.enforce
 
     def promises(data: bytes, request: Any) -> Any:
-        _, outcome = fits(data, xla.dataclasses.replace(request, budget_bytes=1 << 40))
-        return data, xla.dataclasses.replace(outcome, budget_bytes=request.budget_bytes)
+        _, outcome = fits(data, dataclasses.replace(request, budget_bytes=1 << 40))
+        return data, dataclasses.replace(outcome, budget_bytes=request.budget_bytes)
 
-    monkeypatch.setattr(coop_jax.xla, "enforce", promises)
+    monkeypatch.setattr(pipeline, "enforce", promises)
     monkeypatch.setattr(coop_jax.lowering, "plan_program", lambda jaxpr, r: (jaxpr, _keep(jaxpr, r)))
     budget = 4 * (2 * LAYERS * N * N + BATCH.size + 1) + 70_000
     with pytest.raises(BudgetExceededError, match="over its budget") as caught:
@@ -169,17 +172,17 @@ def test_a_program_over_its_budget_is_refused_after_the_compile(
 
 
 def _keep(jaxpr: Any, request: Any) -> Any:
-    from passes.jaxpr.stage import plan_program
+    from passes.pipeline import plan_program
 
-    return plan_program(jaxpr, xla.dataclasses.replace(request, budget_bytes=1 << 40))[1]
+    return plan_program(jaxpr, dataclasses.replace(request, budget_bytes=1 << 40))[1]
 
 
 def test_attributes_are_read_without_parsing_the_module(plain_step: Any) -> None:
     data = plain_step.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
-    assert xla.read_attributes(data) == {}
+    assert read_attributes(data) == {}
     marked = jax.jit(remat(step, budget="1TiB")).lower(PARAMS, BATCH).compile()
     data = marked.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
-    assert sorted(xla.read_attributes(data)) == ["coop.facts", "coop.record"]
+    assert sorted(read_attributes(data)) == ["coop.facts", "coop.record"]
 
 
 def test_compiles_in_several_threads_keep_their_records_apart() -> None:
@@ -187,7 +190,7 @@ def test_compiles_in_several_threads_keep_their_records_apart() -> None:
 
     def compile_one(width: int) -> None:
         decorated = remat(lambda x: jnp.tanh(x @ x.T).sum(), budget=10**7 + width)
-        found[width] = xla.record_of(jax.jit(decorated).lower(jnp.ones((width, width))).compile())
+        found[width] = mark.record_of(jax.jit(decorated).lower(jnp.ones((width, width))).compile())
 
     threads = [threading.Thread(target=compile_one, args=(w,)) for w in (8, 16, 24, 32)]
     for thread in threads:
@@ -201,12 +204,12 @@ def test_compiles_in_several_threads_keep_their_records_apart() -> None:
 def test_a_program_from_the_compilation_cache_is_checked_again() -> None:
     """What the cache returns was not seen by the callback in this process; it is asked for its size."""
     compiled = jax.jit(remat(step, budget="1TiB")).lower(PARAMS, BATCH).compile()
-    record = xla.record_of(compiled)
+    record = mark.record_of(compiled)
     assert record is not None
-    small = xla.dataclasses.replace(record, budget_bytes=total_bytes(compiled) - 1)
-    xla.REGISTRY.put(small)
+    small = dataclasses.replace(record, budget_bytes=total_bytes(compiled) - 1)
+    registry.REGISTRY.update(small, record=small)
     with pytest.raises(BudgetExceededError) as caught:
-        xla._check(compiled.runtime_executable())
+        callback._check(compiled.runtime_executable())
     assert caught.value.compiled_bytes == total_bytes(compiled)
 
 
@@ -242,7 +245,9 @@ def test_a_program_that_only_the_check_refuses_is_refused_at_every_try(
             jitted(*arguments)
         assert caught.value.budget_bytes == budget
     # As in another process, which knows nothing but the program and its mark.
-    monkeypatch.setattr(xla, "REGISTRY", xla._Registry())
+    forgetful = registry.Registry()
+    for users in (callback, mark, registry):
+        monkeypatch.setattr(users, "REGISTRY", forgetful)
     jax.clear_caches()
     with pytest.raises(InfeasibleBudgetError) as caught:
         jitted.lower(*arguments).compile()
@@ -253,7 +258,7 @@ def test_a_program_that_only_the_check_refuses_is_refused_at_every_try(
 @pytest.mark.parametrize("at", [1, 2], ids=["in a trial", "in the compile"])
 def test_an_interrupt_in_the_callback_comes_out_as_one(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    enforce = coop_jax.xla.enforce
+    enforce = pipeline.enforce
 
     def interrupted(data: bytes, request: Any) -> Any:
         calls.append(data)
@@ -261,7 +266,7 @@ def test_an_interrupt_in_the_callback_comes_out_as_one(at: int, monkeypatch: pyt
             raise KeyboardInterrupt
         return enforce(data, request)
 
-    monkeypatch.setattr(coop_jax.xla, "enforce", interrupted)
+    monkeypatch.setattr(pipeline, "enforce", interrupted)
     total = 4 * (2 * LAYERS * N * N + BATCH.size + 1) + 500_000
     with pytest.raises(KeyboardInterrupt):
         jax.jit(remat(step, budget=total)).lower(PARAMS, BATCH).compile()
@@ -281,15 +286,17 @@ def test_exporting_a_decorated_function_is_refused_and_its_call_may_be_decorated
 
 
 def test_what_is_remembered_of_programs_is_bounded() -> None:
-    registry = xla._Registry()
-    record = xla.Record(budget="", budget_bytes=1, planner="auto", device_name="cpu")
-    for n in range(xla.MOST_RECORDS + 10):
-        registry.put(xla.dataclasses.replace(record, id=str(n)))
-        registry.offer(str(n), None)  # type: ignore[arg-type]
-    assert registry.get("0") is None
-    assert registry.get(str(xla.MOST_RECORDS + 9)) is not None
-    assert len(registry._records) == xla.MOST_RECORDS
-    assert len(registry._alternatives) == xla.MOST_ALTERNATIVES
+    known = registry.Registry()
+    record = Record(budget="", budget_bytes=1, planner="auto", device_name="cpu")
+    for n in range(registry.MOST_RECORDS + 10):
+        made = dataclasses.replace(record, id=str(n))
+        known.update(made, record=made)
+        known.update(made, alternatives=object())
+    assert known.record("0") is None
+    assert known.record(str(registry.MOST_RECORDS + 9)) is not None
+    assert len(known._states) == registry.MOST_RECORDS
+    offering = [state for state in known._states.values() if state.alternatives is not None]
+    assert len(offering) == registry.MOST_ALTERNATIVES
 
 
 _CACHED = """
@@ -299,14 +306,15 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 hits = []
 jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
-from coop_jax import xla
+from coop_jax import mark
+from coop_jax.record import Record, read_attributes
 from coop_jax.remat import remat
 def f(w, x):
     for _ in range(4):
         x = jnp.tanh(x @ w)
     return (x**2).sum()
 compiled = jax.jit(jax.grad(remat(f, budget="1GiB"))).lower(jnp.ones((8, 8)), jnp.ones((4, 8))).compile()
-record = xla.record_of(compiled)
+record = mark.record_of(compiled)
 hit = any(h.endswith("/cache_hits") for h in hits)
 print(hit, record.id, record.budget_bytes, record.jaxpr.planned_temp_bytes)
 """

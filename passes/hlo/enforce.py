@@ -31,6 +31,7 @@ from passes.hlo.reorder import reordered
 from passes.ir import Status
 from passes.outcome import Recomputed, StageOutcome, paged_by, recomputed_by, tightest_values
 from passes.planners import PlannerConfig
+from passes.recipe import Recipe
 
 OnFragmentation = Literal["recompute", "pin", "error"]
 
@@ -135,7 +136,7 @@ def _changed(
         # Proved for plans that recompute what they move.
         lower_bound_ratio=max(0.0, min(plan.lower_bound_ratio, recompute_ns / max(cost_ns, 1))),
         status=Status.FEASIBLE,
-        planner=plan.planner,
+        recipe=Recipe(recompute=plan.planner),
         recomputed=inside + recomputed_by(program, plan.steps, "hlo"),
         paged=paged_by(program, plan.pages, "hlo"),
         waiting_ns=waiting_ns,
@@ -217,7 +218,7 @@ def _outcome(
         before_temp_bytes=before.temp_bytes + before.constant_bytes,
         planned_temp_bytes=after.temp_bytes + after.constant_bytes,
         cost_ns=cost_ns, recompute_ns=0, lower_bound_ratio=0.0, status=Status.OPTIMAL,
-        planner=request.planner, seconds=time.perf_counter() - begin,
+        recipe=Recipe(recompute=request.planner), seconds=time.perf_counter() - begin,
         host_budget_bytes=request.host_bytes if request.pages else 0, host_bytes=after.host_bytes,
     )  # fmt: skip
 
@@ -244,7 +245,7 @@ def _refusal(
     return replace(
         outcome,
         status=Status.INFEASIBLE if proved else Status.UNKNOWN,
-        planner=least.plan.planner,
+        recipe=Recipe(recompute=least.plan.planner),
         seconds=time.perf_counter() - begin,
         tightest=tightest_values(program, least.plan.steps),
         least_total_bytes=least_bytes,

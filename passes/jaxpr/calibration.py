@@ -1,6 +1,6 @@
 """What XLA made of candidates that it compiled, and what to expect of the others.
 
-A candidate is known again by its planner and its estimate. Of one that was not compiled, XLA is expected to
+A candidate is known again by its recipe and its estimate. Of one that was not compiled, XLA is expected to
 need as much more or less than estimated as of the one of its kind whose estimate is nearest.
 """
 
@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from passes.outcome import StageOutcome
+from passes.recipe import Recipe, Scans
 
-SCANS = "scan"
-"""How the planner's name of a candidate with rewritten scans begins."""
 # A repair by the enforcing stage that costs no more of the program's time is as good as a better plan.
 CHEAP_REPAIR_RATIO = 0.02
 # Where XLA makes this much more of a plan than was planned, it is first left less freedom.
@@ -29,28 +28,28 @@ class Measured:
     """One candidate that was compiled.
 
     Attributes:
-        planner: its planner, as in `StageOutcome`.
+        recipe: how it was made.
         estimated_bytes: the jaxpr stage's estimate of its temporaries.
         temp_bytes: what XLA needs for them; what was asked for, if the enforcing stage repairs it cheaply.
     """
 
-    planner: str
+    recipe: Recipe
     estimated_bytes: int
     temp_bytes: int
 
 
-def tried(measured: Sequence[Measured], planner: str, estimated_bytes: int) -> Measured | None:
-    """The candidate with this planner and estimate, if it was compiled."""
-    alike = (m for m in measured if m.planner == planner)
+def tried(measured: Sequence[Measured], recipe: Recipe, estimated_bytes: int) -> Measured | None:
+    """The candidate with this recipe and estimate, if it was compiled."""
+    alike = (m for m in measured if m.recipe == recipe)
     same = (m for m in alike if abs(m.estimated_bytes - estimated_bytes) <= SAME_RATIO * estimated_bytes)
     return next(same, None)
 
 
 def expected_ratio(
-    measured: Sequence[Measured], planner: str, estimated_bytes: int, prior_ratio: float = 1.0
+    measured: Sequence[Measured], recipe: Recipe, estimated_bytes: int, prior_ratio: float = 1.0
 ) -> float:
-    """XLA's bytes over an estimate: the nearest one's of the same planner, `prior_ratio` if there is none."""
-    alike = [m for m in measured if m.planner == planner]
+    """XLA's bytes over an estimate: the nearest one's of the same recipe, `prior_ratio` if there is none."""
+    alike = [m for m in measured if m.recipe == recipe]
     if not alike:
         return prior_ratio
     nearest = min(alike, key=lambda m: abs(math.log(max(m.estimated_bytes, 1) / max(estimated_bytes, 1))))
@@ -74,7 +73,7 @@ class Calibration:
 
     def after(self, planned: StageOutcome, verdict: StageOutcome) -> Calibration | None:
         """With what the enforcing stage said of a plan; None if no other plan follows from that."""
-        if planned.planner.startswith(SCANS):
+        if planned.recipe.scans is not Scans.NONE:
             return replace(self, measured=(*self.measured, _measured(planned, verdict)))
         if _is_cheaply_repaired(verdict):
             return None
@@ -104,7 +103,7 @@ def _measured(planned: StageOutcome, verdict: StageOutcome) -> Measured:
     budget = verdict.budget_bytes - verdict.fixed_bytes
     needed = verdict.before_temp_bytes
     return Measured(
-        planner=planned.planner,
+        recipe=planned.recipe,
         estimated_bytes=planned.planned_temp_bytes,
         temp_bytes=min(needed, budget) if _is_cheaply_repaired(verdict) else needed,
     )

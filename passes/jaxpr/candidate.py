@@ -7,10 +7,11 @@ from typing import Any
 
 from passes.cost import DeviceModel
 from passes.ir import OpId, Plan
-from passes.jaxpr.calibration import SCANS, UNCALIBRATED, Calibration
+from passes.jaxpr.calibration import UNCALIBRATED, Calibration
 from passes.jaxpr.emit import EmitConfig
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.scans.choice import Level
+from passes.recipe import Recipe, Scans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +81,11 @@ class Candidate:
         return self.plan is not None or self.rewritten
 
     @property
-    def planner(self) -> str:
+    def recipe(self) -> Recipe:
         """What was done to scans and bodies, and whose plan is run."""
-        scans = f"{SCANS} segments" if any(choice.in_segments for choice in self.scans) else SCANS
-        names = [scans] * self.rewritten + ["bodies"] * self.bodies
-        names += [] if self.plan is None else [self.plan.planner]
-        return "+".join(names) or "none"
+        scans = Scans.SEGMENTS if any(choice.in_segments for choice in self.scans) else Scans.LEVELS
+        return Recipe(
+            scans=scans if self.rewritten else Scans.NONE,
+            bodies=self.bodies,
+            recompute=None if self.plan is None else self.plan.planner,
+        )

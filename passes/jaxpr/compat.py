@@ -12,7 +12,7 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -395,7 +395,7 @@ def new_primitive(name: str) -> Any:
     return primitive
 
 
-def define_abstract(primitive: Any, avals_of: Callable[..., tuple[Sequence[Any], Any]]) -> None:
+def define_abstract(primitive: Any, avals_of: Callable[..., tuple[Iterable[Any], Any]]) -> None:
     """`avals_of(**params)` gives the results' abstract values and the jaxpr whose effects count."""
 
     def rule(*_: Any, **params: Any) -> tuple[list[Any], Any]:

@@ -1,6 +1,6 @@
-"""The jaxpr stage: lift, decide whether the program fits, plan, emit, and evaluate what was emitted.
+"""The four stages before XLA (see `passes.pipeline`): prepare, lift, plan, emit.
 
-This stage is optimistic and never fails: the enforcing stage holds the line on XLA's own schedule.
+They are optimistic and never fail: the enforcing stage holds the line on XLA's own schedule.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from passes.cost import DeviceModel
 from passes.dump import dump
@@ -18,12 +19,12 @@ from passes.jaxpr import compat
 from passes.jaxpr.bodies import has_control_flow
 from passes.jaxpr.candidate import Candidate, JaxprRequest
 from passes.jaxpr.emit import emit_split
-from passes.jaxpr.halves import Joined, closed_halves, join
-from passes.jaxpr.lift import lift
+from passes.jaxpr.halves import Joined, Split, closed_halves, join
+from passes.jaxpr.lift import lift as lift_jaxpr
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.scans.choice import all_recomputed
 from passes.jaxpr.shards import Inside, enter
-from passes.jaxpr.simplify import scatter_in_place
+from passes.jaxpr.simplify import scatter_in_place, without_literal_barriers
 from passes.jaxpr.straight import as_it_is, search
 from passes.jaxpr.structured import search_structured
 from passes.listing import plan_text, program_text
@@ -31,108 +32,130 @@ from passes.outcome import StageOutcome, recomputed_by, tightest_values
 from passes.planners import cut_bound
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JointResult:
-    """forward: args -> (*outs, *saved). backward: (*saved, *cotangents) -> gradients. Both closed."""
+class Work(Protocol):
+    """What is planned of a program, and how what is made of it is written in the program's place."""
 
-    forward: Any
-    backward: Any
-    n_saved: int
-    outcome: StageOutcome
+    @property
+    def jaxpr(self) -> Any:
+        """The open jaxpr that is planned: dead code removed; the same object every time, so that requests
+        share work."""
+
+    @property
+    def source(self) -> Any:
+        """The program as it came, a closed jaxpr, or its parts."""
+
+    def context(self) -> AbstractContextManager[None]:
+        """What the jaxpr is lifted and planned in."""
+
+    def written(self, made: Candidate) -> Any:
+        """As `source`, with a candidate that changes it."""
 
 
-def plan_program(closed_jaxpr: Any, request: JaxprRequest) -> tuple[Any, StageOutcome]:
-    """Rewrite one whole program so that it needs less memory.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Whole:
+    source: Any
+    jaxpr: Any
 
-    Args:
-        closed_jaxpr: calls inlined. Where its work is inside a `shard_map` its body is planned, and the
-            request's bytes are those of one device.
+    def context(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
-    Returns:
-        The closed jaxpr to run (the same object if the program fits as it is) and what was done.
-    """
+    def written(self, made: Candidate) -> Any:
+        return compat.close_jaxpr(made.emitted, compat.open_jaxpr(self.source)[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _InShardMap:
+    """The body of a `shard_map`, with the bytes of one device."""
+
+    source: Any
+    inside: Inside
+    jaxpr: Any
+
+    def context(self) -> AbstractContextManager[None]:
+        return compat.inside_shard_map(self.inside.eqn)
+
+    def written(self, made: Candidate) -> Any:
+        return compat.close_jaxpr(self._emitted(made), compat.open_jaxpr(self.source)[1])
+
+    def _emitted(self, made: Candidate) -> Any:
+        inside = self.inside
+        if inside.pair is None:
+            return inside.written(made.emitted)
+        n_arguments = len(inside.jaxpr.eqns[inside.pair.place].invars)
+        with self.context():
+            return inside.written_in_two(_split(made, n_arguments, len(inside.pair.joint.kept)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Parts:
+    """A forward and a backward part as one program."""
+
+    source: tuple[Any, Any]
+    joined: Joined
+    jaxpr: Any
+    n_outs: int
+
+    def context(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def written(self, made: Candidate) -> tuple[Any, Any]:
+        n_arguments = self.joined.n_consts + self.joined.n_arguments
+        return closed_halves(self.joined, _split(made, n_arguments, self.n_outs))
+
+
+def _split(made: Candidate, n_arguments: int, n_forward_results: int) -> Split:
+    return emit_split(
+        made.lifted, made.steps, made.config, n_arguments=n_arguments, n_forward_results=n_forward_results
+    )
+
+
+def prepare(closed_jaxpr: Any) -> Work:
+    """What is planned of a whole program, calls inlined."""
     if (inside := enter(closed_jaxpr)) is None:
-        choice = _choose(_prepared(closed_jaxpr), request)
-        emitted = choice.candidate.emitted
-    else:
-        with compat.inside_shard_map(inside.eqn):
-            choice = _choose(_simplified(inside.body), request)
-        emitted = _written(inside, choice.candidate)
-    if not choice.outcome.changed:
-        return closed_jaxpr, choice.outcome
-    consts = compat.open_jaxpr(closed_jaxpr)[1]
-    return compat.close_jaxpr(emitted, consts), choice.outcome
-
-
-def _written(inside: Inside, made: Candidate) -> Any:
-    """The program around a `shard_map` whose body was planned."""
-    if inside.pair is None or not made.changed:
-        return inside.written(made.emitted)
-    n_arguments, n_kept = len(inside.jaxpr.eqns[inside.pair.place].invars), len(inside.pair.joint.kept)
+        return _Whole(source=closed_jaxpr, jaxpr=_simplified(compat.open_jaxpr(closed_jaxpr)[0]))
     with compat.inside_shard_map(inside.eqn):
-        halves = emit_split(
-            made.lifted, made.steps, made.config, n_arguments=n_arguments, n_forward_results=n_kept
-        )
-    return inside.written_in_two(halves)
+        return _InShardMap(source=closed_jaxpr, inside=inside, jaxpr=_simplified(inside.body))
+
+
+def prepare_parts(forward: Any, backward: Any, n_outs: int) -> Work:
+    """What is planned of a forward and a backward part, see `passes.pipeline.plan_joint`."""
+    joined = _joined(forward, backward, n_outs)
+    return _Parts(source=(forward, backward), joined=joined, jaxpr=_simplified(joined.jaxpr), n_outs=n_outs)
 
 
 @compat.cached_by_jaxpr
-def _prepared(closed_jaxpr: Any) -> Any:
-    """The open jaxpr that is planned; the same object every time, so that requests share work."""
-    return _simplified(compat.open_jaxpr(closed_jaxpr)[0])
+def _joined(forward: Any, backward: Any, n_outs: int) -> Joined:
+    return join(forward, backward, n_outs)
 
 
 @compat.cached_by_jaxpr
 def _simplified(jaxpr: Any) -> Any:
-    return scatter_in_place(compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars)))
+    live = compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return without_literal_barriers(scatter_in_place(live))
 
 
-def plan_joint(forward: Any, backward: Any, n_outs: int, request: JaxprRequest) -> JointResult:
-    """Plan a forward and a backward program as one.
-
-    Args:
-        forward: closed jaxpr, args -> (*outs, *residuals), calls inlined.
-        backward: closed jaxpr, (*residuals, *cotangents) -> gradients, calls inlined.
-        n_outs: how many of forward's results are outs.
-    """
-    joined, jaxpr = _prepared_joint(forward, backward, n_outs)
-    choice = _choose(jaxpr, request)
-    if not choice.outcome.changed:
-        n_saved = len(forward.out_avals) - n_outs
-        return JointResult(forward=forward, backward=backward, n_saved=n_saved, outcome=choice.outcome)
-    halves = emit_split(
-        choice.candidate.lifted,
-        choice.candidate.steps,
-        choice.candidate.config,
-        n_arguments=joined.n_consts + joined.n_arguments,
-        n_forward_results=n_outs,
-    )
-    planned_forward, planned_backward = closed_halves(joined, halves)
-    return JointResult(
-        forward=planned_forward,
-        backward=planned_backward,
-        n_saved=halves.n_saved,
-        outcome=choice.outcome,
-    )
+def lift(jaxpr: Any, request: JaxprRequest) -> LiftedJaxpr:
+    """An open jaxpr as XLA will see it: the program that is planned."""
+    return lift_jaxpr(jaxpr, request.device, as_xla=True)
 
 
-@compat.cached_by_jaxpr
-def _prepared_joint(forward: Any, backward: Any, n_outs: int) -> tuple[Joined, Any]:
-    """Both programs as one, and its open jaxpr that is planned."""
-    joined = join(forward, backward, n_outs)
-    return joined, _simplified(joined.jaxpr)
+def emit(work: Work, planned: Planned) -> Any:
+    """The program with what was planned; the very same objects where that changes nothing."""
+    return work.written(planned.candidate) if planned.outcome.changed else work.source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Choice:
+class Planned:
+    """What is taken, and what was done."""
+
     candidate: Candidate
     outcome: StageOutcome
 
 
-def _choose(jaxpr: Any, request: JaxprRequest) -> _Choice:
+def plan(as_is: LiftedJaxpr, request: JaxprRequest) -> Planned:
     """The shallowest candidate that fits, or the smallest if none does."""
     started = time.perf_counter()
-    as_is = lift(jaxpr, request.device, as_xla=True)
+    jaxpr = as_is.jaxpr
     before_bytes = (candidate := as_it_is(as_is)).peak_bytes
     if not _fits_as_it_is(before_bytes, request):
         scale = _scale(before_bytes, request)
@@ -144,7 +167,7 @@ def _choose(jaxpr: Any, request: JaxprRequest) -> _Choice:
     if candidate.changed and not request.inside:
         outcome = replace(outcome, kernels_ns=_kernels_ns(as_is, before_bytes, request))
     _dump(jaxpr, candidate, outcome)
-    return _Choice(candidate=candidate, outcome=replace(outcome, seconds=time.perf_counter() - started))
+    return Planned(candidate=candidate, outcome=replace(outcome, seconds=time.perf_counter() - started))
 
 
 def _dump(jaxpr: Any, candidate: Candidate, outcome: StageOutcome) -> None:
@@ -158,7 +181,7 @@ def _dump(jaxpr: Any, candidate: Candidate, outcome: StageOutcome) -> None:
             "program.json": program.to_json,
             "plan.txt": lambda: "as it is\n" if plan_made is None else plan_text(plan_made, program),
             "emitted.txt": lambda: str(candidate.emitted),
-            "outcome.json": lambda: json.dumps(asdict(outcome), indent=1, default=str),
+            "outcome.json": lambda: json.dumps(outcome.to_dict(), indent=1, default=str),
         },
     )
 
@@ -195,7 +218,7 @@ def _planned_body(body: Any, nbytes: int, device: DeviceModel, planner: str) -> 
         planner=planner,
         inside=True,
     )
-    return _choose(body, inner).candidate.emitted
+    return plan(lift(body, inner), inner).candidate.emitted
 
 
 def _lower_bound_ratio(candidate: Candidate, cost_ns: int, recompute_ns: int) -> float:
@@ -238,7 +261,7 @@ def _outcome(
         recompute_ns=recompute_ns,
         lower_bound_ratio=_lower_bound_ratio(candidate, as_is.program.cost_ns, recompute_ns),
         status=Status.FEASIBLE if fits else Status.UNKNOWN,
-        planner=candidate.planner,
+        recipe=candidate.recipe,
         seconds=0.0,
         recomputed=recomputed,
         tightest=tightest_values(program, candidate.steps),

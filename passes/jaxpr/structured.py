@@ -23,6 +23,7 @@ from passes.jaxpr.scans.frontier import frontier, segment_frontier
 from passes.jaxpr.scans.sink import sink_into_scans
 from passes.jaxpr.scans.views import view_inside_scans
 from passes.jaxpr.straight import as_it_is, search
+from passes.recipe import Recipe
 
 # (open jaxpr of a body, bytes for its temporaries, request) -> an open jaxpr.
 type PlanBody = Callable[[Any, int, JaxprRequest], Any]
@@ -176,11 +177,12 @@ class _Search:
             return replace(made, scans=level.level, rewritten=rewritten, bodies=bodies)
 
         alone = named(as_it_is(as_is))
-        ratio = self._ratio(alone.planner, alone.peak_bytes, 1 / self.scale)
+        ratio = self._ratio(alone.recipe, alone.peak_bytes, 1 / self.scale)
         found = self._expect(alone, 1 / self.scale / UNKNOWN_RATIO if lowest else ratio)
         if way == ALONE or not found.over:
             return found
-        ratio = self._ratio(f"{alone.planner}+{request.planner}", request.temp_budget_bytes, ratio)
+        beside = replace(alone.recipe, recompute=request.planner)
+        ratio = self._ratio(beside, request.temp_budget_bytes, ratio)
         searched = named(search(as_is, request, 1 / ratio))
         return found if searched.peak_bytes == alone.peak_bytes else self._expect(searched, ratio)
 
@@ -204,13 +206,13 @@ class _Search:
         return planned, lifted
 
     def _expect(self, made: Candidate, ratio: float) -> _Look:
-        known = tried(self.request.calibration.measured, made.planner, made.peak_bytes)
+        known = tried(self.request.calibration.measured, made.recipe, made.peak_bytes)
         nbytes = round(made.peak_bytes * ratio) if known is None else known.temp_bytes
         over = nbytes > self.request.temp_budget_bytes
         return _Look(candidate=made, expected_bytes=nbytes, over=over, tried=known is not None)
 
-    def _ratio(self, planner: str, estimated_bytes: int, prior_ratio: float) -> float:
-        return expected_ratio(self.request.calibration.measured, planner, estimated_bytes, prior_ratio)
+    def _ratio(self, recipe: Recipe, estimated_bytes: int, prior_ratio: float) -> float:
+        return expected_ratio(self.request.calibration.measured, recipe, estimated_bytes, prior_ratio)
 
 
 def _next(looks: Sequence[_Look], request: JaxprRequest) -> _Look:
@@ -220,7 +222,7 @@ def _next(looks: Sequence[_Look], request: JaxprRequest) -> _Look:
         return best
 
     def may_fit(look: _Look) -> bool:
-        known = any(m.planner == look.candidate.planner for m in request.calibration.measured)
+        known = any(m.recipe == look.candidate.recipe for m in request.calibration.measured)
         return look.expected_bytes <= (KNOWN_RATIO if known else UNKNOWN_RATIO) * request.temp_budget_bytes
 
     def is_worth_it(look: _Look) -> bool:

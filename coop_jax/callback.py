@@ -1,0 +1,197 @@
+"""The callback that XLA makes into this package, and the check after every compile.
+
+XLA hands every scheduled module to the callback; an unmarked one (`coop_jax.mark`) goes back untouched at
+once, a marked one goes through the enforcing stage, and where that finds no way, or a dearer one than is
+known, through the program's alternatives (`coop_jax.alternatives`). After every compile, and every look into
+JAX's compilation cache, XLA's own count of a marked program is held against the budget that its mark names:
+the verdict belongs to the program, whoever compiled it and however often it is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from jax.extend import xla as jax_xla
+
+from coop_jax.aot import host_bytes
+from coop_jax.dumping import dump_enforced
+from coop_jax.errors import BudgetExceededError, InfeasibleBudgetError, error_from_text
+from coop_jax.record import (
+    FACTS,
+    RECORD,
+    TRIAL,
+    UNLIMITED_BYTES,
+    Record,
+    read_attributes,
+    with_attributes,
+    with_hlo,
+)
+from coop_jax.registry import REGISTRY, Choice, PinMode, Trial, record_from, record_of_module
+from coop_jax.tpu import bytes_out_of_memory
+from coop_jax.verdict import leave_to_check, of_the_program, over_budget, refused_before
+from passes import pipeline
+from passes.backend import BACKENDS
+from passes.cost import DEVICES
+from passes.counts import MemoryBytes, Verdict
+from passes.hlo.enforce import EnforceRequest, OnFragmentation
+from passes.jaxpr import compat
+
+# Opcodes, as a module has them, within which XLA keeps values longer than they are used. Where only a name
+# holds one of them, the program is compiled once more than it needs to be.
+_NESTING = (b"conditional", b"while")
+
+
+class _Thread(threading.local):
+    """What this thread does: it took a Ctrl-C, and what it compiles after the enforcing stage has spoken."""
+
+    interrupted: bool = False
+    compiling: Record | None = None
+
+
+_THREAD = _Thread()
+
+
+def install(platform: str) -> None:
+    """Make sure that XLA calls back for a backend, by its name; cheap after the first time."""
+    callback, hooks = REGISTRY.first_use(platform)
+    if callback:
+        jax_xla.register_hlo_module_transformation(
+            lambda data: _callback(data, platform),
+            name="coop_jax",
+            stage=jax_xla.PipelineStage.POST_SCHEDULER,
+            platforms=platform,
+        )
+    if hooks:
+        compat.register_error_conversion(_as_ours)
+        compat.on_compiled(_check)
+
+
+def _as_ours(error: Exception) -> BaseException | None:
+    """The error that a failed compile is about, where it is one of ours or a Ctrl-C; else None.
+
+    Where XLA itself refuses a program that it was left with, for its memory, that is the refusal of a budget.
+    """
+    if _THREAD.interrupted:
+        _THREAD.interrupted = False
+        return KeyboardInterrupt()
+    record, _THREAD.compiling = _THREAD.compiling, None
+    needed_bytes = bytes_out_of_memory(str(error))
+    if record is None or needed_bytes is None:
+        return error_from_text(str(error))
+    return over_budget(record, needed_bytes)
+
+
+def _callback(data: bytes, platform: str) -> bytes | None:
+    """Enforce the budget of a scheduled module; None leaves it as it is."""
+    if RECORD.encode() not in data:
+        return None
+    attributes = read_attributes(data)
+    if FACTS not in attributes:
+        return None
+    try:
+        return _enforced(data, attributes, platform)
+    except KeyboardInterrupt:
+        # XLA makes an error of its own of whatever is raised here; `_as_ours` takes it back.
+        _THREAD.interrupted = True
+        raise
+
+
+def nests(data: bytes) -> bool:
+    """True if XLA may keep values of a module longer than they are used."""
+    return any(opcode in data for opcode in _NESTING)
+
+
+def _enforced(data: bytes, attributes: Mapping[str, str], platform: str) -> bytes | None:
+    record, trial = record_from(attributes), TRIAL in attributes
+    state = REGISTRY.of(record)
+    held_bytes = record.budget_bytes - state.short_bytes
+    kept = state.pin is PinMode.KEEP and nests(data)
+    request = EnforceRequest(
+        budget_bytes=UNLIMITED_BYTES if kept else held_bytes,
+        device=DEVICES[record.device_name],
+        platform=platform,
+        planner=record.planner,
+        old_rules=compat.OLD_RULES,
+        host_bytes=record.host_budget_bytes,
+        on_fragmentation=_on_fragmentation(record, platform, pinned=trial or state.pin is not PinMode.NONE),
+    )
+    returned, outcome = pipeline.enforce(data, request)
+    dump_enforced(data, returned, request, outcome)
+    outcome = dataclasses.replace(outcome, budget_bytes=record.budget_bytes, constraints=record.constraints)
+    if trial:
+        REGISTRY.update(record, trial=Trial(outcome=outcome, module=returned))
+        raise RuntimeError("coop_jax: the trial is over")
+    choice = Choice(record=with_hlo(record, outcome))
+    if state.alternatives is not None and state.pin is PinMode.NONE:
+        held = dataclasses.replace(record, budget_bytes=held_bytes)
+        choice = _for_budget(state.alternatives.choose(held, outcome, returned), record.budget_bytes)
+        if choice.module is None and outcome.status.found:
+            REGISTRY.update(record, alternatives=None)
+    return _taken(choice, returned, data, platform)
+
+
+def _for_budget(choice: Choice, budget_bytes: int) -> Choice:
+    """A choice that was made for fewer bytes, in the words of the user's own budget."""
+    assert choice.record.hlo is not None, "the enforcing stage has spoken"
+    hlo = dataclasses.replace(choice.record.hlo, budget_bytes=budget_bytes)
+    record = dataclasses.replace(choice.record, budget_bytes=budget_bytes, hlo=hlo)
+    return dataclasses.replace(choice, record=record)
+
+
+def _taken(choice: Choice, returned: bytes, data: bytes, platform: str) -> bytes | None:
+    """Go on with a choice: the bytes for XLA, or the refusal."""
+    record, outcome = choice.record, choice.record.hlo
+    assert outcome is not None, "the enforcing stage has spoken"
+    if choice.module is None and not outcome.status.found and not leave_to_check(outcome, BACKENDS[platform]):
+        raise RuntimeError(InfeasibleBudgetError.from_outcome(of_the_program(outcome)).to_text())
+    REGISTRY.update(record, record=record)
+    _THREAD.compiling = record
+    if choice.module is not None:  # the program keeps the mark that it came with, whatever is returned
+        return with_attributes(choice.module, read_attributes(data))
+    return None if returned is data else returned
+
+
+def _on_fragmentation(record: Record, platform: str, *, pinned: bool) -> OnFragmentation:
+    """What the record says; but nobody pins a program that `coop_jax.pinning` does not compile."""
+    if record.on_fragmentation != "pin" or (pinned and BACKENDS[platform].pins_as_compiled):
+        return record.on_fragmentation
+    return "recompute"
+
+
+def _check(executable: Any) -> None:
+    """Hold XLA's own count of a program that was just compiled, or found in the cache, against its budget."""
+    _THREAD.compiling = None
+    modules = executable.hlo_modules()
+    record = record_of_module(modules[0].as_serialized_hlo_module_proto()) if modules else None
+    if record is None or REGISTRY.of(record).pin is not PinMode.NONE:
+        return
+    check_total(record, executable.get_compiled_memory_stats())
+
+
+def check_total(record: Record, memory: Any) -> None:
+    """Hold XLA's count of a program against its budget.
+
+    Args:
+        memory: XLA's `CompiledMemoryStats`.
+
+    Raises:
+        InfeasibleBudgetError: it is over, as was expected, or as was found by another process from whose
+            compile it comes, through JAX's compilation cache.
+        BudgetExceededError: it is over, though the enforcing stage had found a way.
+    """
+    counted = MemoryBytes(total=int(memory.total_allocation_bytes), host=host_bytes(memory))
+    budget = MemoryBytes(total=record.budget_bytes, host=record.host_budget_bytes)
+    verdict = pipeline.check(budget, counted)
+    if verdict is Verdict.KEPT:
+        return
+    if verdict is Verdict.OVER_ON_HOST:
+        raise BudgetExceededError(budget_bytes=budget.host, compiled_bytes=counted.host, memory="host")
+    if record.hlo is None:
+        raise refused_before(record, memory)
+    if BACKENDS[DEVICES[record.device_name].platform].fast_bytes:
+        missed_bytes = REGISTRY.of(record).short_bytes + counted.total - budget.total
+        REGISTRY.update(record, short_bytes=missed_bytes)
+    raise over_budget(record, counted.total)

@@ -1,0 +1,108 @@
+"""What the jaxpr stage is asked for: sizes of a program on its device, or on each of several, and bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from coop_jax.again import Wish
+from coop_jax.module import ModuleFacts
+from coop_jax.record import UNLIMITED_BYTES
+from passes.cost import DeviceModel
+from passes.jaxpr.candidate import JaxprRequest
+from passes.jaxpr.shards import enter
+from passes.outcome import StageOutcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneDevice:
+    """Where a program runs that is not partitioned, and its arguments and results there."""
+
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    parts: ClassVar[int] = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """Where a program runs that XLA partitions, and its arguments and results on each device.
+
+    Of what is between them only the whole's sizes are known before XLA has split it. It is taken to be split
+    as finely as the argument that is split most, which a batch usually is; the enforcing stage sees the real
+    sizes. Inside `shard_map` the sizes are one device's.
+
+    Attributes:
+        parts: one device's bytes times this are the bytes that are planned.
+        num_devices: over how many devices.
+    """
+
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    parts: int
+    num_devices: int
+
+
+def devices_of(facts: ModuleFacts, plain: Any) -> OneDevice | Partition:
+    """Where a program runs.
+
+    Args:
+        plain: the closed jaxpr that is to be planned, calls inlined; None if that was done.
+    """
+    arguments = [n // p for n, p in zip(facts.device_argument_nbytes, facts.argument_parts, strict=True)]
+    outputs = [n // p for n, p in zip(facts.device_output_nbytes, facts.output_parts, strict=True)]
+    sizes = {
+        "argument_bytes": sum(arguments),
+        "output_bytes": sum(outputs) + facts.table_bytes,
+        "alias_bytes": sum(arguments[i] for i in facts.donated),
+    }
+    if facts.num_devices == 1:
+        return OneDevice(**sizes)
+    is_split = plain is None or enter(plain) is None
+    parts = max(facts.argument_parts, default=1) if is_split else 1
+    return Partition(**sizes, parts=parts, num_devices=facts.num_devices)
+
+
+def request_of(
+    devices: OneDevice | Partition,
+    budget_bytes: int,
+    device: DeviceModel,
+    planner: str,
+    baseline_total_bytes: int | None = None,
+) -> JaxprRequest:
+    """A request for a budget per device."""
+    return JaxprRequest(
+        budget_bytes=devices.parts * budget_bytes,
+        argument_bytes=devices.parts * devices.argument_bytes,
+        output_bytes=devices.parts * devices.output_bytes,
+        alias_bytes=devices.parts * devices.alias_bytes,
+        device=device,
+        planner=planner,
+        baseline_total_bytes=baseline_total_bytes,
+    )
+
+
+def unlimited(request: JaxprRequest) -> JaxprRequest:
+    """The request without a limit."""
+    return dataclasses.replace(request, budget_bytes=UNLIMITED_BYTES)
+
+
+def as_wished(
+    request: JaxprRequest, asked: Wish | None, unplanned: Callable[[], StageOutcome], parts: int = 1
+) -> JaxprRequest:
+    """The request with what is wished for, if anything is, in the place of the user's budget.
+
+    Args:
+        unplanned: what the jaxpr stage says of the function without a plan.
+        parts: how many devices' bytes the request is of.
+    """
+    if asked is None:
+        return request
+    if asked.temp_ratio is not None:
+        aim_bytes = request.fixed_bytes + max(1, int(asked.temp_ratio * unplanned().before_temp_bytes))
+    else:
+        aim_bytes = parts * (asked.aim_bytes or asked.budget_bytes)
+    return dataclasses.replace(request, budget_bytes=aim_bytes, calibration=asked.calibration.of_parts(parts))

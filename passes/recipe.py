@@ -1,0 +1,44 @@
+"""What was done to a program so that it needs less memory, in one value that can be asked and compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Scans(Enum):
+    """How a program's scans were rewritten before it was planned; the value is what people read."""
+
+    NONE = ""
+    LEVELS = "scan"
+    SEGMENTS = "scan segments"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How a stage came to its program. As text: its parts joined by "+", such as "scan segments+bodies+auto".
+
+    Attributes:
+        scans: how scans, or what is inside of control flow, were rewritten.
+        bodies: True if bodies of control flow were planned.
+        recompute: the planner whose plan runs beside them; None if none does.
+    """
+
+    scans: Scans = Scans.NONE
+    bodies: bool = False
+    recompute: str | None = None
+
+    def __str__(self) -> str:
+        parts = (self.scans.value, "bodies" * self.bodies, self.recompute or "")
+        return "+".join(filter(None, parts)) or "none"
+
+    @classmethod
+    def of_text(cls, text: str) -> Recipe:
+        """The recipe that prints as `text`."""
+        parts = [] if text == "none" else text.split("+")
+        scans = Scans(parts.pop(0)) if parts and parts[0] in _SCANS else Scans.NONE
+        bodies = parts[:1] == ["bodies"]
+        return cls(scans=scans, bodies=bodies, recompute="+".join(parts[bodies:]) or None)
+
+
+_SCANS = tuple(scans.value for scans in Scans)
