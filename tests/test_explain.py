@@ -47,26 +47,67 @@ def curve() -> coop.Pareto:
     return coop.pareto(step, WS[:5], X, budgets=3, rivals={"checkpoint": by_hand})
 
 
+def half_of(found: coop.Explanation) -> coop.Report:
+    assert found.recompute is not None
+    assert found.recompute.half is not None
+    return found.recompute.half
+
+
 def test_explain_says_what_could_be_had() -> None:
     found = explained()
     total = aot.memory(jax.jit(step).lower(WS, X).compile()).total_bytes
     assert found.memory.total_bytes == total
     (donation,) = found.donations
     assert (donation.argnum, donation.nbytes) == (0, 14 * 32 * 32 * 4)
-    assert found.half is not None or found.half_refused
-    assert found.least is not None
-    assert found.least.least_bytes < total
+    assert found.recompute is not None
+    assert found.recompute.half is not None
+    assert found.recompute.half.compiled_total_bytes <= total // 2
+    assert found.recompute.least_bytes is not None
+    assert found.recompute.least_bytes < total
+    assert found.paging is None
     text = str(found)
-    assert "donating argument 0" in text
-    assert "the least budget" in text
+    assert "by donating argument 0" in text
+    assert "by recomputing, half of it" in text
+    assert "by recomputing, the least budget" in text
+    assert "by paging: nothing, since nothing is paged on cpu" in text
     assert max(map(len, text.split("\n"))) <= WIDTH
-    assert json.loads(json.dumps(found.to_dict()))["donations"] == [{"argnum": 0, "nbytes": 57344}]
+    data = json.loads(json.dumps(found.to_dict()))
+    assert data["donations"] == [{"argnum": 0, "nbytes": 57344}]
+    assert data["recompute"]["least_bytes"] == found.recompute.least_bytes
+    assert data["paging"] is None
+
+
+def test_the_least_that_is_named_is_met() -> None:
+    found = explained().recompute
+    assert found is not None
+    assert found.least_bytes is not None
+    assert coop.plan(step, WS, X, budget=found.least_bytes).compiled_total_bytes <= found.least_bytes
+
+
+def test_explain_says_what_paging_gives_where_there_is_a_host_link(h200: str) -> None:
+    found = coop.explain(step, WS[:6], SPEC((4096, 32), jnp.float32), device=h200)
+    assert found.recompute is not None
+    assert found.paging is not None
+    assert found.recompute.least_bytes is not None
+    assert found.paging.least_bytes is not None
+    assert found.paging.least_bytes <= found.recompute.least_bytes
+    half = found.paging.half
+    assert half is not None
+    assert half.compiled_total_bytes <= found.memory.total_bytes // 2
+    assert half.host.budget_bytes > 0
+    text = str(found)
+    assert "by paging, too (host=), half of it" in text
+    assert "wait there" in text or "nothing needs to" in text
+    assert "by paging, too (host=), the least budget" in text
+    assert max(map(len, text.split("\n"))) <= WIDTH
+    assert found.to_dict()["paging"]["half"]["host"]["budget_bytes"] == half.host.budget_bytes
+    assert "by paging, too" in found._repr_html_()
 
 
 def test_what_is_donated_already_is_not_advised() -> None:
     found = coop.explain(step, WS, X, donate_argnums=0, budgets=False)
     assert found.donations == ()
-    assert found.least is None
+    assert found.recompute is None
     assert "what could be had" not in str(found)
 
 
@@ -108,8 +149,7 @@ def test_budgets_can_be_given_in_bytes_and_refusals_are_points() -> None:
 
 
 def test_two_reports_differ_in_what_is_recomputed() -> None:
-    half = explained().half
-    assert half is not None
+    half = half_of(explained())
     roomy = coop.plan(step, WS, X, budget="1GiB")
     text = str(coop.difference(roomy, half))
     assert "what changed" in text
@@ -121,8 +161,7 @@ def test_two_reports_differ_in_what_is_recomputed() -> None:
 
 
 def test_notebooks_get_html() -> None:
-    half = explained().half
-    assert half is not None
+    half = half_of(explained())
     for shown in (explained(), curve(), half, coop.difference(half, half)):
         html = shown._repr_html_()
         assert html.startswith('<div class="coop">')
