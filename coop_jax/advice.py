@@ -1,9 +1,10 @@
 """What could be had of a program: by donating, by recomputing, and by letting values wait on the host.
 
 Two budgets are asked for, without the host's memory and, where values can be paged, with all of it: half of
-the plain program's bytes, which is compiled, and one that leaves next to nothing for temporaries. That one
-is refused, and the refusal names the least that was found: a plan that is written into XLA's own schedule,
-whose heap is predicted exactly. It is not compiled once more; `coop.minimum_budget` does that.
+the plain program's bytes, which is compiled (three quarters, where half is refused), and one that leaves
+next to nothing for temporaries. That one is refused, and the refusal names the least that was found: a plan
+that is written into XLA's own schedule, whose heap is predicted exactly. It is not compiled once more;
+`coop.minimum_budget` does that.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import jax
 
 from coop_jax import aot
-from coop_jax.errors import BudgetExceededError, InfeasibleBudgetError
+from coop_jax.errors import BudgetExceededError, CoopError, InfeasibleBudgetError
 from coop_jax.inspecting import inspect
 from coop_jax.plain import Plain, report_beside
 from coop_jax.planning import compile_within
@@ -48,13 +49,15 @@ class BudgetRange:
         least_proved: True if no plan goes below it.
         half: the report of a compile at half of the bytes; None if that was refused.
         half_refused: why, in a line; "" if it was not.
-        planned: the program's memory at half; None as `half` is.
+        milder: the report of a compile at three quarters, where half was refused; None if that was, too.
+        planned: the program's memory within `half`, or `milder`; None if there is neither.
     """
 
     least_bytes: int | None = None
     least_proved: bool = False
     half: Report | None = None
     half_refused: str = ""
+    milder: Report | None = None
     planned: MemoryMap | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -64,33 +67,36 @@ class BudgetRange:
             "least_proved": self.least_proved,
             "half": None if self.half is None else self.half.to_dict(),
             "half_refused": self.half_refused,
+            "milder": None if self.milder is None else self.milder.to_dict(),
         }
 
     def lines(self, how: str) -> list[str]:
         """A sentence about each; `how` is what was allowed."""
-        found = [f"{how}, half of it: {self.half_refused}"] if self.half is None else [self._half_line(how)]
+        found = [f"{how}, half of it: {self.half_refused}"] if self.half_refused else []
+        for share, made in (("half", self.half), ("three quarters", self.milder)):
+            if made is not None:
+                budget = format_bytes(made.budget_bytes)
+                found.append(f"{how}, {share} of it, {budget}: {_cost_text(made)} (compiled)")
         if self.least_bytes is not None:
             known = "proved" if self.least_proved else "not proved"
             least = format_bytes(self.least_bytes)
             found.append(f"{how}, the least budget: {least} (planned in XLA's schedule; {known})")
         return found
 
-    def _half_line(self, how: str) -> str:
-        assert self.half is not None, "it was compiled"
-        line = f"{how}, half of it, {format_bytes(self.half.budget_bytes)}: {_cost_text(self.half)}"
-        if self.half.host.budget_bytes:
-            waiting = self.half.host.compiled_bytes
-            there = f"{format_bytes(waiting, exact=False)} wait there" if waiting else "nothing needs to"
-            line += f"; {there}"
-        return f"{line} (compiled)"
-
 
 def _cost_text(report: Report) -> str:
     plain, compiled = report.baseline_cost_ns, report.compiled_cost_ns
     if plain and compiled is not None:
         change = f"{100 * (compiled / plain - 1):+.1f} % by estimate"
-        return f"kernels {format_ns(plain)} -> {format_ns(compiled)}, {change}"
-    return f"recompute costs +{100 * report.overhead_ratio:.1f} % by estimate"
+        text = f"kernels {format_ns(plain)} -> {format_ns(compiled)}, {change}"
+    else:
+        text = f"recompute costs +{100 * report.overhead_ratio:.1f} % by estimate"
+    if not report.host.budget_bytes:
+        return text
+    waiting = report.host.compiled_bytes
+    return text + (
+        f"; {format_bytes(waiting, exact=False)} wait there" if waiting else "; nothing waits there"
+    )
 
 
 def budgets_of(
@@ -113,25 +119,44 @@ def budgets_of(
     """
     how = ", with the host's memory" if with_host else ""
     options = {**options, "host": UNLIMITED_BYTES} if with_host else options
+    total_bytes = aot.memory(plain.compiled).total_bytes
     tell(f"compiling it within half of its bytes{how}")
-    half_bytes = max(1, aot.memory(plain.compiled).total_bytes // 2)
-    try:
-        compiled = compile_within(fn, *specs, budget=half_bytes, **options)
-    except InfeasibleBudgetError as refused:
+    half = _within(fn, specs, max(1, total_bytes // 2), options)
+    if not isinstance(half, CoopError):
+        tell(f"looking for the least budget{how}")
+        least_bytes, proved = least_of(fn, specs, plain, options)
+        made = report_beside(half, plain)
         return BudgetRange(
-            least_bytes=refused.least_bytes, least_proved=refused.proved, half_refused=_first_line(refused)
+            half=made, planned=inspect(half), least_bytes=_least(least_bytes, made), least_proved=proved
         )
-    except BudgetExceededError as missed:
-        found = BudgetRange(half_refused=_first_line(missed))
-    else:
-        found = BudgetRange(half=report_beside(compiled, plain), planned=inspect(compiled))
-    tell(f"looking for the least budget{how}")
-    least_bytes, proved = least_of(fn, specs, plain, options)
-    return dataclasses.replace(found, least_bytes=least_bytes, least_proved=proved)
+    named = half if isinstance(half, InfeasibleBudgetError) else None
+    found = BudgetRange(
+        half_refused=str(half).partition("\n")[0],
+        least_bytes=None if named is None else named.least_bytes,
+        least_proved=named is not None and named.proved,
+    )
+    # A refusal names what its own plans need; a milder budget may have others that need less.
+    tell(f"compiling it within three quarters of its bytes{how}")
+    milder = _within(fn, specs, max(1, 3 * total_bytes // 4), options)
+    if isinstance(milder, CoopError):
+        return found
+    made = report_beside(milder, plain)
+    least_bytes = _least(found.least_bytes, made)
+    return dataclasses.replace(found, milder=made, planned=inspect(milder), least_bytes=least_bytes)
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+def _least(named_bytes: int | None, met: Report) -> int:
+    return min(named_bytes or met.compiled_total_bytes, met.compiled_total_bytes)
+
+
+def _within(
+    fn: Callable[..., Any], specs: Sequence[Any], budget_bytes: int, options: dict[str, Any]
+) -> Any | CoopError:
+    """The program compiled within a budget, or why that is refused."""
+    try:
+        return compile_within(fn, *specs, budget=budget_bytes, **options)
+    except (InfeasibleBudgetError, BudgetExceededError) as refused:
+        return refused
 
 
 def least_of(
@@ -142,13 +167,10 @@ def least_of(
     Arguments are those of `budgets_of`.
     """
     asked_bytes = aot.memory(plain.compiled).fixed_bytes + 1
-    try:
-        compile_within(fn, *specs, budget=asked_bytes, **options)
-    except InfeasibleBudgetError as refused:
-        return refused.least_bytes, refused.proved
-    except BudgetExceededError:
-        return None, False
-    return asked_bytes, False
+    answer = _within(fn, specs, asked_bytes, options)
+    if isinstance(answer, InfeasibleBudgetError):
+        return answer.least_bytes, answer.proved
+    return (None if isinstance(answer, CoopError) else asked_bytes), False
 
 
 def donations(lowered: Any) -> tuple[Donation, ...]:

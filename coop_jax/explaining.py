@@ -76,13 +76,14 @@ class Explanation(Printable):
         Raises:
             UnsupportedError: another ending, or a picture without matplotlib.
         """
-        half = None if self.recompute is None else self.recompute.half
+        found = self.recompute or BudgetRange()
+        made = found.half or found.milder
         save(
             self,
             path,
-            maps=[self.memory, None if self.recompute is None else self.recompute.planned],
-            titles=("as it is", "within half"),
-            budget_bytes=None if half is None else half.budget_bytes,
+            maps=[self.memory, found.planned],
+            titles=("as it is", "within half" if found.half else "within three quarters"),
+            budget_bytes=None if made is None else made.budget_bytes,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -12,7 +13,8 @@ import jax.numpy as jnp
 import pytest
 
 import coop_jax as coop
-from coop_jax import aot
+from coop_jax import advice, aot
+from coop_jax.host_use import HostUse
 from coop_jax.screen import WIDTH, as_plain, shortened, sparkline
 from passes.checked import InputError
 
@@ -84,24 +86,45 @@ def test_the_least_that_is_named_is_met() -> None:
     assert coop.plan(step, WS, X, budget=found.least_bytes).compiled_total_bytes <= found.least_bytes
 
 
-def test_explain_says_what_paging_gives_where_there_is_a_host_link(h200: str) -> None:
-    found = coop.explain(step, WS[:6], SPEC((4096, 32), jnp.float32), device=h200)
-    assert found.recompute is not None
-    assert found.paging is not None
-    assert found.recompute.least_bytes is not None
-    assert found.paging.least_bytes is not None
-    assert found.paging.least_bytes <= found.recompute.least_bytes
-    half = found.paging.half
-    assert half is not None
-    assert half.compiled_total_bytes <= found.memory.total_bytes // 2
-    assert half.host.budget_bytes > 0
+def test_explain_asks_with_the_hosts_memory_where_values_can_be_paged(
+    h200: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an answer costs to find is measured elsewhere; here it is a refusal."""
+    asked: list[tuple[int, int]] = []
+
+    def refused(*_: Any, budget: int, host: int = 0, **__: Any) -> Any:
+        asked.append((budget, host))
+        raise coop.InfeasibleBudgetError(
+            budget_bytes=budget, least_bytes=700 if host else 900, proved=False, argument_bytes=0,
+            output_bytes=0, alias_bytes=0,
+        )  # fmt: skip
+
+    monkeypatch.setattr(advice, "compile_within", refused)
+    found = coop.explain(step, WS[:2], X, device=h200)
+    total = found.memory.total_bytes
+    half, milder = total // 2, 3 * total // 4
+    assert [budget for budget, _ in asked] == [half, milder, half, milder]
+    assert [host > 0 for _, host in asked] == [False, False, True, True]
     text = str(found)
-    assert "by paging, too (host=), half of it" in text
-    assert "wait there" in text or "nothing needs to" in text
-    assert "by paging, too (host=), the least budget" in text
+    assert "by recomputing, the least budget: 900 B" in text
+    assert "by paging, too (host=), the least budget: 700 B" in text
     assert max(map(len, text.split("\n"))) <= WIDTH
-    assert found.to_dict()["paging"]["half"]["host"]["budget_bytes"] == half.host.budget_bytes
-    assert "by paging, too" in found._repr_html_()
+
+
+def test_what_waits_on_the_host_is_said_beside_what_it_costs() -> None:
+    found = explained()
+    paged = dataclasses.replace(
+        half_of(found), host=HostUse(budget_bytes=1 << 30, compiled_bytes=5 << 20, planned_bytes=5 << 20)
+    )
+    paging = coop.BudgetRange(least_bytes=1000, least_proved=True, half_refused="no plan", milder=paged)
+    shown = dataclasses.replace(found, paging=paging)
+    text = " ".join(str(shown).split())
+    assert "by paging, too (host=), half of it: no plan" in text
+    assert "by paging, too (host=), three quarters of it, " in text
+    assert "by estimate; 5.00 MiB wait there (compiled)" in text
+    assert "by paging, too (host=), the least budget: 1000 B (planned in XLA's schedule; proved)" in text
+    assert "wait there" in shown._repr_html_()
+    assert shown.to_dict()["paging"]["milder"]["host"]["compiled_bytes"] == 5 << 20
 
 
 def test_what_is_donated_already_is_not_advised() -> None:
