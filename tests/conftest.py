@@ -33,10 +33,10 @@ def pytest_configure(config: pytest.Config) -> None:
 # Files whose tests take minutes, the longest first: `make test` gives whole files to its workers in this
 # order, so that no long one is left to one worker at the end.
 LONGEST = (
-    "test_promise", "test_examples", "test_docs", "test_xla_mark", "test_tpu", "test_jaxpr_stage",
-    "test_random_programs", "test_paged_budgets", "test_sharded", "test_xla_devices", "test_rivals", "test_scan",
-    "test_planners", "test_hlo_heap", "test_as_checkpoint", "test_transformations", "test_derivatives", "test_report",
-    "test_explain",
+    "test_promise", "test_examples", "test_docs", "test_xla_mark", "test_tpu",
+    "test_jaxpr_stage", "test_random_programs", "test_paged_budgets", "test_sharded", "test_xla_devices",
+    "test_rivals", "test_scan", "test_planners", "test_hlo_heap", "test_as_checkpoint",
+    "test_transformations", "test_derivatives", "test_report", "test_explain",
 )  # fmt: skip
 
 
