@@ -9,6 +9,7 @@ def train_step(state, batch): ...
 
 from pathlib import Path
 
+from coop_jax.advice import BudgetRange, Donation
 from coop_jax.budget import Budget, parse_bytes
 from coop_jax.curve import Pareto, pareto
 from coop_jax.difference import Difference, difference
@@ -22,7 +23,7 @@ from coop_jax.errors import (
     InfeasibleBudgetError,
     UnsupportedError,
 )
-from coop_jax.explaining import Donation, Explanation, explain
+from coop_jax.explaining import Explanation, explain
 from coop_jax.inspecting import inspect
 from coop_jax.on_host import on_host
 from coop_jax.pinning import pin
@@ -39,6 +40,7 @@ __all__ = [
     "Budget",
     "BudgetError",
     "BudgetExceededError",
+    "BudgetRange",
     "ConstraintError",
     "CoopError",
     "Difference",

@@ -13,9 +13,10 @@ from typing import Any
 from coop_jax import doctor
 from coop_jax.curve import pareto
 from coop_jax.difference import difference
-from coop_jax.explaining import compile_plain, explain, report_beside
+from coop_jax.explaining import explain
 from coop_jax.inspecting import Opened, SimulatedPoint, inspect, open_path, simulated_curve
 from coop_jax.pack import read_text
+from coop_jax.plain import compile_plain, report_beside
 from coop_jax.planning import compile_within
 from coop_jax.programs import NamedProgram, load, of_user
 from coop_jax.progress import progress

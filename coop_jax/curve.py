@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from coop_jax import aot
+from coop_jax.advice import least_of
 from coop_jax.budget import Budget
-from coop_jax.errors import CoopError, InfeasibleBudgetError
-from coop_jax.explaining import Plain, compile_plain
+from coop_jax.errors import CoopError
+from coop_jax.plain import Plain, compile_plain
 from coop_jax.planning import compile_within
 from coop_jax.points import ParetoPoint, Points, Rival
 from coop_jax.progress import progress
@@ -22,6 +23,7 @@ from coop_jax.screen import Block, Heading, Lines, Printable, Table
 from coop_jax.text import format_bytes, format_ns
 
 _PART_FOR_LEAST = 3
+_FIRST_STEPS = 8
 _CLOSE_RATIO = 0.02
 
 
@@ -92,9 +94,9 @@ def pareto(
     Args:
         fn: the function, not decorated: a whole step, with its gradient taken inside.
         specs: its positional arguments, as arrays or `jax.ShapeDtypeStruct` objects.
-        budgets: how many, a third of them to find the least one, the others from that to what the plain
-            program needs; or the budgets themselves: bytes, sizes such as "8GiB", fractions of what the plain
-            program needs.
+        budgets: how many, at most a third of them below what a refusal names as the least, the others from
+            that to what the plain program needs; or the budgets themselves: bytes, sizes such as "8GiB",
+            fractions of what the plain program needs.
         device: such as "h200"; None means the default device of this process.
         donate_argnums, static_argnums: as in `jax.jit`.
         kwargs: keyword arguments of `fn`.
@@ -126,7 +128,7 @@ def pareto(
         least = None
         if isinstance(budgets, int):
             tell("looking for the least budget")
-            least = search.descend(_least(fn, specs, options))
+            least = search.descend(least_of(fn, specs, plain, options)[0])
             budgets = _spread(least, total, budgets - len(search.points))
         for budget in budgets:
             search.look(_resolved(budget, total))
@@ -162,21 +164,20 @@ class _Search:
         return point
 
     def descend(self, named: int | None) -> int:
-        """The least budget that a third of the compiles find by bisection below what a refusal named.
+        """The least budget that at most a third of the compiles find below what a refusal named.
 
-        What a refusal names was met; it is no bound, and half of it may be met as well.
+        What a refusal names will be met, but it is no bound. A refusal takes longest, so the first ends it.
         """
         memory = aot.memory(self.plain.compiled)
         low, high = memory.fixed_bytes, named or memory.total_bytes
+        step = (high - low) // _FIRST_STEPS
         for _ in range(self.n // _PART_FOR_LEAST):
             if high - low <= _CLOSE_RATIO * memory.total_bytes:
                 break
-            middle = (low + high) // 2
-            point = self.look(middle)
+            point = self.look(max(high - step, (low + high) // 2))
             if point.total_bytes is None:
-                low = middle
-            else:
-                high = min(middle, point.total_bytes)
+                break
+            high, step = min(point.budget_bytes, point.total_bytes), 2 * step
         return high
 
 
@@ -185,15 +186,6 @@ def _spread(least: int, most: int, n: int) -> list[int]:
     if n < 2 or least >= most:
         return [max(1, min(least, most))]
     return [least + (most - least) * i // (n - 1) for i in range(n)]
-
-
-def _least(fn: Any, specs: Sequence[Any], options: dict[str, Any]) -> int | None:
-    """What the refusal of one byte says is the least budget."""
-    try:
-        compile_within(fn, *specs, budget=1, **options)
-    except InfeasibleBudgetError as error:
-        return error.least_bytes
-    return None
 
 
 def _rival(name: str, made: Plain, plain_ns: int) -> Rival:

@@ -32,7 +32,7 @@ def page(
         blocks: tables below the pictures.
         maps: programs and their titles, such as before and after.
         budget_bytes: a line in the pictures.
-        pareto: what `coop.pareto` returned, in JSON types.
+        pareto: what `coop.pareto` returned, in JSON types, and `labels`: of its rivals.
     """
     data = {
         "kinds": [

@@ -39,6 +39,8 @@ COLORS = {
 BUDGET_COLOR = EVICTED_COLOR = "#d55e00"
 HATCHES = {KEPT: "////", RECOMPUTED: "xxxx"}
 _SIZE_INCHES = (8.0, 5.0)
+# Rivals nearer than this, of the width and of the height of the curve, share a label.
+_NEAR_RATIO = 0.06
 _DPI = 100
 # With fewer values than this each has an edge; the edges of more would hide them.
 _FEW = 150
@@ -163,12 +165,14 @@ def pareto(curve: Points, path: str | Path, *, theme: Theme = "light") -> None:
             label="bound on the plan's recompute, before XLA fuses",
         )
     axes.plot([curve.plain_bytes / scale], [0], "s", color=look.ink, label="without a budget")
-    for n, rival in enumerate(curve.rivals):
-        point = (rival.total_bytes / scale, 100 * rival.overhead_ratio)
-        axes.plot(*point, "D", color=COLORS[KEPT], label="others" if n == 0 else None)
+    for n, rival in enumerate(curve.rivals, 1):
+        at = (rival.total_bytes / scale, 100 * rival.overhead_ratio)
+        axes.plot(*at, "D", color=COLORS[KEPT], label=f"{n}: {rival.name}")
+    for nbytes, ratio, words in rival_labels(curve):
         axes.annotate(
-            rival.name, point, xytext=(6, 4), textcoords="offset points", fontsize=8, color=look.ink
-        )
+            words, (nbytes / scale, 100 * ratio), xytext=(6, 4), textcoords="offset points", fontsize=8,
+            color=look.ink,
+        )  # fmt: skip
     if curve.least_bytes is not None:
         least = curve.least_bytes / scale
         axes.axvspan(0, least, color=BUDGET_COLOR, alpha=0.15, hatch="//", linewidth=0)
@@ -190,8 +194,31 @@ def pareto(curve: Points, path: str | Path, *, theme: Theme = "light") -> None:
     axes.set_ylabel("kernels' time over the plain program's, %\n(estimated)")
     axes.set_title(f"what a budget costs on {curve.device_name}", fontsize=10)
     _plain_axes(axes, look)
-    figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False, labelcolor=look.ink)
+    columns = 2 if curve.rivals else 3
+    figure.legend(loc="outside lower center", ncols=columns, fontsize=8, frameon=False, labelcolor=look.ink)
     _write(figure, path, look)
+
+
+def rival_labels(curve: Points) -> list[tuple[int, float, str]]:
+    """Where the numbers of a curve's rivals stand: bytes, overhead, and the numbers of all that are near."""
+    rivals = curve.rivals
+    costs = [0.0, *(r.overhead_ratio for r in rivals), *(p.overhead_ratio or 0.0 for p in curve.points)]
+    wide = _NEAR_RATIO * max([curve.plain_bytes, *(r.total_bytes for r in rivals)])
+    high = _NEAR_RATIO * (max(costs) - min(costs))
+    groups: list[list[int]] = []
+    for n, rival in enumerate(rivals):
+        for group in groups:
+            first = rivals[group[0]]
+            near = abs(rival.total_bytes - first.total_bytes) <= wide
+            if near and abs(rival.overhead_ratio - first.overhead_ratio) <= high:
+                group.append(n)
+                break
+        else:
+            groups.append([n])
+    return [
+        (rivals[g[0]].total_bytes, rivals[g[0]].overhead_ratio, ", ".join(str(n + 1) for n in g))
+        for g in groups
+    ]
 
 
 def _figure(theme: Theme) -> Any:

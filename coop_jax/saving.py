@@ -61,12 +61,13 @@ def save(
         path.write_text(str(shown) + "\n", encoding="utf-8")
     elif path.suffix == ".html":
         from coop_jax.page import page
+        from coop_jax.pictures import rival_labels
 
         text = page(
             shown.blocks(),
             maps=drawn,
             budget_bytes=budget_bytes,
-            pareto=None if pareto is None else pareto.to_dict(),
+            pareto=None if pareto is None else {**pareto.to_dict(), "labels": rival_labels(pareto)},
         )
         path.write_text(text, encoding="utf-8")
     elif path.suffix in PICTURES:

@@ -17,6 +17,7 @@ from passes.ir import Status
 from passes.jaxpr import compat
 from passes.jaxpr.candidate import JaxprRequest
 from passes.jaxpr.inline import inline_calls
+from passes.outcome import StageOutcome
 from passes.pipeline import plan_joint, plan_program
 
 CONFIG = gpt.GPTConfig(layers=2, width=64, heads=4, seq=64, vocab=96)
@@ -50,6 +51,24 @@ def request_for(closed: Any, temp_budget_bytes: int, device: str) -> JaxprReques
     )
 
 
+@cache
+def before_temp_bytes(platform: str) -> int:
+    """What the gradient is estimated to need without a plan."""
+    return plan_program(gradient(), request_for(gradient(), 1 << 40, platform))[1].before_temp_bytes
+
+
+@cache
+def planned(temp_budget_bytes: int, platform: str) -> tuple[Any, StageOutcome]:
+    """The gradient planned for some bytes of temporaries; planning is a pure function."""
+    return plan_program(gradient(), request_for(gradient(), temp_budget_bytes, platform))
+
+
+@cache
+def plain_temp_bytes(device: Any) -> int:
+    """What XLA needs for the gradient as it is."""
+    return compiled_temp_bytes(gradient(), device)
+
+
 def compiled_temp_bytes(closed: Any, device: Any) -> int:
     specs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in closed.in_avals]
     jitted = jax.jit(lambda *values: compat.evaluate(closed, values))
@@ -71,10 +90,9 @@ def test_xla_needs_about_what_was_planned(platform: str, ratio: float, request: 
     device = jax.devices("cpu")[0]
     if platform == "h200":
         device = aot.devices(request.getfixturevalue("h200"))[0]
-    closed = gradient()
-    plain_bytes = compiled_temp_bytes(closed, device)
+    plain_bytes = plain_temp_bytes(device)
     target_bytes = int(ratio * plain_bytes)
-    found, outcome = plan_program(closed, request_for(closed, target_bytes, platform))
+    found, outcome = planned(target_bytes, platform)
     assert outcome.status is Status.FEASIBLE
     assert outcome.planned_temp_bytes <= target_bytes
     assert 0.7 * plain_bytes <= outcome.before_temp_bytes <= 1.5 * plain_bytes
@@ -86,8 +104,7 @@ def test_numbers_are_the_plain_programs(ratio: float):
     closed = gradient()
     problem = gpt.problem(CONFIG)
     values = jax.tree.leaves((problem.init(jax.random.key(0)), problem.batch(jax.random.key(1))))
-    before = plan_program(closed, request_for(closed, 1, "cpu"))[1].before_temp_bytes
-    found, outcome = plan_program(closed, request_for(closed, int(ratio * before), "cpu"))
+    found, outcome = planned(int(ratio * before_temp_bytes("cpu")), "cpu")
     assert outcome.changed
     expected = jax.jit(lambda *v: compat.evaluate(closed, v))(*values)
     got = jax.jit(lambda *v: compat.evaluate(found, v))(*values)
@@ -96,10 +113,8 @@ def test_numbers_are_the_plain_programs(ratio: float):
 
 
 def test_smaller_budgets_never_plan_less_recompute():
-    closed = gradient()
-    before = plan_program(closed, request_for(closed, 1 << 40, "h200"))[1].before_temp_bytes
-    ratios = (0.9, 0.7, 0.55, 0.4, 0.3)
-    found = [plan_program(closed, request_for(closed, int(r * before), "h200"))[1] for r in ratios]
+    before = before_temp_bytes("h200")
+    found = [planned(int(r * before), "h200")[1] for r in (0.9, 0.7, 0.55, 0.4, 0.3)]
     assert all(outcome.status is Status.FEASIBLE for outcome in found)
     costs = [outcome.recompute_ns for outcome in found]
     assert costs == sorted(costs)

@@ -53,9 +53,13 @@ def curve() -> coop.Pareto:
         for n, ratio in ((50, 0.4), (70, 0.1), (100, 0.0))
     )
     refused = coop.ParetoPoint(budget_bytes=30 << 20, refused="no plan")
-    rival = coop.Rival(name="nothing_saveable", total_bytes=60 << 20, cost_ns=9, overhead_ratio=0.5)
+    names = ("nothing_saveable", "8 blocks: dots_with_no_batch_dims_saveable", "8 blocks: dots_saveable")
+    rivals = tuple(
+        coop.Rival(name=name, total_bytes=nbytes << 20, cost_ns=9, overhead_ratio=ratio)
+        for name, nbytes, ratio in zip(names, (60, 100, 99), (0.5, 0.016, 0.012), strict=True)
+    )
     return coop.Pareto(
-        points=(refused, *points), least_bytes=45 << 20, plain_bytes=100 << 20, plain_ns=9, rivals=(rival,),
+        points=(refused, *points), least_bytes=45 << 20, plain_bytes=100 << 20, plain_ns=9, rivals=rivals,
         device_name="h200",
     )  # fmt: skip
 
@@ -106,7 +110,8 @@ def test_pictures_are_800_by_500_and_name_everything(pictures: Any, theme: str, 
         assert word in words
     drawn["pareto"](tmp_path / "pareto.svg")
     for word in (
-        "nothing_saveable",
+        "1: nothing_saveable",
+        "2: 8 blocks: dots_with_no_batch_dims_saveable",
         "least found: 45.00 MiB",
         "without a budget",
         "refused",
@@ -124,6 +129,11 @@ def test_nothing_in_a_picture_is_cut_off(pictures: Any, tmp_path: Path) -> None:
         x, y = map(float, place.groups()) if place else (float(text.attrib["x"]), float(text.attrib["y"]))
         assert 0 <= x <= width
         assert 0 <= y <= height
+
+
+def test_rivals_that_are_near_each_other_share_a_label(pictures: Any) -> None:
+    found = pictures.rival_labels(curve())
+    assert found == [(60 << 20, 0.5, "1"), (100 << 20, 0.016, "2, 3")]
 
 
 def test_a_programs_own_budget_is_drawn(pictures: Any, tmp_path: Path) -> None:

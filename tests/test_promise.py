@@ -46,7 +46,7 @@ def test_on_this_cpu(model: str, form: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "form"), [("gpt", "step"), ("mlp", "grad"), ("conv", "step"), ("lstm", "grad")]
+    ("model", "form"), [("gpt", "grad"), ("mlp", "step"), ("conv", "step"), ("lstm", "grad")]
 )
 def test_on_an_absent_gpu(h200: str, model: str, form: str) -> None:
     for case in cases(SMALL[model](), form, h200, FRACTIONS[h200]):

@@ -23,7 +23,7 @@ FIRST_ORDER = (
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(case=cases(depth=1, most=2, ways=FIRST_ORDER))
 def test_random_programs_keep_values_gradients_effects_and_budgets(case: Case) -> None:
     check(case)

@@ -176,7 +176,15 @@ def test_plan_answers_for_an_absent_gpu(h200: str) -> None:
 
 
 def test_minimum_budget_is_met_and_less_is_not() -> None:
-    step, specs = step_and_specs()
+    def loss(ws: list[jax.Array], x: jax.Array) -> jax.Array:
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    def step(ws: list[jax.Array], x: jax.Array) -> list[jax.Array]:
+        return [w - 0.1 * g for w, g in zip(ws, jax.grad(loss)(ws, x), strict=True)]
+
+    specs = [jax.ShapeDtypeStruct((32, 32), jnp.float32)] * 5, jax.ShapeDtypeStruct((1024, 32), jnp.float32)
     least = coop.minimum_budget(step, *specs, donate_argnums=0, max_compiles=3)
     assert least.failed_bytes < least.least_bytes
     assert least.compiles <= 3

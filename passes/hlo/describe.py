@@ -32,7 +32,7 @@ _ELEMENTS = {
     11: "f32", 12: "f64", 15: "c64", 16: "bf16", 18: "c128", 19: "f8e5m2", 20: "f8e4m3fn", 21: "s4", 22: "u4",
     26: "s2", 27: "u2", 30: "s1", 31: "u1", 32: "f4e2m1fn", 33: "f8e8m0fnu",
 }  # fmt: skip
-_LIBRARY = re.compile(r"(?:site-packages|dist-packages|/lib/python3)")
+_LIBRARY = re.compile(r"(?:site-packages|dist-packages|/lib/python3|<frozen )")
 _WRAPPED = re.compile(r"[\w.\-]+\((.*)\)")
 _PLUMBING = frozenset({"while", "body", "cond", "branch", "closed_call", "checkpoint", "rematted_computation",
                        "shard_map", "eval_jaxpr", RECOMPUTE_SCOPE})  # fmt: skip

@@ -1,0 +1,202 @@
+"""What could be had of a program: by donating, by recomputing, and by letting values wait on the host.
+
+Two budgets are asked for, without the host's memory and, where values can be paged, with all of it: half of
+the plain program's bytes, which is compiled (three quarters, where half is refused), and one that leaves
+next to nothing for temporaries. That one is refused, and the refusal names the least that was found: a plan
+that is written into XLA's own schedule, whose heap is predicted exactly. It is not compiled once more;
+`coop.minimum_budget` does that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from coop_jax import aot
+from coop_jax.errors import BudgetExceededError, CoopError, InfeasibleBudgetError
+from coop_jax.inspecting import inspect
+from coop_jax.plain import Plain, report_beside
+from coop_jax.planning import compile_within
+from coop_jax.record import UNLIMITED_BYTES
+from coop_jax.report import Report
+from coop_jax.text import format_bytes, format_ns
+from passes.memory_map import MemoryMap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Donation:
+    """What giving up arguments would save: outputs of the same shape and type take their place.
+
+    Attributes:
+        argnum: place of the argument among the positional ones.
+        nbytes: of its arrays that outputs can take over. XLA decides when it compiles, so "up to".
+    """
+
+    argnum: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetRange:
+    """What budgets cost, over their range: half of the plain program's bytes, and the least.
+
+    Attributes:
+        least_bytes: the least budget that is known to be met when it is asked for; None if none is.
+        least_proved: True if no plan goes below it.
+        half: the report of a compile at half of the bytes; None if that was refused.
+        half_refused: why, in a line; "" if it was not.
+        milder: the report of a compile at three quarters, where half was refused; None if that was, too.
+        planned: the program's memory within `half`, or `milder`; None if there is neither.
+    """
+
+    least_bytes: int | None = None
+    least_proved: bool = False
+    half: Report | None = None
+    half_refused: str = ""
+    milder: Report | None = None
+    planned: MemoryMap | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field but `planned` by name, in JSON types."""
+        return {
+            "least_bytes": self.least_bytes,
+            "least_proved": self.least_proved,
+            "half": None if self.half is None else self.half.to_dict(),
+            "half_refused": self.half_refused,
+            "milder": None if self.milder is None else self.milder.to_dict(),
+        }
+
+    def lines(self, how: str) -> list[str]:
+        """A sentence about each; `how` is what was allowed."""
+        found = [f"{how}, half of it: {self.half_refused}"] if self.half_refused else []
+        for share, made in (("half", self.half), ("three quarters", self.milder)):
+            if made is not None:
+                budget = format_bytes(made.budget_bytes)
+                found.append(f"{how}, {share} of it, {budget}: {_cost_text(made)} (compiled)")
+        if self.least_bytes is not None:
+            known = "proved" if self.least_proved else "not proved"
+            least = format_bytes(self.least_bytes)
+            found.append(f"{how}, the least budget: {least} (planned in XLA's schedule; {known})")
+        return found
+
+
+def _cost_text(report: Report) -> str:
+    plain, compiled = report.baseline_cost_ns, report.compiled_cost_ns
+    if plain and compiled is not None:
+        change = f"{100 * (compiled / plain - 1):+.1f} % by estimate"
+        text = f"kernels {format_ns(plain)} -> {format_ns(compiled)}, {change}"
+    else:
+        text = f"recompute costs +{100 * report.overhead_ratio:.1f} % by estimate"
+    if not report.host.budget_bytes:
+        return text
+    waiting = report.host.compiled_bytes
+    return text + (
+        f"; {format_bytes(waiting, exact=False)} wait there" if waiting else "; nothing waits there"
+    )
+
+
+def budgets_of(
+    fn: Callable[..., Any],
+    specs: Sequence[Any],
+    plain: Plain,
+    options: dict[str, Any],
+    tell: Callable[[str], None],
+    *,
+    with_host: bool = False,
+) -> BudgetRange:
+    """Compile a function within half of its bytes, and ask for less than is possible.
+
+    Args:
+        fn, specs: as in `coop.explain`.
+        plain: the same function, compiled without a budget.
+        options: other arguments of `compile_within`.
+        tell: is told of everything that takes long.
+        with_host: True to give all of the host's memory that JAX can use.
+    """
+    how = ", with the host's memory" if with_host else ""
+    options = {**options, "host": UNLIMITED_BYTES} if with_host else options
+    total_bytes = aot.memory(plain.compiled).total_bytes
+    tell(f"compiling it within half of its bytes{how}")
+    half = _within(fn, specs, max(1, total_bytes // 2), options)
+    if not isinstance(half, CoopError):
+        tell(f"looking for the least budget{how}")
+        least_bytes, proved = least_of(fn, specs, plain, options)
+        made = report_beside(half, plain)
+        return BudgetRange(
+            half=made, planned=inspect(half), least_bytes=_least(least_bytes, made), least_proved=proved
+        )
+    named = half if isinstance(half, InfeasibleBudgetError) else None
+    found = BudgetRange(
+        half_refused=str(half).partition("\n")[0],
+        least_bytes=None if named is None else named.least_bytes,
+        least_proved=named is not None and named.proved,
+    )
+    # A refusal names what its own plans need; a milder budget may have others that need less.
+    tell(f"compiling it within three quarters of its bytes{how}")
+    milder = _within(fn, specs, max(1, 3 * total_bytes // 4), options)
+    if isinstance(milder, CoopError):
+        return found
+    made = report_beside(milder, plain)
+    least_bytes = _least(found.least_bytes, made)
+    return dataclasses.replace(found, milder=made, planned=inspect(milder), least_bytes=least_bytes)
+
+
+def _least(named_bytes: int | None, met: Report) -> int:
+    return min(named_bytes or met.compiled_total_bytes, met.compiled_total_bytes)
+
+
+def _within(
+    fn: Callable[..., Any], specs: Sequence[Any], budget_bytes: int, options: dict[str, Any]
+) -> Any | CoopError:
+    """The program compiled within a budget, or why that is refused."""
+    try:
+        return compile_within(fn, *specs, budget=budget_bytes, **options)
+    except (InfeasibleBudgetError, BudgetExceededError) as refused:
+        return refused
+
+
+def least_of(
+    fn: Callable[..., Any], specs: Sequence[Any], plain: Plain, options: dict[str, Any]
+) -> tuple[int | None, bool]:
+    """The least budget that is named when nothing is left for temporaries, and whether that is proved.
+
+    Arguments are those of `budgets_of`.
+    """
+    asked_bytes = aot.memory(plain.compiled).fixed_bytes + 1
+    answer = _within(fn, specs, asked_bytes, options)
+    if isinstance(answer, InfeasibleBudgetError):
+        return answer.least_bytes, answer.proved
+    return (None if isinstance(answer, CoopError) else asked_bytes), False
+
+
+def donations(lowered: Any) -> tuple[Donation, ...]:
+    """Arguments of a lowered program whose arrays outputs could take over, largest first."""
+    free: dict[Any, int] = {}
+    for out in jax.tree.leaves(lowered.out_info):
+        key = (out.shape, out.dtype)
+        free[key] = free.get(key, 0) + 1
+    arguments = lowered.args_info[0]
+    leaves = [(n, leaf) for n, argument in enumerate(arguments) for leaf in jax.tree.leaves(argument)]
+    for _, leaf in leaves:
+        if leaf.donated and free.get((leaf.shape, leaf.dtype), 0):
+            free[leaf.shape, leaf.dtype] -= 1
+    saved: dict[int, int] = {}
+    for n, leaf in leaves:
+        key = (leaf.shape, leaf.dtype)
+        if not leaf.donated and free.get(key, 0):
+            free[key] -= 1
+            saved[n] = saved.get(n, 0) + leaf.dtype.itemsize * _count(leaf.shape)
+    return tuple(
+        Donation(argnum=n, nbytes=saved[n]) for n in sorted(saved, key=lambda n: (-saved[n], n)) if saved[n]
+    )
+
+
+def _count(shape: Sequence[int]) -> int:
+    count = 1
+    for n in shape:
+        count *= n
+    return count
