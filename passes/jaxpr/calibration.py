@@ -14,6 +14,8 @@ from passes.outcome import StageOutcome
 
 SCANS = "scan"
 """How the planner's name of a candidate with rewritten scans begins."""
+SENT = "host"
+"""What follows in the name where stacks wait on the host."""
 # A repair by the enforcing stage that costs no more of the program's time is as good as a better plan.
 CHEAP_REPAIR_RATIO = 0.02
 # Where XLA makes this much more of a plan than was planned, it is first left less freedom.

@@ -20,7 +20,7 @@ from passes.dump import dump
 from passes.ir import OpId, Plan, Status
 from passes.jaxpr import compat
 from passes.jaxpr.bodies import has_control_flow
-from passes.jaxpr.calibration import SCANS, UNCALIBRATED, Calibration
+from passes.jaxpr.calibration import SCANS, SENT, UNCALIBRATED, Calibration
 from passes.jaxpr.emit import EmitConfig, emit, emit_split
 from passes.jaxpr.freedom import emit_config
 from passes.jaxpr.joint import Joined, closed_halves, join
@@ -30,7 +30,7 @@ from passes.jaxpr.shards import Inside, enter
 from passes.jaxpr.simplify import scatter_in_place
 from passes.jaxpr.structured import Tools, search_structured
 from passes.listing import plan_text, program_text
-from passes.outcome import StageOutcome, recomputed_by, tightest_values
+from passes.outcome import Paged, StageOutcome, recomputed_by, tightest_values
 from passes.planners import PlannerConfig, cut_bound, plan
 from passes.simulate import simulate
 
@@ -49,6 +49,7 @@ class JaxprRequest:
         planner: one of `passes.planners.config.PLANNERS`.
         baseline_total_bytes: what the program needs without this stage, where that was compiled.
         calibration: what XLA made of other plans of this program.
+        host_bytes: how many bytes of stacks of scans may wait on the host.
         inside: True for a body of a program whose scans, inner ones, too, are rewritten already.
     """
 
@@ -60,6 +61,7 @@ class JaxprRequest:
     planner: str = "auto"
     baseline_total_bytes: int | None = None
     calibration: Calibration = UNCALIBRATED
+    host_bytes: int = 0
     inside: bool = False
 
     @property
@@ -178,6 +180,7 @@ class Candidate:
         scans: how its pairs of scans were rewritten before it was planned.
         rewritten: True if anything was done to it before it was planned.
         bodies: True if bodies of control flow were planned.
+        paged: stacks of scans that wait on the host.
     """
 
     lifted: LiftedJaxpr
@@ -190,6 +193,7 @@ class Candidate:
     scans: Rung = ()
     rewritten: bool = False
     bodies: bool = False
+    paged: tuple[Paged, ...] = ()
 
     @property
     def changed(self) -> bool:
@@ -200,7 +204,7 @@ class Candidate:
     def planner(self) -> str:
         """What was done to scans and bodies, and whose plan is run."""
         scans = f"{SCANS} segments" if any(choice.in_segments for choice in self.scans) else SCANS
-        names = [scans] * self.rewritten + ["bodies"] * self.bodies
+        names = [scans] * self.rewritten + ["bodies"] * self.bodies + [SENT] * bool(self.paged)
         names += [] if self.plan is None else [self.plan.planner]
         return "+".join(names) or "none"
 
@@ -397,6 +401,7 @@ def _outcome(
         planner=candidate.planner,
         seconds=0.0,
         recomputed=recomputed,
+        paged=candidate.paged,
         tightest=tightest_values(program, candidate.steps),
         least_total_bytes=None if fits else request.fixed_bytes + candidate.peak_bytes,
     )

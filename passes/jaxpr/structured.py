@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from passes.cost import DeviceModel
 from passes.jaxpr import compat
 from passes.jaxpr.bodies import fit_bodies
-from passes.jaxpr.calibration import expected_ratio, tried
+from passes.jaxpr.calibration import SCANS, SENT, expected_ratio, tried
+from passes.jaxpr.host_choice import sent_to_host
 from passes.jaxpr.lift import LiftedJaxpr, lift
 from passes.jaxpr.scan_choice import Rung
 from passes.jaxpr.scan_emit import rewrite
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 RUNGS_ABOVE = 2
 RUNGS_BELOW = 3
+# How many rungs, spread over the ladder, are looked at with stacks on the host.
+RUNGS_SENT = 6
 WAYS = (ALONE, RERUNS, BODIES, TIGHTER) = (0, 1, 2, 3)
 # Bodies are planned for no more than this of what the program needs without.
 BODIES_RATIO = 0.9
@@ -53,16 +56,20 @@ def search_structured(jaxpr: Any, request: JaxprRequest, scale: float, tools: To
     """The cheapest candidate that fits, among the rungs of the scans' ladder and what can be done beside it.
 
     A rung alone, with re-runs beside the scans, with the bodies of control flow planned, too, and planned
-    tighter; then scans in segments. What was compiled counts as measured (`request.calibration`), the others
-    as estimated times what their like turned out to need.
+    tighter; then scans in segments; where there is a host budget with stacks on the host. What was compiled
+    counts as measured (`request.calibration`), the others as estimated times what their like turned out to
+    need.
     """
     search = _Search(original=jaxpr, request=request, scale=scale, tools=tools)
     if request.inside:
         return _next(search.rungs(_Rungs(jaxpr, [()], request.device), WAYS), request).candidate
     sunk = sink_into_scans(view_inside_scans(jaxpr))
-    looks = search.rungs(_on_ladder(sunk, request.device), WAYS)
+    rungs = _on_ladder(sunk, request.device)
+    looks = search.rungs(rungs, WAYS)
     if all(look.over for look in looks):
         looks += search.rungs(_in_segments(sunk, request.device), (ALONE, RERUNS))
+    if request.host_bytes:
+        looks += search.sent(rungs, _next(looks, request))
     return _next(looks, request).candidate
 
 
@@ -173,6 +180,56 @@ class _Search:
                     look(best[0], BODIES)
                 break
         return list(found.values())
+
+    def sent(self, rungs: _Rungs, here: _Look) -> list[_Look]:
+        """Candidates with stacks on the host: on some rungs of the ladder, on the best also with its bodies
+        planned and with re-runs beside the scans.
+
+        Args:
+            here: the best without; where that fits, only what may cost less is looked at.
+        """
+        last = len(rungs) - 1
+        found: dict[int, _Look] = {}
+        for k in sorted({round(n * last / (RUNGS_SENT - 1)) for n in range(RUNGS_SENT)}):
+            if not here.over and rungs[k].lifted.program.cost_ns >= here.candidate.cost_ns:
+                continue
+            if (look := self._sent(rungs[k], ALONE)) is not None:
+                found[k] = look
+        if not found:
+            return []
+        best = min(found, key=lambda k: _rank(found[k]))
+        deeper = self._sent(rungs[best], BODIES)
+        return [*found.values(), *([] if deeper is None else [deeper])]
+
+    def _sent(self, rung: _Rewritten, way: int) -> _Look | None:
+        """One rung with as few stacks on the host as make it fit; None where none can be sent."""
+        request = self.request
+        program, as_is = rung.program, rung.lifted
+        if way == BODIES:
+            program, as_is = self._with_bodies(program, as_is, 1)
+        ratio = self._ratio(f"{SCANS}+{SENT}", self.tools.alone(as_is).peak_bytes, 1 / self.scale)
+        limit_bytes = request.temp_budget_bytes
+
+        def excess_of(written: Any) -> int:
+            alone = self.tools.alone(lift(written, request.device, as_xla=True))
+            return round(alone.peak_bytes * ratio) - limit_bytes
+
+        sent = sent_to_host(program, request.device, request.host_bytes, excess_of)
+        if sent is None:
+            return None
+        lifted = lift(sent.program, request.device, as_xla=True)
+
+        def named(made: Candidate) -> Candidate:
+            return replace(
+                made, scans=rung.rung, rewritten=True, bodies=program is not rung.program,
+                paged=sent.paged, cost_ns=made.cost_ns + sent.waiting_ns,
+            )  # fmt: skip
+
+        alone = self._expect(named(self.tools.alone(lifted)), ratio)
+        if way == ALONE or not alone.over:
+            return alone
+        searched = named(self.tools.search(lifted, request, 1 / ratio))
+        return min(alone, self._expect(searched, ratio), key=_rank)
 
     def _look(self, rung: _Rewritten, way: int, *, lowest: bool) -> _Look:
         """One rung in one of the `WAYS`; the lowest is not given up before it was compiled itself."""
