@@ -288,7 +288,7 @@ class _Search:
         budget_bytes = self.record.budget_bytes
         first = self._look(Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes))
         if first is not None:
-            self.tuned(self._choice(first))
+            self.paged(self.tuned(self._choice(first)), _hlo(first))
         for asked in self._wishes(refused):
             self._look(asked)
 

@@ -425,8 +425,7 @@ class InnerWork:
 
 def _nbytes(v: Any, device: DeviceModel) -> int:
     """Bytes of a value on the device."""
-    away = BACKENDS[device.platform].pages and is_on_host(v.aval)
-    return 0 if away else compat.aval_nbytes(v.aval)
+    return 0 if BACKENDS[device.platform].pages and is_on_host(v.aval) else compat.aval_nbytes(v.aval)
 
 
 def _works(eqn: Any, device: DeviceModel) -> list[InnerWork]:
