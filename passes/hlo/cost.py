@@ -13,7 +13,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from passes.cost import EXPENSIVE_FLOPS, DeviceModel, kernel_ns
+from passes.cost import EXPENSIVE_FLOPS, DeviceModel, kernel_ns, kernel_pj
 from passes.hlo import graph
 from passes.hlo.graph import HOST, Computation, Instruction, Module
 
@@ -51,11 +51,40 @@ def instruction_ns(
         return max(computation_ns(module, module.computations[c], device) for c in instruction.called)
     if opcode == "while":
         return sum(_loop_times_ns(module, instruction, device))
-    nbytes = _written(module, computation, instruction)
-    nbytes += sum(_read(module, computation, instruction))
+    nbytes = _moved(module, computation, instruction)
     flops, bits = _flops(module, computation, instruction)
     vector_flops = _vector_flops(module, computation, instruction)
     return kernel_ns(device, nbytes=nbytes, matrix_flops=flops, bits=bits, vector_flops=vector_flops)
+
+
+def instruction_pj(
+    module: Module, computation: Computation, instruction: Instruction, device: DeviceModel
+) -> int:
+    """Estimated energy of one run of an instruction in picojoules, called computations included.
+
+    Of its bytes and products; copies to and from the host are not in it. 0 where the device's is unknown.
+    """
+    opcode = instruction.opcode
+    if not device.watts or opcode in _FREE or instruction.proto.custom_call_target in _NO_KERNELS:
+        return 0
+    if host_transfer(module, instruction) is not None:
+        return 0
+    if opcode in ("call", "async-start", "conditional", "while"):
+        inner = [_computation_pj(module, module.computations[c], device) for c in instruction.called]
+        turns = trip_count(module, instruction) if opcode == "while" else 1
+        return turns * (max(inner) if opcode == "conditional" else sum(inner))
+    flops, bits = _flops(module, computation, instruction)
+    nbytes = _moved(module, computation, instruction)
+    return kernel_pj(device, nbytes=nbytes, matrix_flops=flops, bits=bits)
+
+
+def _computation_pj(module: Module, computation: Computation, device: DeviceModel) -> int:
+    return sum(instruction_pj(module, computation, computation.by_id[i], device) for i in computation.order)
+
+
+def _moved(module: Module, computation: Computation, instruction: Instruction) -> int:
+    """Bytes that a kernel reads and writes."""
+    return _written(module, computation, instruction) + sum(_read(module, computation, instruction))
 
 
 def computation_ns(module: Module, computation: Computation, device: DeviceModel) -> int:
