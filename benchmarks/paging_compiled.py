@@ -1,12 +1,12 @@
 """Budgets below the least that recompute alone reaches, kept with host memory: compiled for absent devices.
 
-    python -m benchmarks.paging_compiled                  # writes benchmarks/results/paging_compiled.{json,md}
+    python -m benchmarks.paging_compiled             # writes benchmarks/results/paging_compiled.{json,md}
     python -m benchmarks.paging_compiled --programs mlp --devices v5e
 
 For each program the least budget is asked for twice, without and with host memory: a budget that nothing can
 keep is refused with the least that was found. A budget halfway between is then compiled. Bytes are XLA's own
-count on both sides, beside what was predicted; the overhead is an estimate, and nothing has run. The scheduled
-module of the result goes through the abstract machine (`passes.hlo.replay`).
+count on both sides, beside what was predicted; the overhead is an estimate, and nothing has run. The
+scheduled module of the result goes through the abstract machine (`passes.hlo.replay`).
 """
 
 from __future__ import annotations
