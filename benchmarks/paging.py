@@ -15,8 +15,8 @@ A link's number is what it carries in one step over the peak.
     python -m benchmarks.paging --device v6e --links tpu-v6e
     python -m benchmarks.paging --only resnet --budgets 0.6,0.49,0.44,0.3     # DELTA's settings
 
-One of both papers trains ResNet-50 and -101 with 2.04 and 2.25 times the batch that fits, which is a budget of
-.49 and .44 of the peak, and saves 40 to 70 % of the memory: .6 to .3.
+2.04 and 2.25 times the batch that fits (ResNet-50 and -101) are budgets of .49 and .44 of the peak, 40 to 70 %
+of the memory saved are .6 to .3.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def measure(name: str, device: str) -> Row:
     plain = aot.memory(_compiled(function, specs, device))
     nothing = plain.fixed_bytes + 1
     alone, paged = (_least(function, specs, device, nothing, host) for host in (None, HOST))
-    budget = (alone + paged) // 2
+    budget = min((alone + paged) // 2, alone - 1)
     try:
         made = _compiled(coop.remat(function, budget=budget, host=HOST), specs, device)
     except Exception as error:  # between two plans: what is called least can be asked for
