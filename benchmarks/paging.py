@@ -15,8 +15,8 @@ A link's number is what it carries in one step over the peak.
     python -m benchmarks.paging --device v6e --links tpu-v6e
     python -m benchmarks.paging --only resnet --budgets 0.6,0.49,0.44,0.3     # DELTA's settings
 
-2.04 and 2.25 times the batch that fits (ResNet-50 and -101) are budgets of .49 and .44 of the peak, 40 to 70 %
-of the memory saved are .6 to .3.
+2.04 and 2.25 times the batch that fits (ResNet-50 and -101) are budgets of .49 and .44 of the peak, 40 to
+70 % of the memory saved are .6 to .3.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from benchmarks.kernels import Transformer, resnet, transformer
 from coop_jax.text import format_table
 from passes.cost import DEVICES, DeviceModel
 from passes.ir import Plan, Program
-from passes.paging.link import LINKS, Link
+from passes.link import LINKS, Link
 from passes.planners import PlannerConfig, least_peak, plan
 from passes.simulate import simulate
 from passes.validate import validate
@@ -77,7 +77,7 @@ class Row:
     overhead_ratio: float
     lower_bound_ratio: float
     waiting_ratio: float
-    reruns: int
+    recomputes: int
     pages: int
     host_peak_bytes: int
     link_ratio: float
@@ -100,7 +100,7 @@ def row(
         overhead_ratio=made.overhead_ratio,
         lower_bound_ratio=made.lower_bound_ratio,
         waiting_ratio=made.waiting_ns / program.cost_ns,
-        reruns=len(made.reruns()),
+        recomputes=len(made.recomputes()),
         pages=len(made.pages),
         host_peak_bytes=made.host_peak_bytes,
         link_ratio=carried / peak_bytes,

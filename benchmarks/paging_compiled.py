@@ -25,6 +25,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 import jax
+from passes.hlo.assignment import predicted_addresses
 
 import coop_jax as coop
 from benchmarks.promise import build
@@ -34,7 +35,6 @@ from coop_jax.text import format_table
 from examples.models import GPTConfig, MLPConfig, Problem, gpt, mlp, scanned
 from passes.hlo import graph, proto
 from passes.hlo.assign import Assigner
-from passes.hlo.assignment import predicted_addresses
 from passes.hlo.replay import replay
 from passes.jaxpr import compat
 

@@ -16,12 +16,13 @@ from coop_jax import aot
 from passes.cost import DEVICES
 from passes.hlo import proto
 from passes.jaxpr import compat
-from passes.jaxpr.host_choice import sent_to_host, waiting_for_stacks_ns
-from passes.jaxpr.host_stacks import stacks_of, with_stacks_on_host
+from passes.jaxpr.candidate import JaxprRequest
 from passes.jaxpr.inline import inline_calls
-from passes.jaxpr.stage import JaxprRequest, plan_program
+from passes.jaxpr.scans.host_choice import sent_to_host, waiting_for_stacks_ns
+from passes.jaxpr.scans.host_stacks import stacks_of, with_stacks_on_host
+from passes.jaxpr.stage import plan_program
+from passes.link import C2C, PCIE3
 from passes.outcome import StageOutcome
-from passes.paging.link import C2C, PCIE3
 
 LAYERS, ROWS, WIDTH = 16, 512, 128
 SLICE = ROWS * WIDTH * 4
