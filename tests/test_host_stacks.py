@@ -132,6 +132,9 @@ def test_a_scanned_program_keeps_a_budget_below_what_recompute_alone_can(
     assert found.compiled_total_bytes <= budget
     assert found.host.compiled_bytes == found.host.planned_bytes == STACK
     assert found.host.waiting_ns > 0
+    assert "on the host: " in str(found)
+    assert "waiting for the link: estimated" in str(found)
+    assert type(found).from_dict(found.to_dict()) == found
     module = proto.parse(aot.final_module(compiled))
     seen = h.replayed(compiled) if platform == "cuda" else h.replayed_module(module, platform)
     assert not seen.problems
