@@ -25,7 +25,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 import jax
-from passes.hlo.assignment import predicted_addresses
 
 import coop_jax as coop
 from benchmarks.promise import build
@@ -36,6 +35,7 @@ from examples.models import GPTConfig, MLPConfig, Problem, gpt, mlp, scanned
 from passes.hlo import graph, proto
 from passes.hlo.assign import Assigner
 from passes.hlo.replay import replay
+from passes.hlo.xla_assignment import predicted_addresses
 from passes.jaxpr import compat
 
 HOST = "1GiB"
