@@ -122,9 +122,9 @@ def test_a_stack_inside_a_loop_over_microbatches_can_wait_on_the_host() -> None:
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_a_scanned_program_keeps_a_budget_below_what_recompute_alone_can(
-    h200: str, v5e: str, platform: str
+    request: pytest.FixtureRequest, platform: str
 ) -> None:
-    device = {"cuda": h200, "tpu": v5e}[platform]
+    device = request.getfixturevalue({"cuda": "h200", "tpu": "v5e"}[platform])
     budget = FIXED + 8 * SLICE
     limited = jax.jit(coop.remat(jax.grad(loss), budget=budget, host="1GiB", device=device))
     options = {"cuda": {"xla_gpu_autotune_level": "0"}, "tpu": {"xla_msa_enable": "DISABLED"}}[platform]

@@ -65,8 +65,9 @@ def least(data: bytes, platform: str, host_bytes: int = 0) -> int:
     [("cuda", "mlp", "step"), ("cuda", "gpt", "grad"), ("tpu", "large mlp", "grad")],
 )
 def test_pages_keep_budgets_that_recompute_alone_cannot(
-    h200: str, v5e: str, platform: str, model: str, form: str
+    request: pytest.FixtureRequest, platform: str, model: str, form: str
 ) -> None:
+    request.getfixturevalue(DEVICE[platform])
     example = example_of(model, form)
     data, _ = h.scheduled(example, platform)
     alone, paged = least(data, platform), least(data, platform, HOST_BYTES)
