@@ -160,11 +160,11 @@ def _layer_t(k: Kernels, s: Transformer, dx: int, kept: dict[str, int], grads: l
     return dx
 
 
-STAGES = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
+STAGES = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
 
 
 def resnet(depth: int, batch: int, size: int = 224, device: DeviceModel = DEVICES["h200"]) -> Program:
-    """Loss and gradients of a bottleneck ResNet; a normalization with its ReLU is one kernel."""
+    """Loss and gradients of a ResNet; a normalization with its ReLU is one kernel."""
     k = Kernels(device)
     (x,) = k.run("image", (), (BF16 * batch * 3 * size * size,))
     tape: list[tuple[str, dict[str, int]]] = []
@@ -175,15 +175,17 @@ def resnet(depth: int, batch: int, size: int = 224, device: DeviceModel = DEVICE
     channels = 64
     for stage, blocks in enumerate(STAGES[depth]):
         wide = 64 << stage
+        layers = ((wide, 3), (wide, 3)) if depth < 50 else ((wide, 1), (wide, 3), (4 * wide, 1))
+        outs = layers[-1][0]
         for block in range(blocks):
             side //= 2 if stage and not block else 1
-            y = _conv(k, tape, x, batch, side, channels, wide, 1)
-            y = _conv(k, tape, y, batch, side, wide, wide, 3)
-            y = _conv(k, tape, y, batch, side, wide, 4 * wide, 1)
-            short = x if block else _conv(k, tape, x, batch, side, channels, 4 * wide, 1)
-            (x,) = k.run("add_relu", (y, short), (BF16 * batch * 4 * wide * side * side,))
+            y, ins = x, channels
+            for made, taps in layers:
+                y, ins = _conv(k, tape, y, batch, side, ins, made, taps), made
+            short = x if channels == outs else _conv(k, tape, x, batch, side, channels, outs, 1)
+            (x,) = k.run("add_relu", (y, short), (BF16 * batch * outs * side * side,))
             tape.append(("add", {"x": y, "short": short, "y": x}))
-            channels = 4 * wide
+            channels = outs
     return k.program(f"resnet{depth} b{batch}", _resnet_t(k, tape, x))
 
 

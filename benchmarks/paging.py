@@ -1,4 +1,4 @@
-"""Recompute alone against recompute with pages: simulated, on kernels with roofline costs of an H200.
+"""Recompute alone against recompute with pages: simulated, on kernels with roofline costs.
 
     python -m benchmarks.paging                          # writes benchmarks/results/paging.{json,md}
     python -m benchmarks.paging --only "x 4096" --links pcie5,c2c
@@ -9,8 +9,14 @@ kernels and of waiting for the link, replayed with both queues, and every plan g
 which replays them on its own. A cell is the overhead in percent; "-" is no plan found. "bound" is what no
 plan can cost less than. "least" is the lowest live peak that was found, as a share of the program's own,
 with its overhead; for the last link only.
-A link's number is what it carries in one step over the peak; a TPU v6e's link has the rate of a v5e's here.
+A link's number is what it carries in one step over the peak.
 "delta" is DELTA's filter and director (`passes.planners.baselines.delta`).
+
+    python -m benchmarks.paging --device v6e --links tpu-v6e
+    python -m benchmarks.paging --only resnet --budgets 0.6,0.49,0.44,0.3     # DELTA's settings
+
+2.04 and 2.25 times the batch that fits (ResNet-50 and -101) are budgets of .49 and .44 of the peak, 40 to
+70 % of the memory saved are .6 to .3.
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ from pathlib import Path
 
 from benchmarks.kernels import Transformer, resnet, transformer
 from coop_jax.text import format_table
+from passes.cost import DEVICES, DeviceModel
 from passes.ir import Plan, Program
 from passes.link import LINKS, Link
 from passes.planners import PlannerConfig, least_peak, plan
@@ -37,16 +44,16 @@ WIDTHS = (768, 1024, 2048, 4096, 8192)
 RELATIVE = (0.25, 0.5, 1.0, 2.0)
 
 
-def programs() -> dict[str, Callable[[], Program]]:
+def programs(device: DeviceModel = DEVICES["h200"]) -> dict[str, Callable[[], Program]]:
     """The programs by name; BERT is a transformer of width 1024 with short sequences and 24 layers."""
     found: dict[str, Callable[[], Program]] = {
-        Transformer(width=width).name: lambda width=width: transformer(Transformer(width=width))
+        Transformer(width=width).name: lambda width=width: transformer(Transformer(width=width), device)
         for width in WIDTHS
     }
     bert = Transformer(width=1024, layers=24, seq=512, batch=32, head=64, vocab=30_522, flash=False)
-    found["bert large b32"] = lambda: dataclasses.replace(transformer(bert), name="bert large b32")
-    for depth, batch in ((50, 256), (101, 256)):
-        found[f"resnet{depth} b{batch}"] = lambda depth=depth, batch=batch: resnet(depth, batch)
+    found["bert large b32"] = lambda: dataclasses.replace(transformer(bert, device), name="bert large b32")
+    for depth in (18, 50, 101):
+        found[f"resnet{depth} b256"] = lambda depth=depth: resnet(depth, 256, device=device)
     return found
 
 
@@ -127,9 +134,9 @@ def measure_least(program: Program, links: Sequence[Link]) -> list[Row]:
     return [row(program, p.peak_bytes / peak_bytes, link, "least", p, peak_bytes) for link, p in found]
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[Row], device: str = "h200") -> str:
     """One Markdown table for each program."""
-    parts = ["Simulated on roofline costs of an H200: nothing here is compiled or measured.\n"]
+    parts = [f"Simulated on roofline costs of {device}: nothing here is compiled or measured.\n"]
     for name in dict.fromkeys(r.program for r in rows):
         mine = [r for r in rows if r.program == name]
         budgets = sorted({r.budget_ratio for r in mine if r.way != "least"}, reverse=True)
@@ -186,13 +193,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--only", default="", help="programs whose name contains this")
     parser.add_argument("--links", default="pcie3,pcie4,tpu-v5e,c2c,pcie5")
+    parser.add_argument("--device", default="h200", choices=sorted(DEVICES), help="whose costs")
     parser.add_argument("--budgets", default=",".join(map(str, BUDGETS)))
     parser.add_argument("--graphs", type=Path, help="folder of coop-program/1 files")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/paging.json"))
     args = parser.parse_args(argv)
     links = [LINKS[name] for name in args.links.split(",")]
     budgets = [float(text) for text in args.budgets.split(",")]
-    made = [(make(), links) for name, make in programs().items() if args.only in name]
+    made = [(make(), links) for name, make in programs(DEVICES[args.device]).items() if args.only in name]
     if args.graphs:
         made += [(program, relative(program)) for program in read(args.graphs) if args.only in program.name]
     rows: list[Row] = []
@@ -203,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stdout.flush()
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps([dataclasses.asdict(r) for r in rows], indent=1) + "\n")
-        args.out.with_suffix(".md").write_text(table(rows))
+        args.out.with_suffix(".md").write_text(table(rows, args.device))
 
 
 if __name__ == "__main__":

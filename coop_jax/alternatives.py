@@ -38,7 +38,8 @@ from passes.outcome import StageOutcome
 
 # Where pages may do the rest: as little recompute as can be, and some.
 PAGED_RATIOS = (0.65, 0.4)
-RATIOS = (0.85, 0.65, 0.5, 0.35, 0.25, 0.15, 0.08)
+# The last one asks for as little as can be: a program of many layers goes far below the others.
+RATIOS = (0.85, 0.65, 0.5, 0.35, 0.25, 0.15, 0.08, 0.0)
 # Costs are estimates; what is cheaper by less is not worth a compile.
 CHEAPER_RATIO = 0.999
 # A plan whose program costs so much more than planned was made from a wrong estimate
@@ -289,7 +290,7 @@ class _Search:
         budget_bytes = self.record.budget_bytes
         first = self._look(Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes))
         if first is not None:
-            self.tuned(self._choice(first))
+            self.paged(self.tuned(self._choice(first)), _hlo(first))
         for asked in self._wishes(refused):
             self._look(asked)
 

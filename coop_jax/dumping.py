@@ -11,6 +11,7 @@ from passes.hlo.barriers import drop_barriers
 from passes.hlo.describe import describe
 from passes.hlo.enforce import EnforceRequest
 from passes.hlo.lift import lift
+from passes.ir import Program
 from passes.listing import program_text
 from passes.outcome import StageOutcome
 
@@ -23,17 +24,17 @@ def dump_enforced(data: bytes, returned: bytes, request: EnforceRequest, outcome
         drop_barriers(module)
         return Assigner(graph.read(module), request.platform, old_rules=request.old_rules)
 
-    def kernels() -> str:
+    def kernels() -> Program:
         replayed = assigner(data)
-        lifted = lift(replayed.module, request.device, request.platform, assigner=replayed)
-        return program_text(lifted.program)
+        return lift(replayed.module, request.device, request.platform, assigner=replayed).program
 
     dump(
         "hlo",
         {
             "scheduled.pb": lambda: data,
             "returned.pb": lambda: returned,
-            "kernels.txt": kernels,
+            "kernels.txt": lambda: program_text(kernels()),
+            "kernels.json": lambda: kernels().to_json(),
             "before.map.json": lambda: describe(assigner(data)).to_json(),
             "after.map.json": lambda: describe(assigner(returned)).to_json(),
             "outcome.json": lambda: json.dumps(outcome.to_dict(), indent=1, default=str),

@@ -124,7 +124,7 @@ def _planned_and_marked(
         outcome = _as_planned(planned, devices, budget_bytes)
     if BACKENDS[facts.platforms[0]].pages:
         jaxpr, paged = with_host_stacks(jaxpr)
-        outcome = None if outcome is None else dataclasses.replace(outcome, paged=paged)
+        outcome = None if outcome is None else dataclasses.replace(outcome, paged=outcome.paged + paged)
     record = Record(
         budget=str(config.budget),
         budget_bytes=budget_bytes,
@@ -288,7 +288,11 @@ def _plan_whole(
     if BACKENDS[facts.platforms[0]].pages:
         # The jaxpr stage counts what waits on the host as kept on the device.
         beyond = offloaded_bytes(compat.open_jaxpr(plain)[0])
-        request = dataclasses.replace(request, budget_bytes=request.budget_bytes + beyond)
+        request = dataclasses.replace(
+            request,
+            budget_bytes=request.budget_bytes + beyond,
+            host_bytes=max(0, _host_budget_bytes(config, facts, plain) - facts.host_bytes - beyond),
+        )
     may_pin = config.on_fragmentation == "pin" and BACKENDS[facts.platforms[0]].pins_as_compiled
     may_pin = may_pin and is_whole(plain, facts)
     if may_pin and pinned_plain_bytes(plain, facts.device, facts.donated) <= budget_bytes:

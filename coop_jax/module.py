@@ -69,6 +69,14 @@ class ModuleFacts:
         return self._on_device(self.output_nbytes, self.output_on_host)
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes of arguments and results in the host's memory, donated storage counted once."""
+        arguments = [n for n, away in zip(self.argument_nbytes, self.argument_on_host, strict=True) if away]
+        taken = {self.aliased[i] for i in self.donated}
+        results = enumerate(zip(self.output_nbytes, self.output_on_host, strict=True))
+        return sum(arguments) + sum(n for k, (n, away) in results if away and k not in taken)
+
+    @property
     def has_host_memory(self) -> bool:
         """True if the host's memory is another than the device's."""
         return all(p in BACKENDS and BACKENDS[p].pages for p in self.platforms)

@@ -5,9 +5,11 @@ both directions are independent. The rates are of large copies from and to pinne
 
 pcie3, pcie4, pcie5   16 lanes: 15.75, 31.5 and 63 GB/s each way by the PCI-SIG's base specifications (8, 16
                       and 32 GT/s, 128b/130b); packets take a part of it, and 12, 25 and 55 GB/s are what
-                      NVIDIA's bandwidthTest and nvbandwidth show on V100, A100 and H100 cards.
+                      NVIDIA's bandwidthTest and nvbandwidth show on V100, A100 and H100 cards (NVIDIA's
+                      own account of nvbandwidth, 2025: 55.6).
 c2c                   NVLink-C2C of GH200: 900 GB/s in both directions together (NVIDIA's data sheet).
-tpu-v5e, tpu-v6e      1.5e10 bytes/s for each chip ("How to Scale Your Model", Google DeepMind 2025, ch. 2).
+tpu-v5e, tpu-v6e      1.5e10 bytes/s for each chip ("How to Scale Your Model", Google DeepMind 2025, ch. 2,
+                      whose third question is about a v6e).
 
 Energy is of the bytes on the way and in both memories: about 6 pJ a bit for a PCIe lane's two ends (about
 1.3 for C2C, NVIDIA's GH200 white paper) and 15 pJ a bit for DDR memory (O'Connor et al., MICRO 2017).

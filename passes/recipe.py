@@ -21,15 +21,17 @@ class Recipe:
     Attributes:
         scans: how scans, or what is inside of control flow, were rewritten.
         bodies: True if bodies of control flow were planned.
+        on_host: True if stacks of scans wait in the host's memory.
         recompute: the planner whose plan runs beside them; None if none does.
     """
 
     scans: Scans = Scans.NONE
     bodies: bool = False
+    on_host: bool = False
     recompute: str | None = None
 
     def __str__(self) -> str:
-        parts = (self.scans.value, "bodies" * self.bodies, self.recompute or "")
+        parts = (self.scans.value, "bodies" * self.bodies, "host" * self.on_host, self.recompute or "")
         return "+".join(filter(None, parts)) or "none"
 
     @classmethod
@@ -38,7 +40,9 @@ class Recipe:
         parts = [] if text == "none" else text.split("+")
         scans = Scans(parts.pop(0)) if parts and parts[0] in _SCANS else Scans.NONE
         bodies = parts[:1] == ["bodies"]
-        return cls(scans=scans, bodies=bodies, recompute="+".join(parts[bodies:]) or None)
+        on_host = parts[bodies : bodies + 1] == ["host"]
+        rest = "+".join(parts[bodies + on_host :])
+        return cls(scans=scans, bodies=bodies, on_host=on_host, recompute=rest or None)
 
 
 _SCANS = tuple(scans.value for scans in Scans)

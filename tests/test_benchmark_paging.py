@@ -45,4 +45,5 @@ def test_a_quick_link_makes_recompute_needless():
 
 
 def test_the_resnets_have_their_layers():
-    assert [len([op for op in resnet(d, 2).ops if op.name == "conv"]) for d in (50, 101)] == [53, 104]
+    depths = (18, 50, 101)
+    assert [len([op for op in resnet(d, 2).ops if op.name == "conv"]) for d in depths] == [20, 53, 104]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import hlo_support as h
 import pytest
 from strategies import example, small_gpt
 
@@ -66,6 +67,22 @@ def test_what_energy_needs_is_said():
         PlannerConfig(objective="money")
     with pytest.raises(ValueError, match="it is a share, for `objective` energy"):
         PlannerConfig(max_overhead=0.1)
+
+
+def test_kernels_of_a_compiled_program_say_their_energy(h200: str) -> None:
+    """A real program can be planned for energy; what it takes is what its kernels say, and the link."""
+    data, _ = h.scheduled(h.example("mlp", "grad"), "cuda")
+    program = h.lifted(data, "cuda").program
+    busy = [op for op in program.ops if op.cost_ns > DEVICES["h200"].launch_ns]
+    assert busy
+    assert all(op.energy_pj > 0 for op in busy)
+    budget_bytes = int(0.8 * simulate(program, tuple(op.id for op in program.ops)).peak_bytes)
+    made = plan(program, budget_bytes, PlannerConfig(objective="energy", **HOST))
+    quick = plan(program, budget_bytes, PlannerConfig(**HOST))
+    validate(program, made, LINK)
+    assert made.status.found
+    assert sum(program.ops[s].energy_pj for s in made.steps) <= made.energy_pj
+    assert made.overhead_ratio >= quick.overhead_ratio
 
 
 def test_energy_of_kernels_follows_the_data_sheet():

@@ -66,6 +66,17 @@ def test_a_value_takes_the_smallest_hole_when_it_comes_alive() -> None:
     assert layout.size == 1050
 
 
+def test_what_is_free_at_the_end_is_no_hole() -> None:
+    #   0: 0-3   1: 3-4   2: 4-5   then 0 and 2 die: 3 (1 wide) goes to the larger hole, between others
+    values = [
+        _interval(0, 300, 0, 3), _interval(1, 100, 1, 9), _interval(2, 100, 2, 4), _interval(3, 100, 5, 9),
+        _interval(4, 300, 6, 9),
+    ]  # fmt: skip
+    layout = pack_in_time(values, 100)
+    assert layout.offsets == {0: 0, 1: 300, 2: 400, 3: 0, 4: 400}
+    assert layout.size == 700
+
+
 def test_the_hole_at_the_end_grows() -> None:
     layout = pack_in_time([_interval(0, 100, 0, 9), _interval(1, 100, 1, 2), _interval(2, 500, 3, 9)], 100)
     assert layout.offsets == {0: 0, 1: 100, 2: 100}

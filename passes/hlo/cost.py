@@ -15,7 +15,7 @@ from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from passes.cost import EXPENSIVE_FLOPS, DeviceModel, kernel_ns
+from passes.cost import EXPENSIVE_FLOPS, DeviceModel, kernel_ns, kernel_pj
 from passes.hlo import graph
 from passes.hlo.graph import HOST, Computation, Instruction, Module
 
@@ -43,24 +43,53 @@ def instruction_ns(
 ) -> int:
     """Estimated time of one run of an instruction, called computations included."""
     opcode = instruction.opcode
-    if opcode in _FREE or is_host_copy(instruction) or instruction.proto.custom_call_target in _NO_KERNELS:
+    if opcode in _FREE or instruction.proto.custom_call_target in _NO_KERNELS:
+        return 0
+    if host_transfer(module, instruction) is not None:
         return 0
     if opcode in ("call", "async-start"):
         return sum(computation_ns(module, module.computations[c], device) for c in instruction.called)
     if opcode == "conditional":
         return max(computation_ns(module, module.computations[c], device) for c in instruction.called)
     if opcode == "while":
-        inner = sum(computation_ns(module, module.computations[c], device) for c in instruction.called)
-        return trip_count(module, instruction) * inner
-    if opcode == "fusion":
+        return sum(_loop_times_ns(module, instruction, device))
+    nbytes, flops, bits, vector_flops = _work(module, computation, instruction)
+    return kernel_ns(device, nbytes=nbytes, matrix_flops=flops, bits=bits, vector_flops=vector_flops)
+
+
+def _work(module: Module, computation: Computation, instruction: Instruction) -> tuple[int, int, int, int]:
+    """Bytes, matrix flops, the width of their operands in bits, and elementwise flops of a kernel."""
+    if instruction.opcode == "fusion":
         work = _fused_work(module, module.computations[instruction.called[0]])
         nbytes = work.written_bytes + work.read_bytes(instruction.operands)
-        flops, bits, vector_flops = work.matrix_flops, work.bits, work.vector_flops
-    else:
-        nbytes = _written(computation, instruction) + sum(_read(computation, instruction))
-        flops, bits = _flops(module, computation, instruction)
-        vector_flops = _vector_flops(module, computation, instruction)
-    return kernel_ns(device, nbytes=nbytes, matrix_flops=flops, bits=bits, vector_flops=vector_flops)
+        return nbytes, work.matrix_flops, work.bits, work.vector_flops
+    nbytes = _written(computation, instruction) + sum(_read(computation, instruction))
+    flops, bits = _flops(module, computation, instruction)
+    return nbytes, flops, bits, _vector_flops(module, computation, instruction)
+
+
+def instruction_pj(
+    module: Module, computation: Computation, instruction: Instruction, device: DeviceModel
+) -> int:
+    """Estimated energy of one run of an instruction in picojoules, called computations included.
+
+    Of its bytes and products; copies to and from the host are not in it. 0 where the device's is unknown.
+    """
+    opcode = instruction.opcode
+    if not device.watts or opcode in _FREE or instruction.proto.custom_call_target in _NO_KERNELS:
+        return 0
+    if host_transfer(module, instruction) is not None:
+        return 0
+    if opcode in ("call", "async-start", "conditional", "while"):
+        inner = [_computation_pj(module, module.computations[c], device) for c in instruction.called]
+        turns = trip_count(module, instruction) if opcode == "while" else 1
+        return turns * (max(inner) if opcode == "conditional" else sum(inner))
+    nbytes, flops, bits, _ = _work(module, computation, instruction)
+    return kernel_pj(device, nbytes=nbytes, matrix_flops=flops, bits=bits)
+
+
+def _computation_pj(module: Module, computation: Computation, device: DeviceModel) -> int:
+    return sum(instruction_pj(module, computation, computation.by_id[i], device) for i in computation.order)
 
 
 def computation_ns(module: Module, computation: Computation, device: DeviceModel) -> int:
@@ -76,17 +105,50 @@ def computation_times_ns(module: Module, computation: Computation, device: Devic
     arrival: dict[int, int] = {}
     for i in computation.order:
         instruction = computation.by_id[i]
-        if is_host_copy(instruction) and device.host_link is not None:
-            to_host = instruction.shape.at((0,)).memory_space == HOST
-            nbytes, link = instruction.shape.at((0,)).nbytes, device.host_link
+        copied = host_transfer(module, instruction)
+        if copied is not None and device.host_link is not None:
+            to_host, nbytes = copied
+            link = device.host_link
             takes_ns = link.to_host_ns(nbytes) if to_host else link.from_host_ns(nbytes)
             arrival[i] = free[to_host] = max(free[to_host], clock) + takes_ns
-        elif instruction.opcode == "copy-done" and instruction.operands[0] in arrival:
+        elif instruction.opcode in ("copy-done", "async-done") and instruction.operands[0] in arrival:
             late = max(0, arrival[instruction.operands[0]] - clock)
             clock, waiting = clock + late, waiting + late
+        elif instruction.opcode == "while":
+            takes_ns, late = _loop_times_ns(module, instruction, device)
+            clock, waiting = clock + takes_ns + late, waiting + late
         else:
             clock += instruction_ns(module, computation, instruction, device)
     return clock - waiting, waiting
+
+
+def _loop_times_ns(module: Module, loop: Instruction, device: DeviceModel) -> tuple[int, int]:
+    """Estimated time of the kernels of all turns of a loop, and of waiting for copies beside them."""
+    inner = [computation_times_ns(module, module.computations[c], device) for c in loop.called]
+    turns = trip_count(module, loop)
+    return turns * sum(kernels for kernels, _ in inner), turns * sum(late for _, late in inner)
+
+
+def host_transfer(module: Module, instruction: Instruction) -> tuple[bool, int] | None:
+    """The direction of a copy between the device's memory and the host's, True to the host, and its bytes.
+
+    Returns:
+        None for everything else than the start of such a copy: of an array, of a slice that is written into
+        one on the host, or of a slice that is read there.
+    """
+    if is_host_copy(instruction):
+        there = instruction.shape.at((0,))
+        return there.memory_space == HOST, there.nbytes
+    if instruction.opcode != "async-start":
+        return None
+    inner = module.computations[instruction.called[0]]
+    while (root := inner.by_id[inner.root]).opcode == "fusion":
+        inner = module.computations[root.called[0]]
+    if root.opcode == "dynamic-update-slice" and root.shape.memory_space == HOST:
+        return True, inner.by_id[root.operands[1]].shape.nbytes
+    if root.opcode == "dynamic-slice" and inner.by_id[root.operands[0]].shape.memory_space == HOST:
+        return False, root.shape.nbytes
+    return None
 
 
 def is_host_copy(instruction: Instruction) -> bool:

@@ -100,7 +100,7 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
         return module_bytes, replace(kept, status=Status.UNKNOWN, needs_pinning=True, least_total_bytes=least)
     lifted = lift(view, request.device, request.platform, assigner=before, prediction=prediction)
     # What the program brings from the host by itself is waited for without a plan, too.
-    cost_ns = lifted.program.cost_ns + computation_times_ns(view, view.entry, request.device)[1]
+    cost_ns = computation_ns(view, view.entry, request.device)
     task = _task(request, _reordered(lifted, request.device))
     written, inside = fit(task), tuple[Recomputed, ...]()
     entry, lowest, loops = task, written, False
@@ -205,8 +205,9 @@ def _host_refusal(
 def _untouched(
     request: EnforceRequest, view: graph.Module, prediction: HeapPrediction, begin: float
 ) -> StageOutcome:
-    cost_ns = computation_ns(view, view.entry, request.device)
-    return _outcome(request, prediction, prediction, cost_ns, begin)
+    kernels_ns, waiting_ns = computation_times_ns(view, view.entry, request.device)
+    kept = _outcome(request, prediction, prediction, kernels_ns + waiting_ns, begin)
+    return replace(kept, waiting_ns=waiting_ns)
 
 
 def _outcome(

@@ -16,7 +16,7 @@ from typing import Any
 from passes.cost import DeviceModel
 from passes.hlo import graph
 from passes.hlo.assign import Assigner
-from passes.hlo.cost import instruction_ns
+from passes.hlo.cost import instruction_ns, instruction_pj
 from passes.hlo.dataflow import Value
 from passes.hlo.graph import Computation, Instruction
 from passes.hlo.heap import HeapPrediction, predict_assigned
@@ -193,6 +193,7 @@ class _Lift:
             inputs=tuple(self.buffer_of(v) for v in read),
             outputs=tuple(self.buffer_of(v) for v in made),
             cost_ns=instruction_ns(self.module, self.scope, instruction, self.device),
+            energy_pj=instruction_pj(self.module, self.scope, instruction, self.device),
             recomputable=self._recomputable(n, instruction, made, read),
             deadline=self._deadline(n, read),
             may_share=self._may_share(instruction, made, read),

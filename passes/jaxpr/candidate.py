@@ -11,6 +11,7 @@ from passes.jaxpr.calibration import UNCALIBRATED, Calibration
 from passes.jaxpr.emit import EmitConfig
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.scans.choice import Level
+from passes.outcome import Paged
 from passes.recipe import Recipe, Scans
 
 
@@ -25,6 +26,7 @@ class JaxprRequest:
         planner: one of `passes.planners.config.PLANNERS`.
         baseline_total_bytes: what the program needs without this stage, where that was compiled.
         calibration: what XLA made of other plans of this program.
+        host_bytes: how many bytes of stacks of scans may wait on the host.
         inside: True for a body of a program whose scans, inner ones, too, are rewritten already.
     """
 
@@ -36,6 +38,7 @@ class JaxprRequest:
     planner: str = "auto"
     baseline_total_bytes: int | None = None
     calibration: Calibration = UNCALIBRATED
+    host_bytes: int = 0
     inside: bool = False
 
     @property
@@ -62,6 +65,7 @@ class Candidate:
         scans: how its pairs of scans were rewritten before it was planned.
         rewritten: True if anything was done to it before it was planned.
         bodies: True if bodies of control flow were planned.
+        paged: stacks of scans that wait on the host.
     """
 
     lifted: LiftedJaxpr
@@ -74,6 +78,7 @@ class Candidate:
     scans: Level = ()
     rewritten: bool = False
     bodies: bool = False
+    paged: tuple[Paged, ...] = ()
 
     @property
     def changed(self) -> bool:
@@ -87,5 +92,6 @@ class Candidate:
         return Recipe(
             scans=scans if self.rewritten else Scans.NONE,
             bodies=self.bodies,
+            on_host=bool(self.paged),
             recompute=None if self.plan is None else self.plan.planner,
         )

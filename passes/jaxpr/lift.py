@@ -34,7 +34,7 @@ from passes.jaxpr.in_place import (
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.primitives import CONTROL_FLOW, SLICING, Kind, is_expensive
-from passes.jaxpr.purity import eqn_kind, has_effect, is_on_host
+from passes.jaxpr.purity import eqn_kind, has_effect, is_on_host, moves_memory
 from passes.jaxpr.simplify import without_literal_barriers
 from passes.jaxpr.softmax import inside_softmax
 from passes.simulate import simulate
@@ -246,7 +246,7 @@ class _Lift:
         results = result_storage((self.original.get(v, v) for v in self.results), self.jaxpr, self.producer)
         fixed = {*self.jaxpr.constvars, *self.jaxpr.invars, *results}
         buffers = tuple(
-            Buffer(id=BufferId(b), nbytes=0 if v in fixed else self._nbytes(v), name=str(v))
+            Buffer(id=BufferId(b), nbytes=0 if v in fixed else _nbytes(v, self.device), name=str(v))
             for b, v in enumerate(var_of)
         )
         leaves = tuple(
@@ -269,11 +269,6 @@ class _Lift:
             buffer_of=buffer_of,
             var_of=tuple(var_of),
         )
-
-    def _nbytes(self, v: Any) -> int:
-        """Bytes of a value on the device."""
-        away = BACKENDS[self.device.platform].pages and is_on_host(v.aval)
-        return 0 if away else compat.aval_nbytes(v.aval)
 
     def _is_root(self, i: int) -> bool:
         eqn = self.jaxpr.eqns[i]
@@ -349,8 +344,10 @@ class _Lift:
         )
 
     def _kernel_ns(self, root: int, body: tuple[int, ...], outvars: list[Any]) -> int:
-        """Time of one kernel, of what it sends to other devices, too."""
+        """Time of one kernel, of what it sends to other devices, too; a copy to or from the host is none."""
         eqn = self.jaxpr.eqns[root]
+        if moves_memory(eqn):
+            return 0
         is_saved = compat.checkpoint_name_of(eqn) is not None and self.kinds[root] is Kind.OPAQUE
         nbytes = said_bytes(eqn)
         if nbytes is None:
@@ -392,9 +389,8 @@ class _Lift:
 
     def _workspace(self, eqn: Any) -> int:
         """The inner peak of control flow: of its largest body."""
-        if eqn.primitive.name not in CONTROL_FLOW:
-            return 0
-        return max((work.peak_bytes for work in _works(eqn, self.device)), default=0)
+        bodies = _works(eqn, self.device) if eqn.primitive.name in CONTROL_FLOW else []
+        return max((work.peak_bytes for work in bodies), default=0)
 
     def _inner_ns(self, eqn: Any) -> int:
         """Time of control flow: its dearest body, as often as it is known to run."""
@@ -416,6 +412,11 @@ class InnerWork:
     cost_ns: int
 
 
+def _nbytes(v: Any, device: DeviceModel) -> int:
+    """Bytes of a value on the device."""
+    return 0 if BACKENDS[device.platform].pages and is_on_host(v.aval) else compat.aval_nbytes(v.aval)
+
+
 def _works(eqn: Any, device: DeviceModel) -> list[InnerWork]:
     """What the bodies of one equation of control flow need."""
     carried = compat.scan_sizes(eqn) if eqn.primitive.name == "scan" else (0, 0)
@@ -433,6 +434,6 @@ def inner_work(jaxpr: Any, device: DeviceModel, carried: tuple[int, int] = (0, 0
     lifted = lift(flat, device, as_xla=True)
     program = lifted.program
     in_place = updated_in_place(lifted, *carried)
-    results = sum(compat.aval_nbytes(v.aval) for k, v in enumerate(flat.outvars) if k not in in_place)
+    results = sum(_nbytes(v, device) for k, v in enumerate(flat.outvars) if k not in in_place)
     peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
     return InnerWork(peak_bytes=int(peak_bytes) + results, cost_ns=program.cost_ns)

@@ -52,6 +52,12 @@ def is_on_host(aval: Any) -> bool:
     return bool(getattr(aval, "memory_space", None) == jax.memory.Space.Host)
 
 
+def moves_memory(eqn: Any) -> bool:
+    """True for a copy between the device's memory and the host's, which runs beside the kernels."""
+    atoms = (*eqn.invars, *eqn.outvars)
+    return eqn.primitive.name == "device_put" and len({is_on_host(v.aval) for v in atoms}) > 1
+
+
 def is_pure_kernel(eqn: Any) -> bool:
     """True for an equation of whatever primitive that may be recomputed; see the head of this file."""
     atoms = (*eqn.invars, *eqn.outvars)

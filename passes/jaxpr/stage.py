@@ -264,6 +264,7 @@ def _outcome(
         recipe=candidate.recipe,
         seconds=0.0,
         recomputed=recomputed,
+        paged=candidate.paged,
         tightest=tightest_values(program, candidate.steps),
         least_total_bytes=None if fits else request.fixed_bytes + candidate.peak_bytes,
     )

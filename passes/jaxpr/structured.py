@@ -20,16 +20,19 @@ from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.scans.choice import Level
 from passes.jaxpr.scans.emit import rewrite
 from passes.jaxpr.scans.frontier import frontier, segment_frontier
+from passes.jaxpr.scans.host_choice import sent_to_host
 from passes.jaxpr.scans.sink import sink_into_scans
 from passes.jaxpr.scans.views import view_inside_scans
 from passes.jaxpr.straight import as_it_is, search
-from passes.recipe import Recipe
+from passes.recipe import Recipe, Scans
 
 # (open jaxpr of a body, bytes for its temporaries, request) -> an open jaxpr.
 type PlanBody = Callable[[Any, int, JaxprRequest], Any]
 
 LEVELS_ABOVE = 2
 LEVELS_BELOW = 3
+# How many levels, spread over the frontier, are looked at with stacks on the host.
+LEVELS_SENT = 6
 WAYS = (ALONE, RECOMPUTES, BODIES, TIGHTER) = (0, 1, 2, 3)
 # Bodies are planned for no more than this of what the program needs without.
 BODIES_RATIO = 0.9
@@ -43,16 +46,21 @@ def search_structured(jaxpr: Any, request: JaxprRequest, scale: float, plan_body
     """The cheapest candidate that fits, among the scans' levels and what can be done beside them.
 
     A level alone, with recomputes beside the scans, with the bodies of control flow planned, too, and planned
-    tighter; then scans in segments. What was compiled counts as measured (`request.calibration`), the others
-    as estimated times what their like turned out to need.
+    tighter; then scans in segments; where there is a host budget with stacks on the host. What was compiled
+    counts as measured (`request.calibration`), the others as estimated times what their like turned out to
+    need.
     """
-    look_at = _Search(original=jaxpr, request=request, scale=scale, plan_body=plan_body).levels
+    search_for = _Search(original=jaxpr, request=request, scale=scale, plan_body=plan_body)
+    look_at = search_for.levels
     if request.inside:
         return _next(look_at(_Levels(jaxpr, [()], request.device), WAYS), request).candidate
     sunk = sink_into_scans(view_inside_scans(jaxpr))
-    looks = look_at(_on_frontier(sunk, request.device), WAYS)
+    levels = _on_frontier(sunk, request.device)
+    looks = look_at(levels, WAYS)
     if all(look.over for look in looks):
         looks += look_at(_in_segments(sunk, request.device), (ALONE, RECOMPUTES))
+    if request.host_bytes:
+        looks += search_for.sent(levels, _next(looks, request))
     return _next(looks, request).candidate
 
 
@@ -164,6 +172,58 @@ class _Search:
                     look(best[0], BODIES)
                 break
         return list(found.values())
+
+    def sent(self, levels: _Levels, here: _Look) -> list[_Look]:
+        """Candidates with stacks on the host: on some levels of the frontier, on the best also with its
+        bodies planned and with recomputes beside the scans.
+
+        Args:
+            here: the best without; where that fits, only what may cost less is looked at.
+        """
+        last = len(levels) - 1
+        found: dict[int, _Look] = {}
+        for k in sorted({round(n * last / (LEVELS_SENT - 1)) for n in range(LEVELS_SENT)}):
+            if not here.over and levels[k].lifted.program.cost_ns >= here.candidate.cost_ns:
+                continue
+            if (look := self._sent(levels[k], ALONE)) is not None:
+                found[k] = look
+        if not found:
+            return []
+        best = min(found, key=lambda k: _rank(found[k]))
+        deeper = self._sent(levels[best], BODIES)
+        return [*found.values(), *([] if deeper is None else [deeper])]
+
+    def _sent(self, level: _Rewritten, way: int) -> _Look | None:
+        """One level with as few stacks on the host as make it fit; None where none can be sent."""
+        request = self.request
+        program, lifted = level.program, level.lifted
+        if way == BODIES:
+            program, lifted = self._with_bodies(program, lifted, 1)
+        ratio = self._ratio(
+            Recipe(scans=Scans.LEVELS, on_host=True), as_it_is(lifted).peak_bytes, 1 / self.scale
+        )
+        limit_bytes = request.temp_budget_bytes
+
+        def excess_of(written: Any) -> int:
+            peak_bytes = as_it_is(lift(written, request.device, as_xla=True)).peak_bytes
+            return round(peak_bytes * ratio) - limit_bytes
+
+        sent = sent_to_host(program, request.device, request.host_bytes, excess_of)
+        if sent is None:
+            return None
+        lifted = lift(sent.program, request.device, as_xla=True)
+
+        def named(made: Candidate) -> Candidate:
+            return replace(
+                made, scans=level.level, rewritten=True, bodies=program is not level.program,
+                paged=sent.paged, cost_ns=made.cost_ns + sent.waiting_ns,
+            )  # fmt: skip
+
+        alone = self._expect(named(as_it_is(lifted)), ratio)
+        if way == ALONE or not alone.over:
+            return alone
+        searched = named(search(lifted, request, 1 / ratio))
+        return min(alone, self._expect(searched, ratio), key=_rank)
 
     def _look(self, level: _Rewritten, way: int, *, lowest: bool) -> _Look:
         """One level in one of the `WAYS`; the lowest is not given up before it was compiled itself."""

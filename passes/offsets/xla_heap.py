@@ -132,8 +132,8 @@ def pack(intervals: list[Interval], alignment: int) -> HeapLayout:
 def pack_in_time(intervals: list[Interval], alignment: int) -> HeapLayout:
     """Place every group of intervals when it comes alive, as XLA does on a TPU.
 
-    A group takes the smallest hole that holds it among what is free then, the lowest on ties. Where none
-    does, it starts in the hole at the end of the heap, if there is one, and the heap grows.
+    A group takes the smallest hole that holds it among what is free then between others, the lowest on ties.
+    Where none does, it starts at the end of what is taken: what is free there is no hole.
 
     Args:
         intervals: values on the event clock; every group has exactly one leader.
@@ -159,7 +159,7 @@ def pack_in_time(intervals: list[Interval], alignment: int) -> HeapLayout:
         if is_end:
             holes = _with_hole(holes, offsets[group], offsets[group] + room)
             continue
-        fits = [(stop - start, start, stop) for start, stop in holes if stop - start >= room]
+        fits = [(stop - start, start, stop) for start, stop in holes if room <= stop - start and stop < end]
         if fits:
             _, start, stop = min(fits)
             holes.remove((start, stop))

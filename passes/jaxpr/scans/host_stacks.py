@@ -1,4 +1,4 @@
-"""Stacks that a scan fills and other scans read, kept in the host's memory: what a user forced there.
+"""Stacks that a scan fills and other scans read, kept in the host's memory.
 
 The last thing that is done to a program. Each iteration of the first scan sends its slice to the host, each
 iteration of a scan that reads the stack brings one back: XLA runs both beside the iteration's kernels, and
@@ -7,13 +7,14 @@ the stack takes no room on the device.
     carry, stack       = scan(f, c0, xs)       f's slice: device_put(slice, host)
     carry, grads       = scan(b, c1, stack)    b's slice: device_put(slice, device), at its beginning
 
-Not done: stacks that anything else reads, or that pass from a program that was differentiated to its
-gradient's; those stay on the device.
+Which stacks are moved is a user's choice (values that are marked) or the planner's
+(`passes.jaxpr.scans.host_choice`). Not done: stacks that anything else reads, or that pass from a program
+that was differentiated to its gradient's; those stay on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,19 +22,65 @@ import jax
 
 from passes.jaxpr import compat
 from passes.jaxpr.primitives import CONTROL_FLOW
+from passes.jaxpr.purity import is_on_host
 from passes.jaxpr.rewrite import bodies_of, splice, with_bodies
 from passes.jaxpr.values import names_in
 from passes.outcome import Paged
 from passes.saved import OFFLOADED
 
+Key = tuple[int, ...]
+"""Where a stack is made: equation and body of the control flow around it, its scan's place, which result."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Stack:
-    """A stack to be moved: the scan that fills it, which of its results, and the scans that read it."""
+class Stack:
+    """A stack that can wait on the host.
 
-    maker: int
+    Attributes:
+        key: tells the stacks of a program apart.
+        maker, readers: the scan that fills it, and those that read it; equations.
+        result: which of its maker's results it is.
+        forced: True if a user sends it to the host.
+        turns: how often the loops around it are known to run.
+    """
+
+    key: Key
+    maker: Any
+    readers: tuple[Any, ...]
     result: int
+    forced: bool
+    turns: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole stack."""
+        return compat.aval_nbytes(self.maker.outvars[self.result].aval)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """A stack by the places of the equations around it."""
+
+    stack: Stack
+    maker: int
     readers: tuple[int, ...]
+
+
+def stacks_of(jaxpr: Any) -> list[Stack]:
+    """The stacks of an open jaxpr that can wait on the host, those in bodies of its control flow, too."""
+    found: list[Stack] = []
+
+    def note(stack: Stack) -> bool:
+        found.append(stack)
+        return False
+
+    _moved(jaxpr, note, (), 1)
+    return found
+
+
+def with_stacks_on_host(jaxpr: Any, chosen: Collection[Key]) -> tuple[Any, tuple[Paged, ...]]:
+    """An open jaxpr with some of its stacks on the host, and what the report says of them."""
+    return _moved(jaxpr, lambda stack: stack.key in chosen, (), 1)
 
 
 def with_host_stacks(closed: Any) -> tuple[Any, tuple[Paged, ...]]:
@@ -45,21 +92,37 @@ def with_host_stacks(closed: Any) -> tuple[Any, tuple[Paged, ...]]:
     jaxpr, consts = compat.open_jaxpr(closed)
     if OFFLOADED not in names_in(jaxpr):
         return closed, ()
-    eqns, paged = list(jaxpr.eqns), []
-    for i, eqn in enumerate(eqns):
+    moved, paged = _moved(jaxpr, lambda stack: stack.forced, (), 1)
+    return (compat.close_jaxpr(moved, consts), paged) if paged else (closed, ())
+
+
+def _moved(
+    jaxpr: Any, is_chosen: Callable[[Stack], bool], at: Key, turns: int
+) -> tuple[Any, tuple[Paged, ...]]:
+    """An open jaxpr with the chosen stacks on the host; the same object if there are none."""
+    eqns, paged = list(jaxpr.eqns), list[Paged]()
+    for i, eqn in enumerate(jaxpr.eqns):
         if eqn.primitive.name in CONTROL_FLOW:
-            found = [with_host_stacks(body) for body in bodies_of(eqn)]
-            eqns[i] = with_bodies(eqn, [body for body, _ in found])
-            paged += [p for _, inside in found for p in inside]
-    for stack in _stacks(eqns, jaxpr.outvars):
-        paged.append(_move(eqns, stack))
+            inner_turns = turns * int(eqn.params.get("length") or 1)
+            bodies, inside = [], list[Paged]()
+            for k, body in enumerate(bodies_of(eqn)):
+                opened, consts = compat.open_jaxpr(body)
+                written, found = _moved(opened, is_chosen, (*at, i, k), inner_turns)
+                bodies.append(compat.close_jaxpr(written, consts) if found else body)
+                inside += found
+            if inside:
+                eqns[i] = with_bodies(eqn, bodies)
+                paged += inside
+    for place in _places(eqns, jaxpr.outvars, at, turns):
+        if is_chosen(place.stack):
+            paged.append(_move(eqns, place))
     if not paged:
-        return closed, ()
-    return compat.close_jaxpr(compat.rebuild(jaxpr, eqns=eqns, outvars=jaxpr.outvars), consts), tuple(paged)
+        return jaxpr, ()
+    return compat.rebuild(jaxpr, eqns=eqns, outvars=jaxpr.outvars), tuple(paged)
 
 
-def _stacks(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[_Stack]:
-    """Marked stacks that only other scans read, slice by slice."""
+def _places(eqns: Sequence[Any], outvars: Sequence[Any], at: Key, turns: int) -> list[_Place]:
+    """Stacks that only scans read, slice by slice."""
     readers: dict[Any, list[int]] = {}
     for i, eqn in enumerate(eqns):
         for v in filter(compat.is_variable, eqn.invars):
@@ -69,14 +132,25 @@ def _stacks(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[_Stack]:
         if eqn.primitive.name != "scan":
             continue
         n_carry = compat.scan_sizes(eqn)[1]
-        marked = _marked(compat.open_jaxpr(bodies_of(eqn)[0])[0])
-        for k, (inner, outer) in enumerate(zip(_body(eqn).outvars, eqn.outvars, strict=True)):
+        body = _body(eqn)
+        marked = _marked(body)
+        for k, (inner, outer) in enumerate(zip(body.outvars, eqn.outvars, strict=True)):
             own = tuple(dict.fromkeys(readers.get(outer, ())))
-            if k < n_carry or inner not in marked or not own or outer in outvars:
+            if k < n_carry or not own or outer in outvars or not _can_move(inner):
                 continue
             if all(_is_sliced(eqns[r], outer) for r in own):
-                found.append(_Stack(maker=i, result=k, readers=own))
+                stack = Stack(
+                    key=(*at, i, k), maker=eqn, readers=tuple(eqns[r] for r in own), result=k,
+                    forced=inner in marked, turns=turns,
+                )  # fmt: skip
+                found.append(_Place(stack=stack, maker=i, readers=own))
     return found
+
+
+def _can_move(slice_: Any) -> bool:
+    """True for a slice that is an array on the device; a number is not worth a copy."""
+    is_array = compat.is_variable(slice_) and bool(getattr(slice_.aval, "shape", ()))
+    return is_array and not is_on_host(slice_.aval)
 
 
 def _body(scan: Any) -> Any:
@@ -96,25 +170,26 @@ def _is_sliced(eqn: Any, stack: Any) -> bool:
     return not any(v is stack for v in whole)
 
 
-def _move(eqns: list[Any], stack: _Stack) -> Paged:
+def _move(eqns: list[Any], place: _Place) -> Paged:
     """Move one stack to the host, in place."""
-    maker = eqns[stack.maker]
+    maker, result = eqns[place.maker], place.stack.result
     body = _body(maker)
-    inner, old = body.outvars[stack.result], maker.outvars[stack.result]
-    like = next(e for e in body.eqns if inner in e.outvars)
+    inner, old = body.outvars[result], maker.outvars[result]
+    like = next((e for e in body.eqns if inner in e.outvars), maker)
     put, (sent,) = _put([inner], jax.memory.Space.Host, like)
-    outvars = [sent if k == stack.result else v for k, v in enumerate(body.outvars)]
+    outvars = [sent if k == result else v for k, v in enumerate(body.outvars)]
     written = compat.rebuild(body, eqns=[*body.eqns, *put], outvars=outvars)
     _, (new,) = _put([old], jax.memory.Space.Host, maker)
-    results = [new if k == stack.result else v for k, v in enumerate(maker.outvars)]
-    eqns[stack.maker] = _with_body(maker, written).replace(outvars=results)
-    for reader in stack.readers:
+    results = [new if k == result else v for k, v in enumerate(maker.outvars)]
+    eqns[place.maker] = _with_body(maker, written).replace(outvars=results)
+    for reader in place.readers:
         eqns[reader] = _reading(eqns[reader], old, new, sent)
+    is_named = like is maker or compat.checkpoint_name_of(like) is not None
     return Paged(
-        op=like.primitive.name if compat.checkpoint_name_of(like) is None else "scan's stack",
+        op="scan's stack" if is_named else f"scan's stack of {like.primitive.name}",
         source=compat.source_line(like),
         nbytes=compat.aval_nbytes(old.aval),
-        times=len(stack.readers),
+        times=len(place.readers),
         stage="jaxpr",
     )
 

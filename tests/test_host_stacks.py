@@ -1,0 +1,142 @@
+"""Stacks of scans that the planner sends to the host, because recompute alone does not fit or is dearer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import hlo_support as h
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import coop_jax as coop
+from coop_jax import aot
+from passes.backend import BACKENDS
+from passes.cost import DEVICES
+from passes.hlo import proto
+from passes.jaxpr import compat
+from passes.jaxpr.candidate import JaxprRequest
+from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.scans.host_choice import sent_to_host, waiting_for_stacks_ns
+from passes.jaxpr.scans.host_stacks import stacks_of, with_stacks_on_host
+from passes.jaxpr.stage import plan_program
+from passes.link import C2C, PCIE3
+from passes.outcome import StageOutcome
+
+LAYERS, ROWS, WIDTH = 16, 512, 128
+SLICE = ROWS * WIDTH * 4
+STACK = LAYERS * SLICE
+SPECS = (h.spec(LAYERS, WIDTH, WIDTH), h.spec(ROWS, WIDTH))
+FIXED = (2 * LAYERS * WIDTH * WIDTH + ROWS * WIDTH) * 4
+HOST_BYTES = 1 << 30
+
+
+def loss(ws: Any, x: Any) -> Any:
+    """A chain of layers in a scan: the least that recompute alone must stack is a carry for every segment."""
+    return (lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0] ** 2).mean()
+
+
+def program(function: Any = loss) -> Any:
+    """The gradient as a closed jaxpr."""
+    avals = [compat.typeof(jnp.ones(s.shape, s.dtype)) for s in SPECS]
+    return inline_calls(compat.trace(lambda *args: [jax.grad(function)(*args)], avals))
+
+
+def planned(temp_bytes: int, host_bytes: int = 0, **changes: Any) -> StageOutcome:
+    """What the jaxpr stage makes of the gradient for some bytes of temporaries."""
+    device = dataclasses.replace(DEVICES["h200"], **changes)
+    request = JaxprRequest(
+        budget_bytes=FIXED + temp_bytes, argument_bytes=FIXED, output_bytes=0, alias_bytes=0,
+        device=device, host_bytes=host_bytes,
+    )  # fmt: skip
+    return plan_program(program(), request)[1]
+
+
+def test_the_planner_sends_a_stack_to_the_host_where_recompute_alone_does_not_fit() -> None:
+    alone = planned(5 * SLICE)
+    assert alone.planned_temp_bytes > 5 * SLICE
+    found = planned(5 * SLICE, HOST_BYTES)
+    assert found.planned_temp_bytes <= 5 * SLICE
+    assert [p.nbytes for p in found.paged] == [STACK]
+    assert found.paged[0].source.startswith(__file__)
+
+
+def test_a_stack_stays_where_the_program_fits_without_or_the_host_has_no_room() -> None:
+    assert not planned(3 * STACK, HOST_BYTES).paged
+    assert not planned(5 * SLICE, STACK - 1).paged
+
+
+def test_a_quick_link_is_chosen_before_recompute_and_a_slow_one_after_it() -> None:
+    """In the least bytes of segments, which run every layer twice."""
+    least = planned(1).planned_temp_bytes
+    alone = planned(least)
+    slow = planned(least, HOST_BYTES, host_link=dataclasses.replace(PCIE3, from_host_bytes_per_second=1e6))
+    quick = planned(least, HOST_BYTES, host_link=dataclasses.replace(C2C, latency_ns=0))
+    assert alone.planned_temp_bytes == least
+    assert (slow.recompute_ns, slow.paged) == (alone.recompute_ns, ())
+    assert quick.paged
+    assert quick.recompute_ns < alone.recompute_ns
+
+
+def test_the_fewest_bytes_that_are_enough_are_sent() -> None:
+    def three(ws: Any, x: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            y = jnp.tanh(x @ w)
+            return y + jnp.tanh(y @ w).astype(jnp.bfloat16).astype(jnp.float32), None
+
+        return (lax.scan(layer, x, ws)[0] ** 2).mean()
+
+    jaxpr = compat.open_jaxpr(program(three))[0]
+    sizes = sorted(s.nbytes for s in stacks_of(jaxpr))
+    assert len(sizes) > 2
+    device = DEVICES["h200"]
+
+    def excess_of(written: Any) -> int:
+        here = {s.key for s in stacks_of(written)}
+        return sizes[0] - sum(s.nbytes for s in stacks_of(jaxpr) if s.key not in here)
+
+    found = sent_to_host(jaxpr, device, HOST_BYTES, excess_of)
+    assert found is not None
+    assert [p.nbytes for p in found.paged] == sizes[:1]
+    everything = sent_to_host(jaxpr, device, HOST_BYTES, lambda _: 1)
+    assert everything is not None
+    assert sorted(p.nbytes for p in everything.paged) == sizes
+    assert everything.waiting_ns == waiting_for_stacks_ns(stacks_of(jaxpr), device) > found.waiting_ns
+
+
+def test_a_stack_inside_a_loop_over_microbatches_can_wait_on_the_host() -> None:
+    def batches(ws: Any, x: Any) -> Any:
+        parts = x.reshape(4, ROWS // 4, WIDTH)
+        return lax.scan(lambda total, x: (total + jax.grad(loss)(ws, x), None), ws, parts)[0].sum()
+
+    avals = [compat.typeof(jnp.ones(s.shape, s.dtype)) for s in SPECS]
+    jaxpr = compat.open_jaxpr(inline_calls(compat.trace(lambda *args: [batches(*args)], avals)))[0]
+    inner = [s for s in stacks_of(jaxpr) if s.turns == 4]
+    assert inner
+    moved, paged = with_stacks_on_host(jaxpr, {s.key for s in inner})
+    assert len(paged) == len(inner)
+    assert not stacks_of(moved)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_a_scanned_program_keeps_a_budget_below_what_recompute_alone_can(
+    request: pytest.FixtureRequest, platform: str
+) -> None:
+    device = request.getfixturevalue({"cuda": "h200", "tpu": "v5e"}[platform])
+    budget = FIXED + 8 * SLICE
+    limited = jax.jit(coop.remat(jax.grad(loss), budget=budget, host="1GiB", device=device))
+    options = {"cuda": {"xla_gpu_autotune_level": "0"}, "tpu": {"xla_msa_enable": "DISABLED"}}[platform]
+    compiled = aot.lower_for(limited, SPECS, device=device).compile(compiler_options=options)
+    found = coop.report(compiled)
+    assert found.compiled_total_bytes <= budget
+    assert abs(found.compiled_total_bytes - found.planned_total_bytes) <= BACKENDS[platform].late_bytes
+    assert found.host.compiled_bytes == found.host.planned_bytes == STACK
+    assert found.host.waiting_ns > 0
+    assert "on the host: " in str(found)
+    assert "waiting for the link: estimated" in str(found)
+    assert type(found).from_dict(found.to_dict()) == found
+    module = proto.parse(aot.final_module(compiled))
+    seen = h.replayed(compiled) if platform == "cuda" else h.replayed_module(module, platform)
+    assert not seen.problems
