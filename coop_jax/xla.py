@@ -414,6 +414,7 @@ def check_total(record: Record, memory: Any) -> None:
         return
     if record.hlo is None:
         raise refused_before(record, memory)
-    if BACKENDS[DEVICES[record.device_name].platform].fast_bytes:
-        REGISTRY.fell_short(record.id, total - record.budget_bytes)
-    raise over_budget(record, total)
+    if not BACKENDS[DEVICES[record.device_name].platform].fast_bytes:
+        raise over_budget(record, total)
+    REGISTRY.fell_short(record.id, total - record.budget_bytes)
+    raise over_budget(record, total, record.budget_bytes - REGISTRY.shortfall(record.id))
