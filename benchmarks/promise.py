@@ -146,7 +146,12 @@ def cases(problem: Problem, form: str, device: str, fractions: list[float]) -> l
     compiled = aot.lower_for(jitted, specs, device=where).compile(compiler_options=options(device))
     plain = aot.memory(compiled)
     expected = run_once(problem, form, compiled) if where is None else None
-    return [one_case(problem, form, device, fraction, plain, expected) for fraction in fractions]
+    found = []
+    for fraction in fractions:
+        found.append(one_case(problem, form, device, fraction, plain, expected))
+        sys.stdout.write(table(found).split("\n")[-1] + "\n")
+        sys.stdout.flush()
+    return found
 
 
 def one_case(
@@ -225,9 +230,9 @@ def main() -> None:
     for model in args.models:
         for form in args.forms:
             for device in args.devices:
-                found += cases(MODELS[model](TPU_BATCHES if is_tpu(device) else 1), form, device, args.fractions)
-                sys.stdout.write("\n".join(table(found).split("\n")[-len(args.fractions) :]) + "\n")
-                sys.stdout.flush()
+                found += cases(
+                    MODELS[model](TPU_BATCHES if is_tpu(device) else 1), form, device, args.fractions
+                )
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps([dataclasses.asdict(c) for c in found], indent=1) + "\n")
     args.out.with_suffix(".md").write_text(table(found) + "\n")

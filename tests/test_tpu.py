@@ -131,7 +131,9 @@ def test_a_plan_that_fell_short_is_made_again(v5e: str, monkeypatch: pytest.Monk
     def check_more(record: Any, memory: Any) -> None:
         total = budget + 4096 if not checked else memory.total_allocation_bytes
         checked.append(total)
-        nothing_on_host = {f"host_{part}_size_in_bytes": 0 for part in ("argument", "output", "temp", "alias")}
+        nothing_on_host = {
+            f"host_{part}_size_in_bytes": 0 for part in ("argument", "output", "temp", "alias")
+        }
         check(record, SimpleNamespace(total_allocation_bytes=total, **nothing_on_host))
 
     monkeypatch.setattr(xla, "check_total", check_more)
