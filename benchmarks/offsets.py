@@ -32,15 +32,15 @@ import numpy as np
 
 import coop_jax as coop
 from benchmarks.programs import SampleProgram, corpus
-from coop_jax import aot, pinning
+from coop_jax import aot, pinning, serialized
 from coop_jax.addresses import address_view
 from coop_jax.text import format_table
 from passes.hlo import graph, proto
 from passes.hlo.assign import Assigner
 from passes.hlo.heap import predict_assigned
-from passes.hlo.pin import PinError, pin
 from passes.hlo.schema import schema
-from passes.jaxpr import compat, executables
+from passes.jaxpr import compat
+from passes.pinning.pin import PinError, pin
 
 FRAGMENTED, MANY_CALLS = 0.99, 1000
 WARM_UP = 2
@@ -99,9 +99,9 @@ def pinned_row(compiled: Any, program: SampleProgram, calls: int) -> dict[str, A
 def rewritten_row(compiled: Any) -> dict[str, Any]:
     """Rewrite the executable for a GPU that is not here: proved, not run."""
     begin = time.process_time()
-    data = executables.serialized(compiled)
+    data = serialized.to_bytes(compiled)
     try:
-        found = pin(data, schema(executables.proto_library("cuda")), "cuda")
+        found = pin(data, schema(serialized.proto_library("cuda")), "cuda")
     except PinError as error:
         return {"pinned": False, "reason": str(error)}
     changed = found.data is not data
@@ -116,7 +116,7 @@ def predict_seconds(compiled: Any) -> float:
     begin = time.process_time()
     data = compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
     view = graph.read(proto.parse(data))
-    predict_assigned(Assigner(view, executables.kind_of(compiled), old_rules=compat.OLD_RULES))
+    predict_assigned(Assigner(view, serialized.kind_of(compiled), old_rules=compat.OLD_RULES))
     return time.process_time() - begin
 
 

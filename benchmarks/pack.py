@@ -25,7 +25,7 @@ from ortools.sat.python import cp_model
 from coop_jax.pack import read_items
 from coop_jax.text import format_table
 from passes.offsets.packing import Item, Span, check_packing, live_bytes
-from passes.planners.exact.packing import model_of, pack
+from passes.planners.exact.rectangles import model_of, pack
 
 RECTANGLE_BYTES, RECTANGLE_TIMES = 1024, 1000
 HOLED_RATIO, LATER_RATIO = 0.08, 0.3

@@ -26,7 +26,7 @@ from pathlib import Path
 from benchmarks.kernels import Transformer, resnet, transformer
 from coop_jax.text import format_table
 from passes.ir import Plan, Program
-from passes.paging.link import LINKS, Link
+from passes.link import LINKS, Link
 from passes.planners import PlannerConfig, least_peak, plan
 from passes.simulate import simulate
 from passes.validate import validate
@@ -70,7 +70,7 @@ class Row:
     overhead_ratio: float
     lower_bound_ratio: float
     waiting_ratio: float
-    reruns: int
+    recomputes: int
     pages: int
     host_peak_bytes: int
     link_ratio: float
@@ -93,7 +93,7 @@ def row(
         overhead_ratio=made.overhead_ratio,
         lower_bound_ratio=made.lower_bound_ratio,
         waiting_ratio=made.waiting_ns / program.cost_ns,
-        reruns=len(made.reruns()),
+        recomputes=len(made.recomputes()),
         pages=len(made.pages),
         host_peak_bytes=made.host_peak_bytes,
         link_ratio=carried / peak_bytes,

@@ -7,7 +7,7 @@
 A cell of the table is the overhead in percent; "-" is no plan found, "none" is a proof that there is none,
 "=" marks a proved optimum. The last column is the least budget that is kept, as a share of the live peak,
 found by bisection for all planners but `exact`. Everything else is in the JSON file beside it: the lower
-bound, the bytes of the pool with their fragmentation, re-runs and processor seconds. A plan counts only
+bound, the bytes of the pool with their fragmentation, recomputes and processor seconds. A plan counts only
 if it is placed within its budget, holes included; the baselines are replayed at addresses, and so is
 `auto`. `exact` is solved jointly, so that its proof is of the placed plan. Every plan goes through the
 validator.
@@ -71,7 +71,7 @@ class Row:
     peak_bytes: int
     pool_bytes: int
     fragmentation_ratio: float
-    reruns: int
+    recomputes: int
     cpu_s: float
     least: bool = False
 
@@ -104,7 +104,7 @@ def measure(program: Program, budget_ratio: float, planner: str, time_limit_s: f
         peak_bytes=made.peak_bytes,
         pool_bytes=pool_bytes,
         fragmentation_ratio=pool_bytes / made.peak_bytes - 1 if made.peak_bytes else 0.0,
-        reruns=len(made.reruns()),
+        recomputes=len(made.recomputes()),
         cpu_s=cpu_s,
     )
 

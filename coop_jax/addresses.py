@@ -11,18 +11,19 @@ from typing import Any
 
 import jax
 
+from coop_jax import serialized
 from coop_jax.errors import UnsupportedError
 from passes.hlo import graph, proto
 from passes.hlo.assign import Assigner
-from passes.hlo.assignment import Assignment, compare, of_message, read_assignment
-from passes.hlo.gpu_executable import read_gpu_assignment
 from passes.hlo.graph import HOST
 from passes.hlo.heap import packing_saves, predict_assigned
-from passes.hlo.mentions import ThunkError
-from passes.hlo.pin import read
 from passes.hlo.schema import Schema, SchemaError, schema
-from passes.jaxpr import compat, executables
-from passes.offsets.repack import repack
+from passes.hlo.xla_assignment import Assignment, compare, of_message, read_assignment
+from passes.jaxpr import compat
+from passes.pinning.gpu_executable import read_gpu_assignment
+from passes.pinning.mentions import ThunkError
+from passes.pinning.pin import read
+from passes.pinning.repack import repack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ def address_view(compiled: Any) -> AddressView:
     module = proto.parse(compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
     stats = compiled.memory_analysis()
     real = real_assignment(compiled, module)
-    return _view(module, executables.kind_of(compiled), stats.temp_size_in_bytes, real)
+    return _view(module, serialized.kind_of(compiled), stats.temp_size_in_bytes, real)
 
 
 def real_assignment(compiled: Any, module: Any) -> Assignment | None:
@@ -84,7 +85,7 @@ def real_assignment(compiled: Any, module: Any) -> Assignment | None:
     """
     data = compiled.memory_analysis().serialized_buffer_assignment_proto
     try:
-        described = schema(executables.proto_library(executables.kind_of(compiled)))
+        described = schema(serialized.proto_library(serialized.kind_of(compiled)))
         return read_assignment(data, module, described) if data else _from_executable(compiled, described)
     except (SchemaError, ValueError, FileNotFoundError, jax.errors.JaxRuntimeError):
         return None
@@ -92,7 +93,7 @@ def real_assignment(compiled: Any, module: Any) -> Assignment | None:
 
 def _from_executable(compiled: Any, described: Schema) -> Assignment | None:
     """The assignment in a GPU's executable, if there is one."""
-    assignment, module = read_gpu_assignment(executables.serialized(compiled), described)
+    assignment, module = read_gpu_assignment(serialized.to_bytes(compiled), described)
     return of_message(assignment, module) if assignment.buffer_allocations else None
 
 
@@ -105,10 +106,10 @@ def executable_view(compiled: Any) -> AddressView:
     Raises:
         UnsupportedError: the program's executable cannot be read.
     """
-    platform = executables.kind_of(compiled)
+    platform = serialized.kind_of(compiled)
     try:
-        data = executables.serialized(compiled)
-        executable = read(data, schema(executables.proto_library(platform)), platform)
+        data = serialized.to_bytes(compiled)
+        executable = read(data, schema(serialized.proto_library(platform)), platform)
     except (ThunkError, SchemaError, ValueError, FileNotFoundError, jax.errors.JaxRuntimeError) as error:
         raise UnsupportedError(f"the executable cannot be read: {error}") from error
     program, names = executable.thunks.program, executable.thunks.names

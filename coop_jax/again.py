@@ -20,11 +20,11 @@ from weakref import WeakKeyDictionary
 
 import jax
 
-from coop_jax import aot, xla
+from coop_jax import aot, module, xla
 from coop_jax.record import Record
 from coop_jax.replacing import Calls, signature
 from passes.cost import DEVICES
-from passes.jaxpr import compat, module
+from passes.jaxpr import compat
 from passes.jaxpr.calibration import UNCALIBRATED, Calibration
 from passes.jaxpr.compat import BeingLowered
 

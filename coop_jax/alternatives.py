@@ -4,7 +4,7 @@ A plan that is asked for fewer bytes is not always a smaller program, and a budg
 about a larger one: the planners are not monotone. The promise is, by three rules:
 
 1. **A plan that costs more than it promised** is not trusted: where the program's own kernels, some of them
-   run again, are expected to take less, they are looked at, too. What they cost is exact.
+   recomputed, are expected to take less, they are looked at, too. What they cost is exact.
 2. **Before a budget is refused** the program is tried as it is without `coop.remat`, and with the jaxpr stage
    aiming at every one of `RATIOS` of its temporaries that may do. These do not depend on the budget, and what
    the enforcing stage is held to is the budget itself: a larger budget tries all that a smaller one does.
@@ -215,7 +215,7 @@ class _Search:
         return best
 
     def paged(self, best: xla.Choice, first: StageOutcome) -> xla.Choice:
-        """The best of what is known and programs in which less is computed again, and pages do the rest."""
+        """The best of what is known and programs in which less is recomputed, and pages do the rest."""
         planned = self.record.jaxpr
         if not first.host_budget_bytes or planned is None or not planned.changed:
             return best

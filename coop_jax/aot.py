@@ -24,14 +24,13 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-from coop_jax import on_host, tpu
+from coop_jax import on_host, serialized, tpu
 from coop_jax.errors import UnsupportedError
 from coop_jax.text import format_bytes
 from passes.backend import CPU, CUDA, TPU, backend_of
 from passes.cost import DEVICES, DeviceModel
 from passes.hlo import proto
 from passes.hlo.cost import program_cost_ns
-from passes.jaxpr import executables
 
 GPUS = ("h200", "h100", "a100", "b200")
 TARGETS = (*GPUS, *tpu.CHIPS)
@@ -312,7 +311,7 @@ def memory(compiled: Any) -> Memory:
             "this platform's compiler gives no memory analysis, so no budget can be checked."
         )
     fixed_bytes = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    backend = backend_of(executables.platform_of(compiled))
+    backend = backend_of(serialized.platform_of(compiled))
     is_rest = backend is not None and backend.temps_are_the_rest
     return Memory(
         argument_bytes=stats.argument_size_in_bytes,

@@ -175,7 +175,7 @@ def _no_tangent(value: Any) -> Any:
 
 @compat.cached_by_jaxpr
 def _push_jaxpr(jaxpr: Any, pair: Pair) -> Any:
-    """(*args, *what references held, *tangents) -> tangents of the outs: everything is computed anew."""
+    """(*args, *what references held, *tangents) -> tangents of the outs: everything is recomputed."""
     jaxpr = once_more(jaxpr)
     n_args, n_refs = len(pair.differentiated), len(pair.references)
 

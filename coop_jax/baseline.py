@@ -17,12 +17,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from coop_jax import again, aot
+from coop_jax import again, aot, module
 from coop_jax.errors import UnsupportedError
 from coop_jax.pinning import pin
 from passes.cost import DeviceModel
-from passes.jaxpr import compat, module
-from passes.jaxpr.stage import JaxprRequest, plan_program
+from passes.jaxpr import compat
+from passes.jaxpr.candidate import JaxprRequest
+from passes.jaxpr.stage import plan_program
 
 compat.hide_frames(__file__)
 

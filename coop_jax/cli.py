@@ -21,9 +21,9 @@ from coop_jax.progress import on_terminal
 from coop_jax.text import format_bytes, printable
 from passes.checked import InputError, is_whole, whole_of
 from passes.ir import Plan, Program
+from passes.link import LINKS, Link
 from passes.liveness import Graph
 from passes.offsets.best_fit import place_graph
-from passes.paging.link import LINKS, Link
 from passes.planners import PlannerConfig, plan
 from passes.planners.config import SEARCHING
 from passes.simulate import simulate
@@ -195,7 +195,7 @@ def summary(program: Program, made: Plan, before_bytes: int) -> str:
     placement_bytes = placed_bytes(program, made)
     fragmentation_ratio = placement_bytes / made.peak_bytes - 1 if made.peak_bytes else 0.0
     share = f"{made.peak_bytes / before_bytes:.3f} of before" if before_bytes else "nothing to plan"
-    again_ns = sum(program.ops[made.steps[i]].cost_ns for i in made.reruns()) + made.waiting_ns
+    again_ns = sum(program.ops[made.steps[i]].cost_ns for i in made.recomputes()) + made.waiting_ns
     rows = [
         (
             "program",
@@ -207,7 +207,7 @@ def summary(program: Program, made: Plan, before_bytes: int) -> str:
         ("placed heap", f"{format_bytes(placement_bytes)}, {fragmentation_ratio:.2%} over the peak"),
         ("overhead", f"{made.overhead_ratio:.3%}, cost {again_ns}"),
         ("lower bound", f"{made.lower_bound_ratio:.3%}"),
-        ("re-runs", str(len(made.reruns()))),
+        ("recomputes", str(len(made.recomputes()))),
         *_host_rows(made),
         *([("energy", f"{made.energy_pj} pJ")] if made.energy_pj else []),
         ("planner", made.planner),

@@ -13,6 +13,7 @@ from coop_jax.budget import Budget
 from coop_jax.errors import CoopError, InfeasibleBudgetError
 from coop_jax.explaining import Plain, compile_plain
 from coop_jax.planning import compile_within
+from coop_jax.points import ParetoPoint, Points, Rival
 from coop_jax.progress import progress
 from coop_jax.report import report
 from coop_jax.rivals import natural_rivals
@@ -25,54 +26,8 @@ _CLOSE_RATIO = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParetoPoint:
-    """One budget that was compiled for.
-
-    Attributes:
-        budget_bytes: what was asked for.
-        total_bytes: XLA's count of what was compiled; None if the budget was refused.
-        cost_ns: estimated time of all its kernels; None if it was refused.
-        overhead_ratio: that over the plain program's, less one: what the budget costs.
-        lower_bound_ratio: no plan of the planned program recomputes less (0.0: nothing proved).
-        refused: the first line of the refusal, "" if there was none.
-    """
-
-    budget_bytes: int
-    total_bytes: int | None = None
-    cost_ns: int | None = None
-    overhead_ratio: float | None = None
-    lower_bound_ratio: float = 0.0
-    refused: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rival:
-    """Another way to write the same program, compiled without a budget."""
-
-    name: str
-    total_bytes: int
-    cost_ns: int
-    overhead_ratio: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pareto(Printable):
-    """Overhead against budget. Bytes are XLA's; costs are estimates, not measured times.
-
-    Attributes:
-        points: smallest budget first.
-        least_bytes: the least budget that a refusal named or that was compiled within; None if not known.
-        plain_bytes, plain_ns: the program without a budget.
-        rivals: other ways to write it.
-        device_name: the cost model.
-    """
-
-    points: tuple[ParetoPoint, ...]
-    least_bytes: int | None
-    plain_bytes: int
-    plain_ns: int
-    rivals: tuple[Rival, ...]
-    device_name: str
+class Pareto(Points, Printable):
+    """Overhead against budget, with what it says as tables and files."""
 
     def blocks(self) -> list[Block]:
         """For `coop_jax.screen`."""

@@ -12,23 +12,23 @@ from typing import Any
 
 import jax
 
-from coop_jax import aot
+from coop_jax import aot, serialized
 from coop_jax.addresses import real_assignment
 from coop_jax.errors import UnsupportedError
 from passes.checked import InputError
 from passes.cost import DeviceModel
 from passes.hlo import dumps, graph, proto
 from passes.hlo.assign import Assigner
-from passes.hlo.assignment import Assignment, read_assignment
 from passes.hlo.barriers import drop_barriers
 from passes.hlo.describe import Counted, describe
-from passes.hlo.executable import read_executable
-from passes.hlo.gpu_executable import read_gpu_executable
 from passes.hlo.lift import lift
-from passes.hlo.mentions import ThunkError
 from passes.hlo.schema import SchemaError, schema
-from passes.jaxpr import compat, executables
+from passes.hlo.xla_assignment import Assignment, read_assignment
+from passes.jaxpr import compat
 from passes.memory_map import MAP_FORMAT, MemoryMap
+from passes.pinning.executable import read_executable
+from passes.pinning.gpu_executable import read_gpu_executable
+from passes.pinning.mentions import ThunkError
 from passes.planners import PlannerConfig, plan
 from passes.simulate import simulate
 
@@ -102,7 +102,7 @@ def open_compiled(compiled: Any) -> Opened:
         )
     parsed = proto.parse(aot.final_module(compiled))
     return Opened(
-        assigner=_assigner(parsed, executables.kind_of(compiled)),
+        assigner=_assigner(parsed, serialized.kind_of(compiled)),
         counted=Counted(**aot.memory(compiled).to_dict()),
         real=real_assignment(compiled, parsed),
     )
@@ -172,7 +172,7 @@ def _open_bytes(data: bytes, platform: str | None) -> Iterator[Opened]:
     real = None
     if assignment:
         try:
-            real = read_assignment(assignment, module, schema(executables.proto_library(where)))
+            real = read_assignment(assignment, module, schema(serialized.proto_library(where)))
         except (SchemaError, FileNotFoundError):
             real = None
     yield Opened(assigner=_assigner(module, where), real=real)
@@ -181,7 +181,7 @@ def _open_bytes(data: bytes, platform: str | None) -> Iterator[Opened]:
 def _open_executable(data: bytes) -> Iterator[Opened]:
     for platform, read in (("cpu", read_executable), ("cuda", read_gpu_executable)):
         try:
-            executable = read(data, schema(executables.proto_library(platform)))
+            executable = read(data, schema(serialized.proto_library(platform)))
             module = executable.module()
         except (ThunkError, SchemaError, ValueError, FileNotFoundError, KeyError, IndexError):
             continue

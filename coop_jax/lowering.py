@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from coop_jax import again, aot, xla
+from coop_jax import again, aot, module, xla
 from coop_jax.again import PlannedAlreadyError, Wish
 from coop_jax.alternatives import OtherWays
 from coop_jax.baseline import Baseline, Part, baseline, is_whole, joined_programs, pinned_plain_bytes
@@ -25,12 +25,13 @@ from passes.backend import BACKENDS, CUDA
 from passes.cost import DEVICES, DeviceModel
 from passes.hlo.enforce import OnFragmentation
 from passes.ir import Status
-from passes.jaxpr import compat, module
+from passes.jaxpr import compat
+from passes.jaxpr.candidate import JaxprRequest
 from passes.jaxpr.constraints import constrain_pair, constrain_program
-from passes.jaxpr.host_stacks import offloaded_bytes, uses_host, with_host_stacks
 from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.scans.host_stacks import offloaded_bytes, uses_host, with_host_stacks
 from passes.jaxpr.shards import enter
-from passes.jaxpr.stage import JaxprRequest, JointResult, plan_joint, plan_program
+from passes.jaxpr.stage import JointResult, plan_joint, plan_program
 from passes.jaxpr.values import Constraints, ConstraintUnsupported, names_in
 from passes.outcome import StageOutcome, scaled
 from passes.saved import OFFLOADED

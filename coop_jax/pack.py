@@ -87,7 +87,7 @@ def _item(row: Sequence[str], header: Sequence[str], place: Sequence[int]) -> tu
 def pack_file(path: Path, capacity_bytes: int, time_limit_s: float, out: Path | None) -> tuple[str, bool]:
     """Pack a file's items; returns a summary and whether they fit."""
     names, items = read_items(path)
-    made: Packing = importlib.import_module("passes.planners.exact.packing").pack(
+    made: Packing = importlib.import_module("passes.planners.exact.rectangles").pack(
         items, capacity_bytes, time_limit_s
     )
     if out is not None and made.fits:

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from coop_jax.pictures import COLORS, HATCHES
 from coop_jax.screen import Block, as_html
 from passes.memory_map import IN_WORDS, PACKING, MemoryMap, why
-
-if TYPE_CHECKING:
-    from coop_jax.curve import Pareto
 
 _KINDS = tuple(COLORS)
 
@@ -27,7 +24,7 @@ def page(
     *,
     maps: Sequence[tuple[MemoryMap, str]] = (),
     budget_bytes: int | None = None,
-    pareto: Pareto | None = None,
+    pareto: Mapping[str, Any] | None = None,
 ) -> str:
     """The page as text.
 
@@ -35,7 +32,7 @@ def page(
         blocks: tables below the pictures.
         maps: programs and their titles, such as before and after.
         budget_bytes: a line in the pictures.
-        pareto: what `coop.pareto` returned.
+        pareto: what `coop.pareto` returned, in JSON types.
     """
     data = {
         "kinds": [
@@ -44,7 +41,7 @@ def page(
         ],
         "maps": [_map(found, title) for found, title in maps],
         "budget": budget_bytes,
-        "pareto": None if pareto is None else pareto.to_dict(),
+        "pareto": pareto,
     }
     title = html.escape(maps[0][0].name if maps else "what a budget costs")
     template = resources.files("coop_jax").joinpath("page.html").read_text(encoding="utf-8")

@@ -135,7 +135,7 @@ def _primal_jaxpr(jaxpr: Any, asked: Primal) -> Any:
 
 
 def once_more(jaxpr: Any) -> Any:
-    """`jaxpr` where it is run again, to compute anew what it gave: see `passes.jaxpr.quiet`.
+    """`jaxpr` where it is recomputed, to compute anew what it gave: see `passes.jaxpr.quiet`.
 
     Raises:
         UnsupportedError: what an `io_callback` gave back is needed.

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from coop_jax.errors import UnsupportedError
+from coop_jax.points import Points
 from coop_jax.text import format_bytes
 from passes.memory_map import (
     ARGUMENT,
@@ -26,9 +27,6 @@ from passes.memory_map import (
     WORKING,
     MemoryMap,
 )
-
-if TYPE_CHECKING:
-    from coop_jax.curve import Pareto
 
 COLORS = {
     ARGUMENT: "#999999",
@@ -136,7 +134,7 @@ def addresses(maps: Sequence[tuple[MemoryMap, str]], path: str | Path, *, theme:
     _write(figure, path, look)
 
 
-def pareto(curve: Pareto, path: str | Path, *, theme: Theme = "light") -> None:
+def pareto(curve: Points, path: str | Path, *, theme: Theme = "light") -> None:
     """Draw what budgets cost: the curve, its bound, the least budget as a wall, and rivals.
 
     Args:

@@ -2,8 +2,8 @@
 
 XLA packs temporaries by best fit, and keeps some of them longer than they are used. `pin` packs them anew in
 the finished executable. The rewritten program is proved to move the same bytes through the same kernels
-before it is loaded (`passes.hlo.pin`); where that cannot be done XLA's own program is kept, and the report
-says why. For GPUs this is experimental: rewritten programs were read by XLA, but never run.
+before it is loaded (`passes.pinning.pin`); where that cannot be done XLA's own program is kept, and the
+report says why. For GPUs this is experimental: rewritten programs were read by XLA, but never run.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ from typing import Any
 
 import jax
 
-from coop_jax import aot, xla
+from coop_jax import aot, embedded, serialized, xla
 from coop_jax.errors import UnsupportedError
 from coop_jax.text import format_bytes
 from passes.backend import BACKENDS, backend_of
-from passes.hlo.gpu_executable import read_gpu_executable
-from passes.hlo.mentions import ThunkError
-from passes.hlo.pin import READABLE, PinError, Pinned
-from passes.hlo.pin import pin as pin_bytes
 from passes.hlo.schema import SchemaError, schema
-from passes.jaxpr import compat, executables
-from passes.jaxpr import inlined as inlining
+from passes.jaxpr import compat
+from passes.pinning.gpu_executable import read_gpu_executable
+from passes.pinning.mentions import ThunkError
+from passes.pinning.pin import READABLE, PinError, Pinned
+from passes.pinning.pin import pin as pin_bytes
 
 # A default, said aloud: a program that keeps its budget only after pinning must have a key of its own in the
 # compilation cache, where a compile without pinning must not find it.
@@ -90,7 +89,7 @@ def pin(program: Any, *, compiler_options: Mapping[str, Any] | None = None) -> A
             pinned=False, reason=str(kept), temp_bytes_before=before, temp_bytes=before,
             seconds=time.perf_counter() - begin,
         )  # fmt: skip
-        return executables.with_note(program, outcome)
+        return serialized.with_note(program, outcome)
     changed = result is not program
     outcome = PinOutcome(
         pinned=changed,
@@ -100,7 +99,7 @@ def pin(program: Any, *, compiler_options: Mapping[str, Any] | None = None) -> A
         live_bytes=found.live_bytes, buffers=found.buffers, moved=found.moved,
         seconds=time.perf_counter() - begin,
     )  # fmt: skip
-    return executables.with_note(result, outcome)
+    return serialized.with_note(result, outcome)
 
 
 def inlined(compiled: Any) -> Callable[..., Any]:
@@ -120,20 +119,20 @@ def inlined(compiled: Any) -> Callable[..., Any]:
     Raises:
         UnsupportedError: this program's thunks cannot be inlined.
     """
-    if not isinstance(compiled, jax.stages.Compiled) or executables.n_devices(compiled) != 1:
+    if not isinstance(compiled, jax.stages.Compiled) or serialized.n_devices(compiled) != 1:
         raise UnsupportedError("`compiled` must be a program that was compiled for one CUDA GPU.")
     try:
         kind = _kind_of(compiled)
         if not BACKENDS[kind].takes_thunks:
             raise _Kept("a CPU's program has no thunks that XLA takes into another one")
-        described = schema(executables.proto_library(kind))
+        described = schema(serialized.proto_library(kind))
         data = pin_bytes(_data_of(compiled), described, kind).data
         aliases = read_gpu_executable(data, described).aliases()
         results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(compiled.out_info)]
-        run = inlining.inlined(data, results, aliases)
+        run = embedded.inlined(data, results, aliases)
     except (_Kept, PinError, ThunkError, SchemaError, FileNotFoundError, NotImplementedError) as error:
         raise UnsupportedError(f"this program cannot be inlined: {error}") from error
-    kept, avals = executables.kept_arguments(compiled), jax.tree.leaves(compiled.in_avals)
+    kept, avals = serialized.kept_arguments(compiled), jax.tree.leaves(compiled.in_avals)
     if any(jax.numpy.issubdtype(x.dtype, jax.dtypes.extended) for x in (*avals, *results)):
         raise UnsupportedError("this program cannot be inlined: typed random keys; pass jax.random.key_data.")
 
@@ -210,8 +209,8 @@ class _Kept(Exception):
 
 
 def _kind_of(program: Any) -> str:
-    """The kind of executable that a program has, as `passes.hlo.pin` calls it."""
-    platform = executables.platform_of(program)
+    """The kind of executable that a program has, as `passes.pinning.pin` calls it."""
+    platform = serialized.platform_of(program)
     backend = backend_of(platform)
     if backend is None or backend.name not in READABLE:
         raise _Kept(f"programs for {platform} are not pinned, only a CPU's and a CUDA GPU's")
@@ -220,10 +219,10 @@ def _kind_of(program: Any) -> str:
 
 def _data_of(program: Any) -> bytes:
     """A program's executable as bytes."""
-    if executables.has_callbacks(program):
+    if serialized.has_callbacks(program):
         raise _Kept("the program calls back into Python, and its bytes would keep stale addresses")
     try:
-        return executables.serialized(program)
+        return serialized.to_bytes(program)
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
         raise _Kept(f"XLA cannot write the program out: {_first_line(error)}") from error
 
@@ -233,7 +232,7 @@ def _pinned(program: Any) -> tuple[Any, Any]:
     kind = _kind_of(program)
     data = _data_of(program)
     try:
-        found = pin_bytes(data, schema(executables.proto_library(kind)), kind)
+        found = pin_bytes(data, schema(serialized.proto_library(kind)), kind)
         return found, program if found.data is data else _loaded(program, found)
     except (PinError, SchemaError, FileNotFoundError) as error:
         raise _Kept(str(error)) from error
@@ -244,12 +243,12 @@ def _pinned(program: Any) -> tuple[Any, Any]:
 def _loaded(program: Any, found: Pinned) -> Any:
     """`program` with the rewritten executable, which XLA must count as many bytes fewer as were saved."""
     saved = found.temp_bytes_before - found.temp_bytes
-    if not executables.is_loaded(program):
+    if not serialized.is_loaded(program):
         raise _Kept(
             f"its device is not here to load it; pinned it would take {format_bytes(found.temp_bytes)} for "
             f"temporaries, {format_bytes(saved)} less"
         )
-    pinned = executables.with_bytes(program, found.data)
+    pinned = serialized.with_bytes(program, found.data)
     counted = program.memory_analysis().temp_size_in_bytes - pinned.memory_analysis().temp_size_in_bytes
     if counted != saved:
         raise _Kept(f"XLA counts {counted} bytes saved in the rewritten program, not {saved}")
@@ -262,4 +261,4 @@ def _first_line(error: Exception) -> str:
 
 def outcome_of(compiled: Any) -> PinOutcome | None:
     """What `pin` did to a program; None if it was never asked to."""
-    return executables.note_of(compiled, PinOutcome)
+    return serialized.note_of(compiled, PinOutcome)

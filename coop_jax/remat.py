@@ -82,7 +82,7 @@ def remat(
         policy: as `jax.checkpoint` takes it and called the same way, about equations outside of control
             flow and in bodies of scans. Of the values that the backward pass needs, those it saves are as
             in `save`, those it offloads as in `offload`, all others as in `recompute`; a scan's carry is
-            stacked, and results of other control flow and of operations that cannot be run again are kept.
+            stacked, and results of other control flow and of operations that cannot be recomputed are kept.
         offload: names of values that are kept as with `save`, but wait in the host's memory from their last
             use in the forward pass on, whatever it costs. Without `host` all of that memory may be used that
             JAX can use: then other values may wait there, too. On a CPU they are kept.

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from coop_jax import aot, xla
+from coop_jax import aot, serialized, xla
 from coop_jax.addresses import address_view
 from coop_jax.errors import BudgetExceededError, UnsupportedError
 from coop_jax.host_use import HostUse
@@ -21,7 +21,6 @@ from coop_jax.screen import Block, Lines, Printable, Table
 from coop_jax.text import format_bytes, format_ns, format_table
 from passes.backend import BACKENDS, backend_of
 from passes.ir import Status
-from passes.jaxpr import executables
 from passes.outcome import Recomputed, StageOutcome
 
 # What tells kernels of the same kind apart.
@@ -55,7 +54,7 @@ class Report(Printable):
             inside the kernels that read it, is not among `recomputed`.
         device_name: the cost model.
         planner: whose plans were taken, by stage.
-        recomputed: what is run again.
+        recomputed: what is recomputed.
         offsets: the temporaries' addresses. `buffers` that XLA assigned and how many are `equal` to what was
             predicted (None where XLA does not tell); `predicted_temp_bytes` against `compiled_temp_bytes`;
             `live_temp_bytes` alive at once; `packed_temp_bytes` with the best packing that was found;
@@ -63,7 +62,7 @@ class Report(Printable):
         seconds: planning time by stage; 0.0 where the program came from JAX's compilation cache.
         looks: how often the program was planned and compiled once more, as far as XLA's schedule.
         constraints: what was asked about single values, such as "save=('h',)". What they alone make the
-            program compute again is not among `recomputed`.
+            program recompute is not among `recomputed`.
     """
 
     budget: str
@@ -224,7 +223,7 @@ def report(compiled: Any) -> Report:
     memory = aot.memory(compiled)
     if memory.total_bytes > record.budget_bytes:
         raise BudgetExceededError(budget_bytes=record.budget_bytes, compiled_bytes=memory.total_bytes)
-    platform = executables.platform_of(compiled)
+    platform = serialized.platform_of(compiled)
     stages = [s for s in (record.jaxpr, record.hlo) if s is not None]
     limit_bytes = aot.host_limit_bytes(platform)
     host = HostUse.of(record, stages, memory.host_bytes, backend_of(platform), limit_bytes)
@@ -282,7 +281,7 @@ def _offsets(compiled: Any, record: xla.Record, memory: aot.Memory) -> Offsets:
             **found, **same, "live_temp_bytes": pinned.live_bytes, "packed_temp_bytes": pinned.temp_bytes,
             "saved_temp_bytes": pinned.temp_bytes_before - pinned.temp_bytes,
         }  # fmt: skip
-    if not BACKENDS[executables.kind_of(compiled)].runs_as_scheduled:
+    if not BACKENDS[serialized.kind_of(compiled)].runs_as_scheduled:
         return found
     view = address_view(compiled)
     return {

@@ -62,7 +62,12 @@ def save(
     elif path.suffix == ".html":
         from coop_jax.page import page
 
-        text = page(shown.blocks(), maps=drawn, budget_bytes=budget_bytes, pareto=pareto)
+        text = page(
+            shown.blocks(),
+            maps=drawn,
+            budget_bytes=budget_bytes,
+            pareto=None if pareto is None else pareto.to_dict(),
+        )
         path.write_text(text, encoding="utf-8")
     elif path.suffix in PICTURES:
         from coop_jax import pictures

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import jax
 from jax.extend import xla as jax_xla
 
+from coop_jax import module
 from coop_jax.aot import host_bytes
 from coop_jax.dumping import dump_enforced
 from coop_jax.errors import BudgetExceededError, InfeasibleBudgetError, error_from_text
@@ -43,7 +44,7 @@ from passes.backend import BACKENDS
 from passes.cost import DEVICES
 from passes.hlo.enforce import EnforceRequest, OnFragmentation, enforce
 from passes.ir import Status
-from passes.jaxpr import compat, module
+from passes.jaxpr import compat
 from passes.outcome import StageOutcome
 
 UNLIMITED_BYTES = 1 << 62

@@ -30,7 +30,7 @@ def loss(weights: Any, x: jax.Array) -> jax.Array:
 
 
 def train_step(weights: Any, x: jax.Array) -> tuple[Any, jax.Array]:
-    """One step of gradient descent on the mean gradient of all microbatches."""
+    """One step of gradient candidate on the mean gradient of all microbatches."""
 
     def add(total: Any, rows: jax.Array) -> tuple[Any, jax.Array]:
         value, grads = jax.value_and_grad(loss)(weights, rows)

@@ -16,7 +16,7 @@ def loss(weights, x):
 @jax.jit
 @coop.remat(budget="20 MiB")
 def train_step(weights, x):
-    """One step of gradient descent, the gradient taken inside."""
+    """One step of gradient candidate, the gradient taken inside."""
     value, grads = jax.value_and_grad(loss)(weights, x)
     return [w - 0.1 * g for w, g in zip(weights, grads, strict=True)], value
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from passes.backend import CPU, CUDA, TPU
-from passes.paging.link import PCIE4, PCIE5, TPU_V5E, TPU_V6E, Link
+from passes.link import PCIE4, PCIE5, TPU_V5E, TPU_V6E, Link
 
 TERA = 10**12
 EXPENSIVE_FLOPS = 16

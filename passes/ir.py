@@ -12,10 +12,10 @@ buffer    something with an address of its own. Views (bitcast, reshape, tuple) 
 argument  a buffer that exists before the first op. It is never evicted.
 output    a buffer that must exist after the last op. It is never evicted.
 plan      a sequence of op ids, in the order in which they run. Every op of the program runs first in
-          schedule order; a further occurrence is a re-run (recompute).
+          schedule order; a further occurrence is a recompute.
 copy      one run's instance of a buffer. A use is served by the latest earlier run of the buffer's
           producer; a copy lives until the last use that it serves.
-slot      the place just before the first run of op `j` (slot `j`); re-runs live in slots.
+slot      the place just before the first run of op `j` (slot `j`); recomputes live in slots.
 live      bytes of all copies that are alive at a step.
 page      a copy that leaves for the host's memory and comes back: its bytes are free in between.
 peak      the largest live bytes over all steps; `passes.simulate` holds its one definition.
@@ -35,13 +35,14 @@ One example, used in the tests and docstrings of this package (bytes in brackets
     op 5  da = layer_t(a, db)  da[1]  (output)
 
     live bytes      4, 8, 12, 13, 10, 6          peak 13
-    plan 0 1 2 3 1 4 5: `b` dies after op 2 and is run again from `a` in slot 4
+    plan 0 1 2 3 1 4 5: `b` dies after op 2 and is recomputed from `a` in slot 4
     live bytes      4, 8, 12 (then b dies), 9, 9, 10, 6     peak 12
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import json
 import reprlib
 from collections.abc import Mapping
@@ -55,6 +56,12 @@ OpId = NewType("OpId", int)
 
 PROGRAM_FORMAT = "coop-program/1"
 PLAN_FORMAT = "coop-plan/1"
+
+
+@functools.singledispatch
+def as_text(shown: object) -> str:
+    """A program or a plan as a person reads it. `passes.listing`, which simulates them, says how."""
+    return repr(shown)
 
 
 class Status(enum.StrEnum):
@@ -98,7 +105,7 @@ class Op:
         outputs: buffers written; each buffer is written by exactly one op.
         cost_ns: estimated time of one run.
         recomputable: False for effects, collectives, in-place updates: runs exactly once.
-        deadline: the last slot in which a re-run is allowed, because an input's storage is overwritten
+        deadline: the last slot in which a recompute is allowed, because an input's storage is overwritten
             by op `deadline`; None where there is no such limit.
         may_share: pairs (output, input): the output may take the place of the input if this op is the
             input's last use, so that it adds only the difference in size.
@@ -120,8 +127,8 @@ class Op:
     source: str = ""
     energy_pj: int = 0
 
-    def can_rerun(self, slot: int) -> bool:
-        """True if this op may be run again just before the first run of op `slot`."""
+    def can_recompute(self, slot: int) -> bool:
+        """True if this op may be recomputed just before the first run of op `slot`."""
         return self.recomputable and (self.deadline is None or slot <= self.deadline)
 
 
@@ -200,9 +207,7 @@ class Program:
         return sum(op.cost_ns for op in self.ops)
 
     def __str__(self) -> str:
-        from passes.listing import program_text  # which simulates, and so needs this module
-
-        return program_text(self)
+        return as_text(self)
 
     def to_json(self) -> str:
         """This program in the `coop-program/1` format."""
@@ -293,13 +298,13 @@ class Page:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A schedule with re-runs, and what is known about it.
+    """A schedule with recomputes, and what is known about it.
 
     Attributes:
         steps: op ids in the order in which they run.
         peak_bytes: the simulated peak.
         budget_bytes: what was asked for.
-        overhead_ratio: cost of the re-runs and of waiting for the link over the cost of running every op
+        overhead_ratio: cost of the recomputes and of waiting for the link over the cost of running every op
             once.
         lower_bound_ratio: no plan for this budget costs less (0.0 where nothing is proved).
         status: see `Status`. With `UNKNOWN` or `INFEASIBLE`, `steps` is the lowest peak found.
@@ -308,7 +313,7 @@ class Plan:
         offsets: for every step, the byte offset of each output of that run; empty if not placed.
         pages: copies that wait on the host.
         page_offsets: for every page, the byte offset at which it comes back; empty if not placed.
-        waiting_ns: how long kernels stand still for the link (`passes.paging.queues`).
+        waiting_ns: how long kernels stand still for the link (`passes.planners.paging.queues`).
         host_peak_bytes: the most bytes on the host at once.
         host_budget_bytes: what was allowed there; 0 for no paging.
         energy_pj: of all steps, and of what the link carries; 0 unless it was the objective.
@@ -330,8 +335,8 @@ class Plan:
     host_budget_bytes: int = 0
     energy_pj: int = 0
 
-    def reruns(self) -> tuple[int, ...]:
-        """Indices into `steps` that are re-runs."""
+    def recomputes(self) -> tuple[int, ...]:
+        """Indices into `steps` that are recomputes."""
         seen: set[OpId] = set()
         again = []
         for i, op in enumerate(self.steps):
@@ -341,9 +346,7 @@ class Plan:
         return tuple(again)
 
     def __str__(self) -> str:
-        from passes.listing import plan_text  # which simulates, and so needs this module
-
-        return plan_text(self)
+        return as_text(self)
 
     def to_json(self) -> str:
         """This plan in the `coop-plan/1` format."""

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from passes.checked import InputError, json_of, listed, mapped, whole, worded
-from passes.ir import PLAN_FORMAT, Buffer, BufferId, Op, OpId, Page, Plan, Program, Status
+from passes.ir import PLAN_FORMAT, Buffer, BufferId, Op, OpId, Page, Plan, Program, Status, as_text
 from passes.simulate import simulate
 
 _BAR = 16
@@ -47,6 +47,7 @@ _PAGE = re.compile(
 _PLAIN = re.compile(r"[\w.\-]+")
 
 
+@as_text.register
 def program_text(program: Program) -> str:
     """A program as text, op by op, with the bytes alive at each."""
     live = simulate(program, tuple(op.id for op in program.ops)).live_bytes.tolist()
@@ -86,13 +87,14 @@ def _bar(nbytes: int, live: Sequence[int]) -> str:
     return ("#" * round(_BAR * nbytes / max(1, max(live)))).ljust(_BAR)
 
 
+@as_text.register
 def plan_text(plan: Plan, program: Program | None = None) -> str:
     """A plan as text; with its program also what each step runs, and the bytes alive at it.
 
     Raises:
         InputError: the plan is not one of the program's.
     """
-    again = frozenset(plan.reruns())
+    again = frozenset(plan.recomputes())
     head = [
         f"plan by {json.dumps(plan.planner or 'hand')}: {plan.status}, "
         f"peak {plan.peak_bytes} of {plan.budget_bytes} bytes, {len(plan.steps)} steps, "

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from passes.ir import BufferId, Op, Page, Program
-from passes.paging.returned import check_served, pages_by_copy
+from passes.returned import check_served, pages_by_copy
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]

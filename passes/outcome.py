@@ -28,7 +28,7 @@ class Recomputed:
         op: kernel or primitive name, such as "dot_general" or "fusion.12".
         source: the user's line that it comes from, "" where XLA does not say.
         nbytes: bytes of its outputs, which were freed in the meantime.
-        cost_ns: estimated time of the re-run.
+        cost_ns: estimated time of the recompute.
         stage: which stage wrote it into the program.
     """
 
@@ -91,7 +91,7 @@ class StageOutcome:
         host_bytes: predicted bytes there, a user's own offloading included.
         waiting_ns: estimated time that kernels stand still for the link; a part of `recompute_ns`.
         paged: what waits in the host's memory, in program order.
-        recomputed: what is run again, in program order.
+        recomputed: what is recomputed, in program order.
         tightest: the largest values alive at the tightest point, largest first.
         least_total_bytes: the least whole-program budget that this stage could meet; filled when
             `status` is not found, else None. The enforcing stage meets it if it is asked for.
@@ -149,7 +149,7 @@ def scaled(outcome: StageOutcome, *, times: int = 1, over: int = 1) -> StageOutc
 
 
 def recomputed_by(program: Program, steps: Sequence[OpId], stage: Stage) -> tuple[Recomputed, ...]:
-    """The ops that a sequence of steps runs again, once for every re-run, in the order of the steps.
+    """The ops that a sequence of steps runs again, once for every recompute, in the order of the steps.
 
     A first run that nothing reads is not written: the op has only moved, which costs nothing.
     """

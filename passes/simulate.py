@@ -28,8 +28,8 @@ class Timeline:
         live_bytes: sampled live bytes at every step, shape (steps,).
         peak_bytes: their maximum (the arguments' bytes if there is no step).
         peak_step: the first step at which it is reached, 0 if there is no step.
-        cost_ns: cost of all steps; waiting for the link is not in it (`passes.paging.queues`).
-        overhead_ratio: cost of the re-runs over the cost of running every op once.
+        cost_ns: cost of all steps; waiting for the link is not in it (`passes.planners.paging.queues`).
+        overhead_ratio: cost of the recomputes over the cost of running every op once.
         copies: lifetimes of all copies but the arguments; what came back has one of its own.
     """
 

@@ -6,7 +6,7 @@ It shares no helper with `passes.simulate` so that one can catch the other's mis
 from __future__ import annotations
 
 from passes.ir import Page, Plan, Program
-from passes.paging.link import Link
+from passes.link import Link
 
 
 def validate(program: Program, plan: Plan, link: Link | None = None) -> None:
@@ -209,10 +209,10 @@ def _naive_peak_bytes(program: Program, plan: Plan) -> int:
 
 def _check_overhead(program: Program, plan: Plan) -> None:
     once_ns = sum(op.cost_ns for op in program.ops)
-    again_ns = sum(program.ops[plan.steps[i]].cost_ns for i in plan.reruns()) + plan.waiting_ns
+    again_ns = sum(program.ops[plan.steps[i]].cost_ns for i in plan.recomputes()) + plan.waiting_ns
     ratio = again_ns / once_ns if once_ns else 0.0
     if abs(ratio - plan.overhead_ratio) > 1e-9 * max(1.0, ratio):
-        what = "its re-runs and waiting cost" if plan.waiting_ns else "its re-runs cost"
+        what = "its recomputes and waiting cost" if plan.waiting_ns else "its recomputes cost"
         raise ValueError(f"the plan says its overhead is {plan.overhead_ratio}, but {what} {ratio}")
     if plan.lower_bound_ratio > ratio + 1e-6 and plan.status.found:
         raise ValueError(f"the plan's lower bound {plan.lower_bound_ratio} is above its overhead {ratio}")

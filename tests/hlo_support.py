@@ -24,7 +24,6 @@ from coop_jax.addresses import real_assignment
 from passes.cost import DEVICES
 from passes.hlo import graph, proto
 from passes.hlo.assign import Assigner
-from passes.hlo.assignment import predicted_addresses
 from passes.hlo.barriers import drop_barriers
 from passes.hlo.emit import emit
 from passes.hlo.heap import HeapPrediction
@@ -32,6 +31,7 @@ from passes.hlo.heap import predict as predict_heap
 from passes.hlo.lift import LiftedModule, lift
 from passes.hlo.pages import CopyStyle
 from passes.hlo.replay import Replay, replay
+from passes.hlo.xla_assignment import predicted_addresses
 from passes.ir import OpId, Page, Program
 from passes.jaxpr import compat
 
@@ -142,7 +142,7 @@ def with_steps(
 
 
 def random_steps(seed: int, rate: float) -> Callable[[Program], list[OpId]]:
-    """Any allowed re-runs anywhere: with probability `rate` one more before every op."""
+    """Any allowed recomputes anywhere: with probability `rate` one more before every op."""
 
     def choose(program: Program) -> list[OpId]:
         rng = random.Random(seed)
@@ -150,7 +150,7 @@ def random_steps(seed: int, rate: float) -> Callable[[Program], list[OpId]]:
         for slot in range(len(program.ops)):
             while slot and rng.random() < rate:
                 again = OpId(rng.randrange(slot))
-                if program.ops[again].can_rerun(slot):
+                if program.ops[again].can_recompute(slot):
                     steps.append(again)
             steps.append(OpId(slot))
         return steps
@@ -205,7 +205,7 @@ def with_pages(
     again: float = 0.0,
     style: CopyStyle = "asynchronous",
 ) -> Paged:
-    """Compile an example with pages and re-runs drawn at random."""
+    """Compile an example with pages and recomputes drawn at random."""
     found: list[dict[str, Any]] = []
 
     def transform(data: bytes) -> bytes:

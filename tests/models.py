@@ -42,6 +42,6 @@ def chain_loss(params: list[Any], x: Any) -> Any:
 
 
 def chain_step(params: list[Any], x: Any) -> Any:
-    """One step of gradient descent on `chain_loss`."""
+    """One step of gradient candidate on `chain_loss`."""
     value, gradients = jax.value_and_grad(chain_loss)(params, x)
     return value, [p - 0.1 * g for p, g in zip(params, gradients, strict=True)]

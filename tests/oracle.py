@@ -1,6 +1,6 @@
 """The best plan of a tiny program, by shortest path over (next op, what is in memory).
 
-It knows no bound on the number of re-runs and shares nothing with the planners or the simulator. Every
+It knows no bound on the number of recomputes and shares nothing with the planners or the simulator. Every
 output may be offered at most one input's place (`tests.strategies` keeps to that): then holding a value
 longer than needed never saves bytes, and the shortest path is the optimum over all sequences.
 """
@@ -29,7 +29,7 @@ def least_cost_ns(program: Program, budget_bytes: int) -> int | None:
         if _is_done(program, slot, held):
             return cost_ns
         for op in program.ops[: slot + 1]:
-            if op.id != slot and not op.can_rerun(slot):
+            if op.id != slot and not op.can_recompute(slot):
                 continue
             for after, live_bytes in _runs(program, op, held):
                 state = (max(slot, op.id + 1), after)

@@ -1,4 +1,4 @@
-"""The least time of a tiny program with re-runs and pages, by shortest path over all that can be where.
+"""The least time of a tiny program with recomputes and pages, by shortest path over all that can be where.
 
 A state is the next op, what is on the device, on its way to the host, on the host and on its way back, with
 the time that each queue still needs. It shares nothing with the planners, the simulators or the validator.
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from passes.ir import Op, Program
-from passes.paging.link import Link
+from passes.link import Link
 
 Due = tuple[tuple[int, int], ...]
 
@@ -111,7 +111,7 @@ class Search:
             for started in self._started(freed):
                 for back, more_ns in self._back(started):
                     for op in self.program.ops[: back.slot + 1]:
-                        if op.id == back.slot or op.can_rerun(back.slot):
+                        if op.id == back.slot or op.can_recompute(back.slot):
                             for after, ns in self._runs(back, op):
                                 yield after, wait_ns + more_ns + ns
 

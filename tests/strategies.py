@@ -67,12 +67,12 @@ def _op(draw: st.DrawFn, i: int, n_ops: int, inputs: list[int], outputs: list[in
 
 
 @st.composite
-def sequences(draw: st.DrawFn, program: Program, max_reruns: int = 6) -> tuple[OpId, ...]:
-    """Any valid sequence of steps: every op in order, with re-runs wherever they are allowed."""
+def sequences(draw: st.DrawFn, program: Program, max_recomputes: int = 6) -> tuple[OpId, ...]:
+    """Any valid sequence of steps: every op in order, with recomputes wherever they are allowed."""
     steps: list[OpId] = []
-    left = draw(st.integers(0, max_reruns))
+    left = draw(st.integers(0, max_recomputes))
     for slot in range(len(program.ops) + 1):
-        can = [op.id for op in program.ops[:slot] if op.can_rerun(slot)]
+        can = [op.id for op in program.ops[:slot] if op.can_recompute(slot)]
         while can and left and draw(st.booleans()):
             steps.append(draw(st.sampled_from(can)))
             left -= 1

@@ -155,7 +155,7 @@ WORK = [(case, policy) for case in SINES for policy in ("nothing", "cosines")]
 WORK += [(case, policy) for case in DOTS for policy in ("nothing", "dots")]
 WORK += [("a batch of matrices", "dots without batch"), ("names around a square", "sin")]
 WORK += [("names that are constants", "y"), ("names that are constants", "no w"), ("two sines", "everything")]
-# A scan's carry is stacked, and what a branch saved for its gradient is kept: less is computed again.
+# A scan's carry is stacked, and what a branch saved for its gradient is kept: less is recomputed.
 LESS = ("scan", "cond", "the same twice")
 
 

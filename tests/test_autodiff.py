@@ -21,7 +21,8 @@ from coop_jax import lowering, pairs
 from coop_jax.budget import Budget
 from coop_jax.remat import remat
 from passes.jaxpr import compat
-from passes.jaxpr.stage import JaxprRequest, JointResult, plan_joint
+from passes.jaxpr.candidate import JaxprRequest
+from passes.jaxpr.stage import JointResult, plan_joint
 
 KEY = jax.random.key(7)
 W = jax.random.normal(KEY, (4, 4)) * 0.5
@@ -160,7 +161,7 @@ def everything_again(forward: Any, backward: Any, n_outs: int, request: JaxprReq
     def only_outs(*args: Any) -> list[Any]:
         return [*compat.evaluate(forward, args)[:n_outs], *args]
 
-    def rerun(*values: Any) -> list[Any]:
+    def recompute(*values: Any) -> list[Any]:
         args = lax.optimization_barrier(list(values[:n_args]))
         residuals = compat.evaluate(forward, args)[n_outs:]
         return compat.evaluate(backward, [*residuals, *values[n_args:]])
@@ -169,7 +170,7 @@ def everything_again(forward: Any, backward: Any, n_outs: int, request: JaxprReq
     cotangents = backward.in_avals[n_residuals:]
     return JointResult(
         forward=compat.trace(only_outs, forward.in_avals),
-        backward=compat.trace(rerun, [*forward.in_avals, *cotangents]),
+        backward=compat.trace(recompute, [*forward.in_avals, *cotangents]),
         n_saved=n_args,
         outcome=joint.outcome,
     )

@@ -44,7 +44,7 @@ def test_baselines_plan_training_programs_and_auto_beats_them(name: str):
     made = plan(program, int(0.8 * peak_bytes), PlannerConfig(planner=name))
     validate(program, made)
     assert made.status is Status.FEASIBLE
-    assert made.reruns()
+    assert made.recomputes()
     assert made.planner == name
     assert plan(program, made.budget_bytes).overhead_ratio <= made.overhead_ratio
 
@@ -90,7 +90,7 @@ def test_dte_counts_free_neighbours_and_what_came_back():
     index = runtime.pool.index_of(3)
     # Values 1 and 2 left 16 free bytes below value 3.
     assert policy.score(runtime, 3, index) == pytest.approx((10 + 20) / ((8 + 16) * 10))
-    runtime.reruns[3] = 2
+    runtime.recomputes[3] = 2
     assert policy.score(runtime, 3, index) == pytest.approx(1.1**2 * (10 + 20) / ((8 + 16) * 10))
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import paging
 from benchmarks.kernels import Transformer, resnet, transformer
-from passes.paging.link import C2C, PCIE5
+from passes.link import C2C, PCIE5
 from passes.planners import PlannerConfig, plan
 from passes.simulate import simulate
 from passes.validate import validate

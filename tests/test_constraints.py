@@ -74,8 +74,8 @@ def counts(program: Any, *words: str) -> tuple[int, ...]:
     return tuple(program.as_text().count(f" {word}(") for word in words)
 
 
-def rerun(program: Any) -> set[str]:
-    """What the plans of both stages run again."""
+def recompute(program: Any) -> set[str]:
+    """What the plans of both stages recompute."""
     record = xla.record_of(program)
     assert record is not None
     stages = [stage for stage in (record.jaxpr, record.hlo) if stage is not None]
@@ -91,8 +91,8 @@ def same(found: Any, expected: Any) -> None:
 def test_saved_values_are_not_computed_again(way: Any) -> None:
     budget = budget_for(jax.grad(loss), 0.75)
     held = compiled(way(loss, budget=budget, save="h"))
-    assert not any(word in op for op in rerun(held) for word in ("tanh", "dot", "name"))
-    assert rerun(held)
+    assert not any(word in op for op in recompute(held) for word in ("tanh", "dot", "name"))
+    assert recompute(held)
     assert counts(held, "tanh") == (len(WS),)
     assert aot.memory(held).total_bytes <= budget
     same(held(WS, X), compiled(jax.grad(loss))(WS, X))
@@ -100,7 +100,7 @@ def test_saved_values_are_not_computed_again(way: Any) -> None:
 
 @pytest.mark.parametrize("way", [inside, outside])
 def test_the_enforcing_stage_keeps_what_is_saved(way: Any) -> None:
-    """Five values of five layers do not fit, whichever stage plans; without them more is computed again."""
+    """Five values of five layers do not fit, whichever stage plans; without them more is recomputed."""
     budget = budget_for(jax.grad(loss), 0.4)
     with pytest.raises(InfeasibleBudgetError, match=r"and save=\('h',\)\.") as refused:
         compiled(way(loss, budget=budget, save=["h"]))
@@ -168,8 +168,8 @@ def test_scans_stack_what_is_saved_and_not_what_is_recomputed(way: Any) -> None:
     gradient = compiled(jax.grad(scanned))
     budget = budget_for(jax.grad(scanned), 0.8)
     held = compiled(way(scanned, budget=budget, save="h"))
-    assert not {"tanh", "dot_general"} & rerun(held)
-    assert rerun(held)
+    assert not {"tanh", "dot_general"} & recompute(held)
+    assert recompute(held)
     dropped = compiled(way(scanned, budget=LARGE, recompute="h"))
     assert aot.memory(dropped).temp_bytes < aot.memory(gradient).temp_bytes
     for program in (held, dropped):
@@ -223,12 +223,12 @@ def test_what_a_checkpoint_inside_saves_is_saved() -> None:
     for way in (inside, outside):
         held = compiled(way(checkpointed, budget=memory.total_bytes))
         assert aot.memory(held).total_bytes <= memory.total_bytes
-        assert not {"name", "reduce_precision"} & rerun(held)
+        assert not {"name", "reduce_precision"} & recompute(held)
         same(held(WS, X), plain(WS, X))
         with pytest.raises(InfeasibleBudgetError):
             compiled(way(checkpointed, budget=memory.fixed_bytes + 4 * X.nbytes))
     free = compiled(outside(loss, budget=memory.fixed_bytes + 5 * X.nbytes))
-    assert rerun(free)
+    assert recompute(free)
 
 
 def test_views_of_arguments_may_stand_before_a_checkpoint() -> None:
@@ -279,7 +279,7 @@ def test_a_value_that_cannot_be_computed_twice_is_refused() -> None:
     def f(ws: Any, x: Any) -> Any:
         return (checkpoint_name(from_host(x @ ws[0]), "h") ** 2).sum()
 
-    with pytest.raises(ConstraintError, match=r"pure_callback at .* cannot be run again"):
+    with pytest.raises(ConstraintError, match=r"pure_callback at .* cannot be recomputed"):
         jax.jit(outside(f, budget=LARGE, recompute="h")).lower(WS, X)
 
 

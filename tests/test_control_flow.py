@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from coop_jax import aot
 from coop_jax.remat import remat
 from passes.jaxpr import compat
-from passes.jaxpr.conds import rerun_in_second_cond
+from passes.jaxpr.conds import recompute_in_second_cond
 from passes.jaxpr.constraints import constrain_program
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.values import Constraints
@@ -156,11 +156,11 @@ def opened(f: Callable[..., Any]) -> Any:
 def test_pairs_of_conds_are_written_anew() -> None:
     jaxpr = opened(jax.value_and_grad(branching_loss))
     before = conds(jaxpr)
-    new = rerun_in_second_cond(jaxpr)
+    new = recompute_in_second_cond(jaxpr)
     compat.check(new)
     assert before[0] > 6
     assert conds(new) == [1, before[1]]
-    assert rerun_in_second_cond(new) is new
+    assert recompute_in_second_cond(new) is new
 
 
 def test_conds_that_hold_what_is_kept_stay() -> None:
@@ -169,6 +169,6 @@ def test_conds_that_hold_what_is_kept_stay() -> None:
 
     closed = inline_calls(jax.make_jaxpr(jax.grad(named))(W, X))
     held = compat.open_jaxpr(constrain_program(closed, Constraints(save=("h",))))[0]
-    assert rerun_in_second_cond(held) is held
+    assert recompute_in_second_cond(held) is held
     jaxpr = compat.open_jaxpr(closed)[0]
-    assert rerun_in_second_cond(jaxpr) is not jaxpr
+    assert recompute_in_second_cond(jaxpr) is not jaxpr

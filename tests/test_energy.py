@@ -9,8 +9,8 @@ from strategies import example, small_gpt
 
 from passes.cost import DEVICES, kernel_pj
 from passes.ir import Program
+from passes.link import PCIE5, Link
 from passes.listing import read_plan
-from passes.paging.link import PCIE5, Link
 from passes.planners import PlannerConfig, plan
 from passes.simulate import simulate
 from passes.validate import validate

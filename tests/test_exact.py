@@ -124,21 +124,21 @@ ALL_CUTS = range(5)
 def test_a_copy_is_kept_only_from_a_copy():
     made = model_of(example(), ALL_CUTS, 99, retention.add_carrying)
     assert holds(made, kept={(2, 0): True, (3, 0): True})
-    assert not holds(made, kept={(2, 0): False, (3, 0): True}, rerun={(2, 0): False})
-    assert holds(made, kept={(2, 0): False, (3, 0): True}, rerun={(2, 0): True})
+    assert not holds(made, kept={(2, 0): False, (3, 0): True}, recompute={(2, 0): False})
+    assert holds(made, kept={(2, 0): False, (3, 0): True}, recompute={(2, 0): True})
 
 
 def test_an_op_finds_its_inputs():
     made = model_of(example(), ALL_CUTS, 99, retention.add_inputs)
-    assert holds(made, kept={(4, 1): True}, rerun={(4, 1): False})
-    assert not holds(made, kept={(4, 1): False}, rerun={(4, 1): False})
-    assert not holds(made, kept={(4, 1): False, (4, 0): False}, rerun={(4, 1): True, (4, 0): False})
+    assert holds(made, kept={(4, 1): True}, recompute={(4, 1): False})
+    assert not holds(made, kept={(4, 1): False}, recompute={(4, 1): False})
+    assert not holds(made, kept={(4, 1): False, (4, 0): False}, recompute={(4, 1): True, (4, 0): False})
 
 
 def test_outputs_are_there_at_the_end():
     made = model_of(example(), range(6), 99, retention.add_outputs)
     assert holds(made, kept={(6, 5): True})
-    assert not holds(made, kept={(6, 5): False}, rerun={(6, 5): False})
+    assert not holds(made, kept={(6, 5): False}, recompute={(6, 5): False})
 
 
 def test_the_budget_holds_when_a_cut_runs():
@@ -150,21 +150,21 @@ def test_the_budget_holds_when_a_cut_runs():
     assert holds(tight, kept={(3, 0): False})
 
 
-def test_a_rerun_fits_beside_what_passes_through():
+def test_a_recompute_fits_beside_what_passes_through():
     # Re-running b in block 4 takes a and b (8 bytes) while dc and db are not there yet or do not pass.
     b_alone = {(4, 1): True}
-    assert holds(model_of(example(), ALL_CUTS, 8, retention.add_rerun_memory), rerun=b_alone)
-    assert not holds(model_of(example(), ALL_CUTS, 7, retention.add_rerun_memory), rerun=b_alone)
+    assert holds(model_of(example(), ALL_CUTS, 8, retention.add_recompute_memory), recompute=b_alone)
+    assert not holds(model_of(example(), ALL_CUTS, 7, retention.add_recompute_memory), recompute=b_alone)
 
 
-def test_ordered_reruns_count_what_the_slot_holds():
-    # In slot 4, re-running b: a, b and dc (9 bytes), which the coarse family does not see.
+def test_ordered_recomputes_count_what_the_slot_holds():
+    # In slot 4, recomputing b: a, b and dc (9 bytes), which the coarse family does not see.
     families = (retention.add_carrying, retention.add_inputs, retention.add_ordered_memory)
     b_again = {(4, 1): True, (4, 0): False}
     fits = model_of(example(), ALL_CUTS, 10, *families, ordered=(4,))
     tight = model_of(example(), ALL_CUTS, 8, *families, ordered=(4,))
-    assert holds(fits, rerun=b_again)
-    assert not holds(tight, rerun=b_again)
+    assert holds(fits, recompute=b_again)
+    assert not holds(tight, recompute=b_again)
 
 
 @pytest.mark.parametrize("family", [retention.add_moment_memory, retention.add_ordered_memory])
@@ -184,9 +184,9 @@ def test_every_sequence_is_a_point_of_every_frame(data: st.DataObject):
     graph = Graph.of(program)
     frame = Frame.of(graph, tuple(cuts))
     made = retention.build(frame, peak_bytes, unit_bytes(graph, peak_bytes, 10**6))
-    rerun, kept = hint_of(frame, list(steps))
-    useful = {key for key in rerun if key in made.rerun}
-    point = {"rerun": dict.fromkeys(useful, True), "kept": {k: k in kept for k in made.kept}}
+    recompute, kept = hint_of(frame, list(steps))
+    useful = {key for key in recompute if key in made.recompute}
+    point = {"recompute": dict.fromkeys(useful, True), "kept": {k: k in kept for k in made.kept}}
     assert holds(made, **point)
 
 
@@ -200,9 +200,9 @@ def test_every_answer_is_a_valid_sequence(data: st.DataObject):
     made = retention.build(frame, 10**6, 1)
     solver = cp_model.CpSolver()
     assert solver.solve(made.model) == cp_model.OPTIMAL
-    rerun = {k for k, x in made.rerun.items() if solver.boolean_value(x)}
+    recompute = {k for k, x in made.recompute.items() if solver.boolean_value(x)}
     kept = {k for k, x in made.kept.items() if solver.boolean_value(x)}
-    simulate(program, tuple(OpId(op) for op in steps_of(frame, rerun, kept)))
+    simulate(program, tuple(OpId(op) for op in steps_of(frame, recompute, kept)))
 
 
 @settings(max_examples=40)

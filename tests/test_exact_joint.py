@@ -19,12 +19,12 @@ from passes.liveness import Graph
 from passes.offsets.best_fit import place_graph
 from passes.offsets.packing import Span, disjoint
 from passes.planners import PlannerConfig, plan, search
-from passes.planners.cut import Descent, of_schedule
-from passes.planners.exact import joint, lifetimes
+from passes.planners.cut import Candidate, of_schedule
+from passes.planners.exact import lifetimes, placed
 from passes.planners.exact.axis import Axis
 from passes.planners.exact.limits import Clock, ExactConfig
-from passes.planners.exact.neighbourhood import improve, lower
-from passes.planners.exact.packing import pack
+from passes.planners.exact.rectangles import pack
+from passes.planners.exact.slots import improve, lower
 from passes.planners.placing import end_of
 from passes.planners.schedule import Schedule
 from passes.simulate import simulate, simulate_graph
@@ -80,7 +80,7 @@ def test_a_plan_is_placed_that_no_lower_budget_leads_to():
     assert made.status is Status.OPTIMAL
 
 
-def unproved() -> tuple[Graph, int, Descent]:
+def unproved() -> tuple[Graph, int, Candidate]:
     """A program, a budget near its least, and the search's plan, which is far from the optimum."""
     program = random_program(random.Random(32_000), 32)
     hint = search.plan(program, 34, PlannerConfig(work_limit=200_000))
@@ -148,8 +148,8 @@ def test_an_interrupt_keeps_the_best_placed_plan(monkeypatch: pytest.MonkeyPatch
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("passes.planners.exact.joint.solve_within", interrupt)
-    made = joint.solve_jointly(program, hint.budget_bytes, hint, ExactConfig())
+    monkeypatch.setattr("passes.planners.exact.placed.solve_within", interrupt)
+    made = placed.solve_jointly(program, hint.budget_bytes, hint, ExactConfig())
     validate(program, made)
     assert made.steps == hint.steps
     assert made.offsets == hint.offsets

@@ -18,7 +18,7 @@ from passes.offsets.best_fit import copy_groups
 from passes.planners.exact import lifetimes
 from passes.planners.exact.axis import Axis
 from passes.planners.exact.lifetimes import Lifetimes
-from passes.planners.exact.packing import pack
+from passes.planners.exact.rectangles import pack
 from passes.simulate import simulate
 
 Family = Callable[[Lifetimes], None]
@@ -51,7 +51,7 @@ def can_be_placed(program: Program, steps: tuple[OpId, ...], budget_bytes: int) 
 
 
 def least_ns(axis: Axis, keeps: Callable[[tuple[OpId, ...]], bool]) -> int | None:
-    """Cost of the re-runs of the cheapest sequence on an axis that keeps a budget."""
+    """Cost of the recomputes of the cheapest sequence on an axis that keeps a budget."""
     cost_ns = axis.graph.cost_ns
     once_ns = sum(cost_ns)
     by_cost = sorted((sum(cost_ns[op] for op in steps) - once_ns, steps) for steps in plans_on(axis))
@@ -70,10 +70,10 @@ def solved(made: Lifetimes) -> tuple[int, tuple[OpId, ...]] | None:
     return round(solver.objective_value), tuple(OpId(op) for op in steps)
 
 
-def drawn(data: st.DataObject, max_reruns: int) -> tuple[Program, Axis, int]:
+def drawn(data: st.DataObject, max_recomputes: int) -> tuple[Program, Axis, int]:
     """A program, an axis of it, and a budget from half of its peak on."""
     program = data.draw(programs(max_ops=5))
-    axis = Axis.of(Graph.of(program), data.draw(sequences(program, max_reruns=max_reruns)))
+    axis = Axis.of(Graph.of(program), data.draw(sequences(program, max_recomputes=max_recomputes)))
     peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
     return program, axis, data.draw(st.integers(peak_bytes // 2, peak_bytes))
 
@@ -81,7 +81,7 @@ def drawn(data: st.DataObject, max_reruns: int) -> tuple[Program, Axis, int]:
 @settings(max_examples=150)
 @given(st.data())
 def test_the_model_of_live_bytes_finds_what_brute_force_finds(data: st.DataObject):
-    program, axis, budget_bytes = drawn(data, max_reruns=4)
+    program, axis, budget_bytes = drawn(data, max_recomputes=4)
     best = solved(lifetimes.build(axis, budget_bytes, placed=False))
     least = least_ns(axis, lambda steps: simulate(program, steps).peak_bytes <= budget_bytes)
     assert (best and best[0]) == least
@@ -91,7 +91,7 @@ def test_the_model_of_live_bytes_finds_what_brute_force_finds(data: st.DataObjec
 @settings(max_examples=150)
 @given(st.data())
 def test_the_model_with_addresses_finds_what_brute_force_finds(data: st.DataObject):
-    program, axis, budget_bytes = drawn(data, max_reruns=3)
+    program, axis, budget_bytes = drawn(data, max_recomputes=3)
     best = solved(lifetimes.build(axis, budget_bytes, placed=True))
     least = least_ns(axis, lambda steps: can_be_placed(program, steps, budget_bytes))
     assert (best and best[0]) == least
@@ -119,7 +119,7 @@ def holds(made: Lifetimes, *fixed: cp_model.BoundedLinearExpression | cp_model.L
     return solver.solve(model) in (cp_model.OPTIMAL, cp_model.FEASIBLE)
 
 
-# The plan drawn in `passes.ir`: b (buffer 1) is made at 1, read at 2, made again at 4, read at 5.
+# The plan drawn in `passes.ir`: b (buffer 1) is made at 1, read at 2, recomputed at 4, read at 5.
 AGAIN = (0, 1, 2, 3, 1, 4, 5)
 
 

@@ -8,10 +8,10 @@ from oracle_paging import least_ns
 from strategies import chain
 
 from passes.ir import Buffer, BufferId, Op, OpId, Program, Status
+from passes.link import Link
 from passes.liveness import Graph
-from passes.paging.link import Link
 from passes.planners import PlannerConfig, plan
-from passes.planners.exact.paging import PROVED
+from passes.planners.exact.pages import PROVED
 from passes.simulate import simulate
 from passes.validate import validate
 
@@ -20,7 +20,7 @@ QUICK = 20_000
 
 
 def drawn(seed: int, n_ops: int = 4) -> Program:
-    """A program whose ops may not all run again, with scratch and places that outputs may take."""
+    """A program whose ops may not all be recomputed, with scratch and places that outputs may take."""
     draw = random.Random(seed)
     ops = []
     for i in range(n_ops):

@@ -1,4 +1,4 @@
-"""Kernels of other makers: what may run again, at what cost, in no more bytes than a policy by hand."""
+"""Kernels of other makers: what may be recomputed, at what cost, in no more bytes than a policy by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from coop_jax import aot, remat, report
 from passes.cost import DEVICES
 from passes.jaxpr import compat
 from passes.jaxpr.inline import inline_calls
-from passes.jaxpr.lift import LiftedJaxpr, lift
+from passes.jaxpr.lift import lift
+from passes.jaxpr.lifted import LiftedJaxpr
 
 N_LAYERS = 6
 ARGS = jax.ShapeDtypeStruct((N_LAYERS, 64, 64), jnp.float32), jax.ShapeDtypeStruct((512, 64), jnp.float32)

@@ -57,6 +57,6 @@ def test_what_it_wrote_is_read_back(dumped: Path) -> None:
     plan = read_plan_text(text)
     assert program == Program.from_json((folder / "program.json").read_text(encoding="utf-8"))
     assert isinstance(plan, Plan)
-    assert len(plan.reruns()) == 14
+    assert len(plan.recomputes()) == 14
     assert simulate(program, plan.steps).peak_bytes == plan.peak_bytes
     assert plan_text(plan, program) == text

@@ -27,7 +27,7 @@ def _same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
 
 
 def _integer_program() -> h.Example:
-    """Every kind of op on small integers: no rounding, so results are bitwise equal whatever is re-run."""
+    """Every kind of op on small integers: no rounding, so results are bitwise equal whatever runs twice."""
 
     def fn(p: Any, x: Any) -> Any:
         a = jnp.maximum(x @ p["w"], 0.0)
@@ -64,7 +64,7 @@ def test_planned_modules_give_the_same_bits(model: str) -> None:
         steps = tuple(op.id for op in program.ops)
         made = plan(program, int(0.7 * simulate(program, steps).peak_bytes))
         assert made.status.found
-        assert made.reruns()
+        assert made.recomputes()
         validate(program, made)
         return made.steps
 
@@ -93,15 +93,15 @@ def _reader_and_writer(program: Program) -> tuple[OpId, int]:
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_deadline_is_the_last_slot_that_gives_the_right_numbers(late: int) -> None:
-    """A re-run that reads a donated argument is right up to its deadline, and wrong one slot later."""
+    """A recompute that reads a donated argument is right up to its deadline, and wrong one slot later."""
     example = _update_in_place()
     args = h.data_for(example, exact=True)
     _, plain = h.scheduled(example)
 
     def choose(program: Program) -> list[OpId]:
         reader, writer = _reader_and_writer(program)
-        assert program.ops[reader].can_rerun(writer)
-        assert not program.ops[reader].can_rerun(writer + 1)
+        assert program.ops[reader].can_recompute(writer)
+        assert not program.ops[reader].can_recompute(writer + 1)
         steps = [op.id for op in program.ops]
         steps.insert(writer + late, reader)
         chain = [op.id for op in program.ops if reader < op.id < writer and op.recomputable]
@@ -136,7 +136,7 @@ def test_what_writes_in_place_or_has_effects_runs_once() -> None:
 
 
 def test_unread_outputs_of_re_run_fusions_are_dropped(h200: str) -> None:
-    """A multi-output fusion is run again for one of its outputs: the clone makes only that one."""
+    """A multi-output fusion is recomputed for one of its outputs: the clone makes only that one."""
     outputs: list[int] = []
 
     def choose(program: Program) -> list[OpId]:

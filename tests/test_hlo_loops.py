@@ -58,7 +58,7 @@ def _loops(view: graph.Module) -> list[int]:
 
 
 def _drawn(data: bytes, platform: str, seed: int, rate: float) -> tuple[Any, int]:
-    """A module with re-runs drawn at random in every body, and how many there are."""
+    """A module with recomputes drawn at random in every body, and how many there are."""
     module, n_again = proto.parse(data), 0
     for body in _loops(graph.read(module)):
         view = graph.read(module)
@@ -144,7 +144,7 @@ def test_a_loop_that_breaks_the_budget_has_its_body_planned() -> None:
     compiled, outcome = _enforced(least, "cpu")
     assert outcome.status.found, "what a refusal names as the least is met when it is asked for"
     assert outcome.planned_total_bytes == h.totals(compiled)["total"] <= least
-    assert outcome.recomputed, "re-runs inside the loop are reported"
+    assert outcome.recomputed, "recomputes inside the loop are reported"
     for a, b in zip(h.run(plain, args), h.run(compiled, args), strict=True):
         np.testing.assert_array_max_ulp(a, b, maxulp=2)
 

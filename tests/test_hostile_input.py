@@ -19,7 +19,7 @@ from passes.checked import MOST, InputError
 from passes.ir import Program
 from passes.offsets.packing import Span
 from passes.planners.config import PLANNERS
-from passes.planners.exact.packing import model_of
+from passes.planners.exact.rectangles import model_of
 
 OPS: list[dict[str, Any]] = [
     {"cost": 10, "inputs": [], "outputs": [0]},

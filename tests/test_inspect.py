@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import pytest
 
 import coop_jax as coop
-from coop_jax import aot
+from coop_jax import aot, serialized
 from coop_jax.inspecting import open_path, simulated_curve
 from passes.checked import InputError
 from passes.cost import DEVICES
-from passes.jaxpr import executables
 
 SPEC = jax.ShapeDtypeStruct
 
@@ -131,7 +130,7 @@ def test_serialized_modules_and_executables_are_read(device: str | None, tmp_pat
     temp_bytes = aot.memory(program).temp_bytes
     module, executable = tmp_path / "module", tmp_path / "executable"
     module.write_bytes(aot.final_module(program))
-    executable.write_bytes(executables.serialized(program))
+    executable.write_bytes(serialized.to_bytes(program))
     for path in (module, executable):
         assert coop.inspect(path).temp_bytes == temp_bytes
     saved = tmp_path / "map.json"

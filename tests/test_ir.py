@@ -93,12 +93,12 @@ def test_a_fractional_size_is_refused():
         Program.from_json(json.dumps(data))
 
 
-def test_can_rerun_until_the_deadline():
+def test_can_recompute_until_the_deadline():
     op = example().ops[1]
-    assert op.can_rerun(99)
-    assert not dataclasses.replace(op, recomputable=False).can_rerun(1)
+    assert op.can_recompute(99)
+    assert not dataclasses.replace(op, recomputable=False).can_recompute(1)
     late = dataclasses.replace(op, deadline=4)
-    assert [late.can_rerun(slot) for slot in (3, 4, 5)] == [True, True, False]
+    assert [late.can_recompute(slot) for slot in (3, 4, 5)] == [True, True, False]
 
 
 def test_a_plan_lists_its_re_runs():
@@ -106,7 +106,7 @@ def test_a_plan_lists_its_re_runs():
         steps=tuple(OpId(s) for s in (0, 1, 0, 2, 1, 1)), peak_bytes=1, budget_bytes=2, overhead_ratio=0.5,
         lower_bound_ratio=0.0, status=Status.FEASIBLE, planner="test", seconds=0.0, offsets=((0,),) * 6,
     )  # fmt: skip
-    assert plan.reruns() == (2, 4, 5)
+    assert plan.recomputes() == (2, 4, 5)
     data = json.loads(plan.to_json())
     assert data["steps"] == [0, 1, 0, 2, 1, 1]
     assert (data["status"], data["offsets"]) == ("feasible", [[0]] * 6)

@@ -18,19 +18,22 @@ from jax import lax
 
 from passes.cost import DEVICES
 from passes.ir import OpId
-from passes.jaxpr import compat, flops, freedom, in_place, inline, primitives, purity, simplify, stacks
-from passes.jaxpr.conds import rerun_in_second_cond
+from passes.jaxpr import compat, flops, freedom, in_place, inline, primitives, purity, simplify
+from passes.jaxpr.candidate import JaxprRequest
+from passes.jaxpr.conds import recompute_in_second_cond
 from passes.jaxpr.emit import emit
 from passes.jaxpr.freedom import emit_config
-from passes.jaxpr.lift import LiftedJaxpr, lift
-from passes.jaxpr.stage import JaxprRequest, plan_program
+from passes.jaxpr.lift import lift
+from passes.jaxpr.lifted import LiftedJaxpr
+from passes.jaxpr.scans import views
+from passes.jaxpr.stage import plan_program
 from passes.simulate import simulate
 
 PROGRAMS = {**STRAIGHT, **BODIES}
 
 
-def rerun_all(lifted: LiftedJaxpr) -> list[OpId]:
-    """Steps in which every op makes all that it reads once more, as far as that may run again."""
+def recompute_all(lifted: LiftedJaxpr) -> list[OpId]:
+    """Steps in which every op makes all that it reads once more, as far as that may be recomputed."""
     producer, ops = lifted.program.producer, lifted.program.ops
     steps: list[OpId] = []
     for op in ops:
@@ -41,12 +44,12 @@ def rerun_all(lifted: LiftedJaxpr) -> list[OpId]:
 
 
 def emitted(jaxpr: Any, device: str) -> Any:
-    """The jaxpr lifted in both ways, and written with all re-runs that there can be."""
+    """The jaxpr lifted in both ways, and written with all recomputes that there can be."""
     jaxpr = compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     as_xla = lift(jaxpr, DEVICES[device], as_xla=True)
     lifted = lift(jaxpr, DEVICES[device], as_xla=False)
     simulate(as_xla.program, [op.id for op in as_xla.program.ops])
-    return emit(lifted, rerun_all(lifted), emit_config(lifted, as_xla, DEVICES[device]))
+    return emit(lifted, recompute_all(lifted), emit_config(lifted, as_xla, DEVICES[device]))
 
 
 @pytest.mark.parametrize("name", [*STRAIGHT, *BODIES])
@@ -115,7 +118,7 @@ def test_conds_of_as_many_branches_only_are_pairs():
     same = second.replace(invars=[first.invars[0], *second.invars[1:]])
     eqns = [same if e is second else e for e in jaxpr.eqns]
     jaxpr = compat.rebuild(jaxpr, eqns=eqns, outvars=jaxpr.outvars)
-    assert rerun_in_second_cond(jaxpr) is jaxpr
+    assert recompute_in_second_cond(jaxpr) is jaxpr
 
 
 def test_every_named_primitive_exists():
@@ -125,7 +128,7 @@ def test_every_named_primitive_exists():
         "primitives": primitives.KINDS, "slicing": primitives.SLICING, "reshapes": primitives.RESHAPES,
         "control flow": primitives.CONTROL_FLOW, "in place": in_place.IN_PLACE, "adds": simplify.ADDS,
         "scatter": [simplify.SCATTER_ADD], "moves": freedom.MOVES, "calls": primitives.CALLS,
-        "slices": stacks.ELEMENTWISE, "once": {n for n in purity.ONCE if not n.startswith("coop")},
+        "slices": views.ELEMENTWISE, "once": {n for n in purity.ONCE if not n.startswith("coop")},
     }  # fmt: skip
     assert not {table: missing for table, names in tables.items() if (missing := set(names) - known)}
 

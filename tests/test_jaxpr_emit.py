@@ -1,4 +1,4 @@
-"""Emitting plans: same numbers for any re-runs, recompute that really happens, nothing where none is due."""
+"""Emitting plans: same numbers for any plan, recompute that really happens, nothing where none is due."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from passes.ir import OpId, Program
 from passes.jaxpr import compat
 from passes.jaxpr.emit import EmitConfig, emit, emit_split
 from passes.jaxpr.inline import inline_calls
-from passes.jaxpr.lift import LiftedJaxpr, lift
+from passes.jaxpr.lift import lift
+from passes.jaxpr.lifted import LiftedJaxpr
 from tests.strategies import sequences
 
 
@@ -55,21 +56,21 @@ def counted(jaxpr: Any) -> Counter[str]:
     return Counter(eqn.primitive.name for eqn in jaxpr.eqns)
 
 
-def rerun_slots(program: Program) -> tuple[OpId, ...]:
+def recompute_slots(program: Program) -> tuple[OpId, ...]:
     """Every dot of the first half again, just before the last third."""
     cut = 2 * len(program.ops) // 3
     again = [op.id for op in program.ops[: cut // 2] if op.name == "dot_general"]
     return (*IDENTITY[:cut], *again, *IDENTITY[cut:])
 
 
-def test_plan_without_reruns_is_the_program_itself():
+def test_plan_without_recomputes_is_the_program_itself():
     emitted = emit(LIFTED, IDENTITY, EmitConfig())
     check_jaxpr(emitted)
     assert counted(emitted) == counted(LIFTED.jaxpr)
 
 
-def test_reruns_are_written_behind_one_barrier():
-    steps = rerun_slots(LIFTED.program)
+def test_recomputes_are_written_behind_one_barrier():
+    steps = recompute_slots(LIFTED.program)
     emitted = emit(LIFTED, steps, EmitConfig())
     check_jaxpr(emitted)
     counts = counted(emitted)
@@ -77,14 +78,14 @@ def test_reruns_are_written_behind_one_barrier():
     assert counts["dot_general"] == counted(LIFTED.jaxpr)["dot_general"] + len(steps) - len(IDENTITY)
 
 
-def test_reruns_one_at_a_time_are_behind_a_barrier_each():
-    steps = rerun_slots(LIFTED.program)
+def test_recomputes_one_at_a_time_are_behind_a_barrier_each():
+    steps = recompute_slots(LIFTED.program)
     counts = counted(emit(LIFTED, steps, EmitConfig(one_at_a_time=True)))
     assert counts["optimization_barrier"] == len(steps) - len(IDENTITY) > 1
 
 
 def test_later_readers_read_the_trigger_from_the_barrier():
-    emitted = emit(LIFTED, rerun_slots(LIFTED.program), EmitConfig())
+    emitted = emit(LIFTED, recompute_slots(LIFTED.program), EmitConfig())
     at = next(i for i, eqn in enumerate(emitted.eqns) if eqn.primitive.name == "optimization_barrier")
     hidden = set(emitted.eqns[at].invars)
     later = {v for eqn in emitted.eqns[at + 1 :] for v in eqn.invars if not isinstance(v, compat.Literal)}
@@ -94,7 +95,7 @@ def test_later_readers_read_the_trigger_from_the_barrier():
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_any_reruns_give_the_same_numbers(data: st.DataObject):
+def test_any_recomputes_give_the_same_numbers(data: st.DataObject):
     steps = data.draw(sequences(LIFTED.program))
     shared = frozenset(i for body in LIFTED.bodies for i in body[:-1])
     config = EmitConfig(

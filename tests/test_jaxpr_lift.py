@@ -1,4 +1,4 @@
-"""The jaxpr lift: what is stored, what is computed inside its readers, and what may run again."""
+"""The jaxpr lift: what is stored, what is computed inside its readers, and what may be recomputed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from jax import lax
 from passes.cost import DEVICES
 from passes.jaxpr import compat
 from passes.jaxpr.inline import inline_calls
-from passes.jaxpr.lift import LiftedJaxpr, lift
+from passes.jaxpr.lift import lift
+from passes.jaxpr.lifted import LiftedJaxpr
 from passes.simulate import simulate
 
 WIDE = jax.ShapeDtypeStruct((64, 64), jnp.float32)

@@ -15,8 +15,9 @@ from examples.models import gpt
 from passes.cost import DEVICES
 from passes.ir import Status
 from passes.jaxpr import compat
+from passes.jaxpr.candidate import JaxprRequest
 from passes.jaxpr.inline import inline_calls
-from passes.jaxpr.stage import JaxprRequest, plan_joint, plan_program
+from passes.jaxpr.stage import plan_joint, plan_program
 
 CONFIG = gpt.GPTConfig(layers=2, width=64, heads=4, seq=64, vocab=96)
 

@@ -19,7 +19,7 @@ from passes.validate import validate
 
 
 def peak_bytes(program: Program) -> int:
-    """The live peak without re-runs."""
+    """The live peak without recomputes."""
     return simulate(program, tuple(op.id for op in program.ops)).peak_bytes
 
 

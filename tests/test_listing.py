@@ -46,7 +46,7 @@ def test_a_plan_shows_what_it_recomputes() -> None:
     program = example()
     made = plan(program, 12, PlannerConfig())
     text = plan_text(made, program)
-    assert text.count("| *") == len(made.reruns()) == 1
+    assert text.count("| *") == len(made.recomputes()) == 1
     live = simulate(program, made.steps).live_bytes.tolist()
     assert [int(line.split("|")[1].split()[-1]) for line in text.split("\n")[2:-1]] == live
     assert str(made).count("*") == 1

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from passes.offsets.moves import MoveError, check_moves
-from passes.offsets.repack import repack
-from passes.offsets.slices import Access, Branch, Call, Loop, Moved, Node, Run, Slice, SliceProgram
-from passes.offsets.webs import find_webs
+from passes.pinning.moves import MoveError, check_moves
+from passes.pinning.repack import repack
+from passes.pinning.slices import Access, Branch, Call, Loop, Moved, Node, Run, Slice, SliceProgram
+from passes.pinning.webs import find_webs
 
 ALIGNMENT = 4
 SIZE = 48

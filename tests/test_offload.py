@@ -17,8 +17,8 @@ from coop_jax import aot
 from passes.hlo import graph, proto
 from passes.jaxpr import compat
 from passes.jaxpr.constraints import constrain_program
-from passes.jaxpr.host_stacks import offloaded_bytes, with_host_stacks
 from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.scans.host_stacks import offloaded_bytes, with_host_stacks
 from passes.jaxpr.values import Constraints
 
 LAYERS, ROWS, WIDTH = 6, 4096, 256

@@ -12,16 +12,15 @@ import pytest
 
 import coop_jax as coop
 from benchmarks.programs import SampleProgram, corpus
-from coop_jax import aot, pinning
+from coop_jax import aot, pinning, serialized
 from coop_jax.addresses import address_view, executable_view
 from coop_jax.errors import UnsupportedError
 from coop_jax.plot import plot_addresses
 from passes.backend import CPU
 from passes.hlo import graph, proto
 from passes.hlo.assign import Assigner
-from passes.hlo.assignment import compare, read_assignment
 from passes.hlo.schema import schema
-from passes.jaxpr import executables
+from passes.hlo.xla_assignment import compare, read_assignment
 
 ON_CPU = (
     "gpt forward", "attention grad", "attention by head", "scanned rnn grad", "cond grad", "switch", "while",
@@ -55,7 +54,7 @@ def test_offsets_on_cpu(name: str) -> None:
     assigner = Assigner(graph.read(proto.parse(data)), "cpu", old_rules=h.OLD_RULES)
     final = proto.parse(compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
     assigned = compiled.memory_analysis().serialized_buffer_assignment_proto
-    real = read_assignment(assigned, final, schema(executables.proto_library("cpu")))
+    real = read_assignment(assigned, final, schema(serialized.proto_library("cpu")))
     found = compare(assigner, real)
     assert found.differing == ()
     assert found.equal == found.buffers > 0

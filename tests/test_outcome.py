@@ -1,4 +1,4 @@
-"""What an outcome lists: the ops that run again, and what is alive at the tightest point."""
+"""What an outcome lists: the ops that are recomputed, and what is alive at the tightest point."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from benchmarks.pack import cut_up
 from coop_cli import main
 from passes.offsets.packing import Item, Span, apart, check_packing, height_bytes, live_bytes
 from passes.offsets.sweep import LimitError, Sweep
-from passes.planners.exact.packing import model_of, pack
+from passes.planners.exact.rectangles import model_of, pack
 
 
 def least_height(items: list[Item]) -> int:

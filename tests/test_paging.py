@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from strategies import example, programs, sequences, small_gpt
 
 from passes.ir import BufferId, OpId, Page, Plan, Program, Status
+from passes.link import LINKS, Link
 from passes.listing import plan_text, read_plan
 from passes.liveness import Graph
 from passes.offsets.best_fit import place_graph
-from passes.paging.link import LINKS, Link
-from passes.paging.queues import traffic
 from passes.planners import PlannerConfig, frontier, least_peak, plan
-from passes.planners.pager import Host, Pager
+from passes.planners.paging.pager import Host, Pager
+from passes.planners.paging.queues import traffic
 from passes.simulate import simulate
 from passes.validate import validate
 
@@ -112,7 +112,7 @@ def test_pages_that_cannot_be_are_refused(pages: tuple[Page, ...], message: str)
         ({"host_peak_bytes": 3}, "3 bytes on the host, but they take 4"),
         ({"host_budget_bytes": 3}, "takes 4 bytes on the host, where 3 are allowed"),
         ({"waiting_ns": 1, "overhead_ratio": 1 / 60}, "waits 1 ns .* on slow it waits 3 ns"),
-        ({"overhead_ratio": 0.0}, "its re-runs and waiting cost"),
+        ({"overhead_ratio": 0.0}, "its recomputes and waiting cost"),
         ({"page_offsets": (0,)}, "puts buffer"),
     ],
 )

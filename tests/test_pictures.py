@@ -203,7 +203,7 @@ def test_the_page_searches_and_says_why_a_value_is_there(tmp_path: Path) -> None
 
 def test_the_page_needs_nothing_from_outside_and_escapes_names(tmp_path: Path) -> None:
     found = dataclasses.replace(many_values(), name="</script><script>alert(1)")
-    text = page(memory_blocks(found), maps=[(found, "<b>")], pareto=curve())
+    text = page(memory_blocks(found), maps=[(found, "<b>")], pareto=curve().to_dict())
     assert "</script><script>alert" not in text
     assert not re.search(r"(src|href)\s*=", text)
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text)

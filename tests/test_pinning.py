@@ -16,23 +16,22 @@ import numpy as np
 import pytest
 
 import coop_jax as coop
-from coop_jax import pinning
-from passes.hlo.executable import read_executable
-from passes.hlo.mentions import ThunkError
-from passes.hlo.pin import PinError, prove, rewrite
-from passes.hlo.pin import pin as pin_bytes
+from coop_jax import pinning, serialized
 from passes.hlo.schema import Schema, SchemaError, schema
-from passes.jaxpr import executables
-from passes.offsets.moves import MoveError
-from passes.offsets.repack import repack
-from passes.offsets.slices import Moved
+from passes.pinning.executable import read_executable
+from passes.pinning.mentions import ThunkError
+from passes.pinning.moves import MoveError
+from passes.pinning.pin import PinError, prove, rewrite
+from passes.pinning.pin import pin as pin_bytes
+from passes.pinning.repack import repack
+from passes.pinning.slices import Moved
 
 FRAGMENTED = [("cond", "donated"), ("cond", "grad"), ("scan", "grad"), ("mixed", "donated")]
 
 
 def installed() -> Schema:
     """The schema of the installed jaxlib."""
-    return schema(executables.proto_library("cpu"))
+    return schema(serialized.proto_library("cpu"))
 
 
 def outcome(compiled: Any) -> pinning.PinOutcome:
@@ -98,7 +97,7 @@ def test_what_is_packed_well_is_left_alone() -> None:
 @functools.cache
 def parts() -> tuple[bytes, Any]:
     """A fragmented executable, and what is in it."""
-    data = executables.serialized(h.scheduled(h.example("cond", "donated"))[1])
+    data = serialized.to_bytes(h.scheduled(h.example("cond", "donated"))[1])
     return data, read_executable(data, installed())
 
 
@@ -180,7 +179,7 @@ def test_reasons_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
 
     check(prints, "calls back into Python")
     check(jnp.sin, "no temporaries")
-    monkeypatch.setattr(executables, "serialized", refuse)
+    monkeypatch.setattr(serialized, "to_bytes", refuse)
     check(lambda x: jnp.tanh(x @ x) @ x, "XLA cannot write the program out: UNIMPLEMENTED: this comparator")
     with pytest.raises(coop.UnsupportedError, match="compiled program only"):
         coop.pin(jnp.sin)

@@ -14,19 +14,19 @@ import pytest
 import coop_jax as coop
 from benchmarks.offsets import paired_runs, random_arguments
 from benchmarks.programs import SampleProgram, corpus
-from coop_jax import aot, pinning
+from coop_jax import aot, pinning, serialized
 from passes.hlo import graph
 from passes.hlo.assign import Assigner
-from passes.hlo.gpu_executable import GpuExecutable, read_gpu_executable
-from passes.hlo.gpu_thunks import ALIGNMENT, GpuThunks
-from passes.hlo.mentions import ThunkError
-from passes.hlo.pin import PinError, prove, rewrite
-from passes.hlo.pin import pin as pin_bytes
 from passes.hlo.schema import Schema, schema
-from passes.jaxpr import compat, executables
-from passes.offsets.moves import MoveError
-from passes.offsets.repack import repack
-from passes.offsets.slices import Moved
+from passes.jaxpr import compat
+from passes.pinning.gpu_executable import GpuExecutable, read_gpu_executable
+from passes.pinning.gpu_thunks import ALIGNMENT, GpuThunks
+from passes.pinning.mentions import ThunkError
+from passes.pinning.moves import MoveError
+from passes.pinning.pin import PinError, prove, rewrite
+from passes.pinning.pin import pin as pin_bytes
+from passes.pinning.repack import repack
+from passes.pinning.slices import Moved
 
 STRAIGHT = ("attention grad", "fft", "linear algebra", "mlp adam, donated", "random bits", "vae grad")
 PROGRAMS = (*STRAIGHT, "cond grad", "while", "nested loops", "scatter", "sort and top k", "switch")
@@ -35,7 +35,7 @@ SMALLER = {"attention grad": 0.85, "cond grad": 0.75, "nested loops": 0.5, "whil
 
 def installed() -> Schema:
     """The schema of the installed CUDA plugin."""
-    return schema(executables.proto_library("cuda"))
+    return schema(serialized.proto_library("cuda"))
 
 
 def program(name: str) -> SampleProgram:
@@ -53,7 +53,7 @@ def compiled(name: str) -> Any:
 @functools.cache
 def parts(name: str) -> tuple[bytes, GpuExecutable]:
     """Its bytes, and what is in them."""
-    data = executables.serialized(compiled(name))
+    data = serialized.to_bytes(compiled(name))
     return data, read_gpu_executable(data, installed())
 
 
@@ -98,7 +98,7 @@ def meet(first: Any, second: Any) -> bool:
 def test_library_calls_are_moved_too(h200: str) -> None:
     found = program("attention grad")
     lowered = aot.lower_for(jax.jit(found.fn), found.specs, device=h200)
-    data = executables.serialized(lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}))
+    data = serialized.to_bytes(lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}))
     executable = read_gpu_executable(data, installed())
     kinds = {t.WhichOneof("impl") for t in executable.message.thunks}
     assert kinds & {"gemm_thunk", "cublas_lt_matmul_thunk"}
@@ -121,7 +121,7 @@ def test_programs_over_several_gpus(h200: str, split: str) -> None:
 
     weights = [spec((256, 256), *(["d"] if split == "weights" else [])) for _ in range(3)]
     gradient = jax.jit(jax.grad(loss)).lower(weights, spec((512, 256), "d")).compile()
-    data = executables.serialized(gradient)
+    data = serialized.to_bytes(gradient)
     executable = read_gpu_executable(data, installed())
     kinds = {t.WhichOneof("impl") for t in executable.message.thunks}
     assert kinds & {"all_reduce_thunk", "reduce_scatter_thunk"}
@@ -142,7 +142,7 @@ def test_xla_takes_pinned_thunks_into_another_program(h200: str, name: str) -> N
     inner, around = aot.memory(compiled(name)), aot.memory(outer)
     assert (around.argument_bytes, around.alias_bytes) == (inner.argument_bytes, inner.alias_bytes)
     pinned = read_gpu_executable(pin_bytes(parts(name)[0], installed(), "cuda").data, installed())
-    lowered = read_gpu_executable(executables.serialized(outer), installed())
+    lowered = read_gpu_executable(serialized.to_bytes(outer), installed())
     places = [(s.offset, s.size) for s in pinned.thunks.slices]
     base = min(s.offset for s in lowered.thunks.slices) - min(at for at, _ in places)
     own = [s for s in lowered.thunks.slices if s.offset + s.size <= base + pinned.temp_bytes]

@@ -306,7 +306,7 @@ def test_frontiers_of_drawn_programs_are_valid(program: Program, budgets: list[i
 
 
 def test_many_equal_peaks_are_taken_off_one_by_one():
-    """A small value that every backward op reads must be run again at each of many equal peaks."""
+    """A small value that every backward op reads must be recomputed at each of many equal peaks."""
     b = Builder()
     (small,) = b.op((), (4,), 1)
     values = [b.op((), (64,), 5)[0]]
@@ -410,7 +410,7 @@ def test_published_graphs(graph: str, ratio: float, at_most: float):
 
 
 def with_head(layers: int) -> Program:
-    """Layers whose loss needs two large values at once; either one alone can be made again for little."""
+    """Layers whose loss needs two large values at once; either one alone can be recomputed for little."""
     b = Builder()
     x = b.op((), (4,), 5)
     saved = [x]
@@ -444,8 +444,8 @@ def test_what_the_tightest_op_needs_is_not_let_go_of(room: int):
     made = plan(program, budget_bytes, QUICK)
     check(program, made)
     assert made.status.found
-    reruns = [made.steps[i] for i in made.reruns()]
-    assert not {13, 14, 15} & set(reruns)
+    recomputes = [made.steps[i] for i in made.recomputes()]
+    assert not {13, 14, 15} & set(recomputes)
 
 
 def test_overlapping_offsets_are_refused():

@@ -84,7 +84,7 @@ def test_the_window_planner_places_a_chain_within_its_budget():
     program = chain(16)
     made = plan(program, 96, PlannerConfig(planner="window"))
     assert made.status.found
-    assert made.reruns()
+    assert made.recomputes()
     check_offsets(program, made.steps, made.offsets, 96)
 
 

@@ -11,17 +11,17 @@ from strategies import programs, random_program
 
 from passes.ir import OpId, Plan, Program, Status
 from passes.liveness import Graph
-from passes.planners.cut import Descent, Work, of_schedule
+from passes.planners.cut import Candidate, Work, of_schedule
 from passes.planners.rebuild import rebuild
 from passes.planners.schedule import Schedule
 from passes.validate import validate
 
 
-def start(program: Program) -> Descent:
+def start(program: Program) -> Candidate:
     return of_schedule(Schedule(Graph.of(program), range(len(program.ops))))
 
 
-def check(program: Program, found: Descent, budget_bytes: int) -> None:
+def check(program: Program, found: Candidate, budget_bytes: int) -> None:
     """Validate a sequence as a plan of this budget."""
     base_ns = program.cost_ns
     validate(

@@ -16,9 +16,9 @@ from jax.ad_checkpoint import checkpoint_name
 from coop_jax import aot
 from passes.hlo import graph, proto
 from passes.hlo.assign import Assigner
-from passes.hlo.assignment import Address, Name, predicted_addresses
 from passes.hlo.graph import HOST
 from passes.hlo.replay import replay
+from passes.hlo.xla_assignment import Address, Name, predicted_addresses
 
 LAYERS = 6
 
@@ -51,7 +51,7 @@ def test_stacks_on_the_host_are_written_before_they_are_read(h200: str, v5e: str
     assert prediction.host_bytes == compiled.memory_analysis().host_temp_size_in_bytes
     seen = h.replayed(compiled) if platform == "cuda" else h.replayed_module(proto.parse(data), platform)
     assert not seen.problems
-    assert (seen.to_host, seen.from_host, seen.turns) == (LAYERS, LAYERS, 2 * LAYERS)
+    assert (seen.to_host, seen.from_host, seen.iterations) == (LAYERS, LAYERS, 2 * LAYERS)
 
 
 @functools.cache

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from passes.hlo import riegeli, snappy
-from passes.hlo.highway import hash64
+from coop_jax import serialized
 from passes.hlo.schema import schema
-from passes.hlo.split import read_message, write_message
-from passes.jaxpr import executables
+from passes.pinning import riegeli, snappy
+from passes.pinning.highway import hash64
+from passes.pinning.split import read_message, write_message
 
 KEY = (0x0706050403020100, 0x0F0E0D0C0B0A0908, 0x1716151413121110, 0x1F1E1D1C1B1A1918)
 # Of the bytes 0, 1, 2, ... under that key, as the authors of the hash published them.
@@ -79,7 +79,7 @@ def test_damaged_snappy_is_refused(block: bytes) -> None:
 
 
 def test_messages_in_parts_and_whole() -> None:
-    library = schema(executables.proto_library("cpu"))
+    library = schema(serialized.proto_library("cpu"))
     kind = library.message("xla/service/hlo.proto", "xla.HloModuleProto")
     message = kind(name="module", entry_computation_id=7)
     file = write_message(message, library)

@@ -1,4 +1,4 @@
-"""Pairs of scans: found, cut, written anew at every rung of the ladder, in segments, and within a budget."""
+"""Pairs of scans: found, cut, rewritten at every level of the frontier, in segments, and within a budget."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from coop_jax.remat import remat
 from passes.cost import DEVICES
 from passes.jaxpr import compat
 from passes.jaxpr.inline import inline_calls
-from passes.jaxpr.scan_choice import Rung, all_remade
-from passes.jaxpr.scan_emit import rewrite
-from passes.jaxpr.scan_ladder import ladder, segment_ladder
-from passes.jaxpr.scans import find_pairs
-from passes.jaxpr.stacks import view_inside_scans
+from passes.jaxpr.scans.choice import Level, all_recomputed
+from passes.jaxpr.scans.emit import rewrite
+from passes.jaxpr.scans.frontier import frontier, segment_frontier
+from passes.jaxpr.scans.pairs import find_pairs
+from passes.jaxpr.scans.views import view_inside_scans
 
 CPU = DEVICES["cpu"]
 KEY = jax.random.key(0)
@@ -152,9 +152,9 @@ def run(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
     return list(lowered.compile({"xla_backend_optimization_level": "0"})(*jax.tree.leaves(args)))
 
 
-def some(rungs: list[Rung]) -> list[Rung]:
+def some(levels: list[Level]) -> list[Level]:
     """The middle and the last."""
-    return [rungs[k] for k in sorted({len(rungs) // 2, len(rungs) - 1})]
+    return [levels[k] for k in sorted({len(levels) // 2, len(levels) - 1})]
 
 
 def same(found: Sequence[Any], expected: Sequence[Any], rtol: float = 1e-5) -> None:
@@ -165,15 +165,15 @@ def same(found: Sequence[Any], expected: Sequence[Any], rtol: float = 1e-5) -> N
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
-def test_every_rung_computes_the_same(name: str) -> None:
+def test_every_level_computes_the_same(name: str) -> None:
     jaxpr, consts = opened(jax.value_and_grad(GRADIENTS[name], argnums=(0, 1)), WS, X)
-    rungs = ladder(jaxpr, CPU)
-    assert rungs
-    stacked = [sum(choice.stacked_bytes for choice in rung) for rung in rungs]
+    levels = frontier(jaxpr, CPU)
+    assert levels
+    stacked = [sum(choice.stacked_bytes for choice in level) for level in levels]
     assert stacked == sorted(stacked, reverse=True)
     expected = run(jaxpr, consts, WS, X)
-    for rung in [*some(rungs), *segment_ladder(rungs[-1], CPU)[-1:]]:
-        new = rewrite(jaxpr, rung)
+    for level in [*some(levels), *segment_frontier(levels[-1], CPU)[-1:]]:
+        new = rewrite(jaxpr, level)
         compat.check(new)
         same(run(new, consts, WS, X), expected, 1e-2 if name == "bfloat16" else 1e-5)
 
@@ -189,9 +189,9 @@ def stack_bytes(jaxpr: Any) -> int:
     )
 
 
-def test_the_lowest_rung_stacks_the_carry_alone() -> None:
+def test_the_lowest_level_stacks_the_carry_alone() -> None:
     jaxpr, _ = opened(jax.grad(plain), WS, X)
-    lowest = ladder(jaxpr, CPU)[-1]
+    lowest = frontier(jaxpr, CPU)[-1]
     assert lowest[0].stacked_bytes == len(WS) * X.nbytes
     assert stack_bytes(rewrite(jaxpr, lowest)) == len(WS) * X.nbytes + WS.nbytes
     assert stack_bytes(jaxpr) > 4 * len(WS) * X.nbytes
@@ -234,8 +234,8 @@ def test_stacks_whose_slices_are_mixed_stay_as_they_are() -> None:
 def test_segments_keep_fewer_carries_than_turns() -> None:
     many = jnp.concatenate([WS] * 6)
     jaxpr, consts = opened(jax.grad(plain), many, X)
-    lowest = ladder(jaxpr, CPU)[-1]
-    fewest = segment_ladder(lowest, CPU)[-1]
+    lowest = frontier(jaxpr, CPU)[-1]
+    fewest = segment_frontier(lowest, CPU)[-1]
     assert fewest[0].stacked_bytes == (6 + 6) * X.nbytes
     new = rewrite(jaxpr, fewest)
     assert stack_bytes(new) == 6 * X.nbytes + many.nbytes
@@ -252,8 +252,8 @@ def test_scans_one_after_the_other_run_in_segments_all_of_them() -> None:
 
     many = jnp.concatenate([WS] * 6)
     jaxpr, consts = opened(jax.grad(thrice), many, X)
-    lowest = ladder(jaxpr, CPU)[-1]
-    fewest = segment_ladder(lowest, CPU)[-1]
+    lowest = frontier(jaxpr, CPU)[-1]
+    fewest = segment_frontier(lowest, CPU)[-1]
     assert all(choice.in_segments for choice in fewest)
     assert sum(choice.stacked_bytes for choice in fewest) == 3 * (6 + 6) * X.nbytes
     same(run(rewrite(jaxpr, fewest), consts, many, X), run(jaxpr, consts, many, X))
@@ -263,7 +263,7 @@ def test_a_stack_that_something_else_reads_stays_and_costs_nothing() -> None:
     jaxpr, _ = opened(jax.value_and_grad(stacks_read_elsewhere), WS, X)
     (pair,) = find_pairs(jaxpr)
     assert set(pair.passed) - pair.only
-    lowest = ladder(jaxpr, CPU)[-1]
+    lowest = frontier(jaxpr, CPU)[-1]
     # The carry of turn i + 1 is the result of turn i, but only the stack of results is read by others.
     assert stack_bytes(rewrite(jaxpr, lowest)) < stack_bytes(jaxpr)
 
@@ -271,21 +271,21 @@ def test_a_stack_that_something_else_reads_stays_and_costs_nothing() -> None:
 def test_scans_without_a_backward_are_no_pair() -> None:
     jaxpr, _ = opened(plain, WS, X)
     assert find_pairs(jaxpr) == []
-    assert ladder(jaxpr, CPU) == []
+    assert frontier(jaxpr, CPU) == []
 
 
 def test_what_is_made_again_is_reported_with_its_line() -> None:
     jaxpr, _ = opened(jax.grad(plain), WS, X)
-    again = [r for choice in ladder(jaxpr, CPU)[-1] for r in all_remade(choice)]
-    assert any("dot_general in 6 turns" in r.op and "test_scan.py" in r.source for r in again)
+    again = [r for choice in frontier(jaxpr, CPU)[-1] for r in all_recomputed(choice)]
+    assert any("dot_general in 6 iterations" in r.op and "test_scan.py" in r.source for r in again)
     assert all(r.cost_ns > 0 for r in again)
 
 
 def test_the_number_of_layers_does_not_change_the_plan() -> None:
     def signature(layers: int) -> list[tuple[int, int]]:
         ws = jax.ShapeDtypeStruct((layers, *WS.shape[1:]), WS.dtype)
-        rungs = ladder(opened(jax.grad(plain), ws, X)[0], CPU)
-        return [(rung[0].stacked_bytes // layers, len(rung[0].remade)) for rung in rungs]
+        levels = frontier(opened(jax.grad(plain), ws, X)[0], CPU)
+        return [(level[0].stacked_bytes // layers, len(level[0].recomputed)) for level in levels]
 
     assert signature(2) == signature(48)
 
@@ -360,15 +360,15 @@ def test_bodies_of_control_flow_are_planned_where_their_peak_is_what_hurts(name:
     same([value], [expected])
 
 
-def test_microbatches_are_on_the_ladder_with_the_pairs_inside_them() -> None:
+def test_microbatches_are_on_the_frontier_with_the_pairs_inside_them() -> None:
     jaxpr, consts = opened(accumulated, WS, X)
-    rungs = ladder(jaxpr, CPU)
-    (fast,), (low,) = rungs[0], rungs[-1]
+    levels = frontier(jaxpr, CPU)
+    (fast,), (low,) = levels[0], levels[-1]
     assert low.stacked_bytes == len(WS) * X.nbytes // 4, "the carry of one microbatch"
     assert low.stacked_bytes < fast.stacked_bytes
-    again, once = all_remade(low), all_remade(low.inner[0])
+    again, once = all_recomputed(low), all_recomputed(low.inner[0])
     assert sum(r.cost_ns for r in again) == 4 * sum(r.cost_ns for r in once)
-    new = rewrite(jaxpr, rungs[-1])
+    new = rewrite(jaxpr, levels[-1])
     compat.check(new)
     same(run(new, consts, WS, X), run(jaxpr, consts, WS, X))
 
@@ -380,3 +380,34 @@ def test_an_absent_gpu_keeps_the_budget_of_a_scanned_program(h200: str) -> None:
     limited = jax.jit(jax.grad(remat(plain, budget=budget, device=h200)))
     memory = aot.memory(aot.lower_for(limited, specs, device=h200).compile())
     assert memory.total_bytes <= budget
+
+
+def gated(ws: Any, xs: Any) -> Any:
+    """Two equal recurrent layers in one body, with four gates each from one dot."""
+
+    def cell(w: Any, c: Any, x: Any, h: Any) -> Any:
+        i, f, g, o = jnp.split(jnp.concatenate([x, h], 1) @ w, 4, axis=1)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        return c, jax.nn.sigmoid(o) * jnp.tanh(c)
+
+    def body(carry: Any, x: Any) -> Any:
+        (c0, h0), (c1, h1) = carry
+        c0, h0 = cell(ws[0], c0, x, h0)
+        c1, h1 = cell(ws[1], c1, h0, h1)
+        return ((c0, h0), (c1, h1)), h1
+
+    zero = jnp.zeros(xs.shape[1:])
+    return lax.scan(body, ((zero, zero), (zero, zero)), xs)[1].mean()
+
+
+def test_the_dot_of_four_gates_is_stacked_once_and_equal_layers_give_theirs_up_one_by_one() -> None:
+    """haiku's LSTM on an H200: eight small stacks cost 2.4 % more than `dots_saveable`, and in its bytes there
+    was no level with the dot of one layer only: now -3.8 %."""
+    size = 256
+    jaxpr, _ = opened(jax.grad(gated), jnp.ones((2, 2 * size, 4 * size)), jnp.ones((16, 8, size)))
+    levels = frontier(jaxpr, DEVICES["h200"])
+    dots = [sum(v.aval.shape == (8, 4 * size) for v in choice.kept) for (choice,) in levels]
+    assert dots[0] == 2
+    assert {0, 1, 2} <= set(dots)
+    gates = [v for v in levels[0][0].kept if v.aval.shape == (8, size)]
+    assert len(gates) <= 4, "the carries, which the backward pass reads anyway"

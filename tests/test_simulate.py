@@ -110,7 +110,7 @@ def test_taking_out_re_runs_keeps_the_profile_exact(data: st.DataObject):
     program = data.draw(programs())
     schedule = Schedule(Graph.of(program), data.draw(sequences(program)))
     limit_bytes = data.draw(st.integers(0, schedule.peak_bytes + 4))
-    for position in data.draw(st.permutations(schedule.rerun_positions())):
+    for position in data.draw(st.permutations(schedule.recompute_positions())):
         before = list(schedule.steps)
         deleted = schedule.try_delete(position, limit_bytes)
         timeline = simulate(program, tuple(OpId(s) for s in schedule.compact()))
@@ -132,7 +132,7 @@ def test_taking_out_re_runs_keeps_the_profile_exact(data: st.DataObject):
         ({"steps": (0, 1, 2, 3, 4, 5, 9)}, "runs op 9, but the program has 6 ops"),
         ({"peak_bytes": 11}, "says its peak is 11 bytes, but it needs 12 bytes"),
         ({"budget_bytes": 11}, "feasible for 11 bytes, it says, but needs 12"),
-        ({"overhead_ratio": 0.5}, "says its overhead is 0.5, but its re-runs cost"),
+        ({"overhead_ratio": 0.5}, "says its overhead is 0.5, but its recomputes cost"),
         ({"lower_bound_ratio": 0.5}, "lower bound 0.5 is above"),
     ],
 )

@@ -33,14 +33,14 @@ def test_what_is_found_is_a_packing(items: list[Item], spare: int):
     if found is not None:
         check_packing(items, found, capacity_bytes)
     else:
-        assert len(stack.jams) == 4
+        assert len(stack.bottlenecks) == 4
 
 
 def test_less_than_what_is_alive_at_once_is_not_tried():
     items = cut_up(10, 12, 64, seed=0)
     stack = Skyline(items)
     assert stack.solve(63, 4) is None
-    assert not stack.jams
+    assert not stack.bottlenecks
 
 
 def test_a_chain_moves_as_one_and_holds_the_larger_of_both_where_it_changes():
@@ -60,13 +60,13 @@ def test_rectangles_are_put_together_again_without_a_hole(seed: int):
     check_packing(items, found, 64)
 
 
-def test_a_jam_says_where_and_how_much_is_lacking():
+def test_a_bottleneck_says_where_and_how_much_is_lacking():
     stack = Skyline(cut_up(120, 60, 256, seed=0))
     assert stack.solve(256, 3) is None
-    assert len(stack.jams) == 3
-    for jam in stack.jams:
-        assert 0 <= jam.start < jam.stop <= 60
-        assert jam.lacking_bytes > 0
+    assert len(stack.bottlenecks) == 3
+    for bottleneck in stack.bottlenecks:
+        assert 0 <= bottleneck.start < bottleneck.stop <= 60
+        assert bottleneck.lacking_bytes > 0
 
 
 def layered(n_ops: int, width: int, seed: int) -> Program:

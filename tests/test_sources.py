@@ -58,7 +58,7 @@ def with_own_rule(w: Any, x: Any) -> Any:
 
 
 def step_of(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """One step of gradient descent."""
+    """One step of gradient candidate."""
 
     def step(w: Any, x: Any) -> Any:
         value, gradient = jax.value_and_grad(loss)(w, x)

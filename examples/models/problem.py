@@ -66,7 +66,7 @@ def adam_step(loss: Callable[[Params, Batch], jax.Array], *, rate: float = 3e-4)
 
 
 def sgd_step(loss: Callable[[Params, Batch], jax.Array], *, rate: float = 1e-2) -> Callable[..., Any]:
-    """A whole training step with gradient descent, gradient inside: (params, batch) -> (params, loss)."""
+    """A whole training step with gradient candidate, gradient inside: (params, batch) -> (params, loss)."""
 
     def step(params: Params, batch: Batch) -> tuple[Params, jax.Array]:
         value, grads = jax.value_and_grad(loss)(params, batch)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from passes.hlo.prune import can_merge_operands, merge_operands
+
 BARRIERS = frozenset({"optimization-barrier", "opt-barrier"})
 _VIEWS = frozenset({"get-tuple-element", "tuple", "bitcast"})
 
@@ -21,18 +23,19 @@ def drop_barriers(module: Any) -> bool:
         True if there were any.
     """
     schedule = {s.key: s.value for s in module.schedule.sequences}
+    computations = {c.id: c for c in module.computations}
     found = False
     for computation in module.computations:
         if any(i.opcode in BARRIERS for i in computation.instructions):
             found = True
-            removed = _drop(computation)
+            removed = _drop(computation, computations)
             sequence = schedule.get(computation.id)
             if sequence is not None:
                 sequence.instruction_ids[:] = [i for i in sequence.instruction_ids if i not in removed]
     return found
 
 
-def _drop(computation: Any) -> set[int]:
+def _drop(computation: Any, computations: dict[int, Any]) -> set[int]:
     """Let every reader read what is behind the barriers; returns the ids of what is gone."""
     by_id = {i.id: i for i in computation.instructions}
     known = _resolved(computation, by_id)
@@ -41,6 +44,8 @@ def _drop(computation: Any) -> set[int]:
     kept = [i for i in computation.instructions if i.id not in removed]
     for instruction in kept:
         instruction.operand_ids[:] = [known[o] if o in removed else o for o in instruction.operand_ids]
+        if can_merge_operands(instruction):
+            merge_operands(instruction, computations[instruction.called_computation_ids[0]])
     removed |= _unread_views(kept, computation.root_id)
     for n in reversed(range(len(computation.instructions))):
         if computation.instructions[n].id in removed:
@@ -68,12 +73,14 @@ def _resolved(computation: Any, by_id: dict[int, Any]) -> dict[int, int]:
 def _twins(computation: Any, known: dict[int, int]) -> set[int]:
     """Views that stay, since a kernel that reads them reads what they are views of by itself, too.
 
-    XLA makes no fusion that has one operand twice. Where it decides whether the result may be written over
-    an operand it looks at one of the two only, and what the other still has to read is lost.
+    XLA makes no kernel that has one operand twice. Where it decides whether the result may be written over
+    an operand it looks at one of the two only, and what the other still has to read is lost. In a fusion of
+    its own XLA makes one operand of the two, and so do we.
     """
     twins: set[int] = set()
     for instruction in computation.instructions:
-        if instruction.opcode in _VIEWS or instruction.opcode in BARRIERS:
+        is_kernel = instruction.opcode not in _VIEWS and instruction.opcode not in BARRIERS
+        if not is_kernel or can_merge_operands(instruction):
             continue
         operands = dict.fromkeys(instruction.operand_ids)
         read = {o for o in operands if known[o] == o}

@@ -10,8 +10,10 @@ counts is how long the program waits for them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from passes.cost import EXPENSIVE_FLOPS, DeviceModel, kernel_ns
 from passes.hlo import graph
@@ -50,10 +52,14 @@ def instruction_ns(
     if opcode == "while":
         inner = sum(computation_ns(module, module.computations[c], device) for c in instruction.called)
         return trip_count(module, instruction) * inner
-    nbytes = _written(module, computation, instruction)
-    nbytes += sum(_read(module, computation, instruction))
-    flops, bits = _flops(module, computation, instruction)
-    vector_flops = _vector_flops(module, computation, instruction)
+    if opcode == "fusion":
+        work = _fused_work(module, module.computations[instruction.called[0]])
+        nbytes = work.written_bytes + work.read_bytes(instruction.operands)
+        flops, bits, vector_flops = work.matrix_flops, work.bits, work.vector_flops
+    else:
+        nbytes = _written(computation, instruction) + sum(_read(computation, instruction))
+        flops, bits = _flops(module, computation, instruction)
+        vector_flops = _vector_flops(module, computation, instruction)
     return kernel_ns(device, nbytes=nbytes, matrix_flops=flops, bits=bits, vector_flops=vector_flops)
 
 
@@ -130,12 +136,43 @@ def _integer(constant: Instruction) -> int | None:
     return None
 
 
-def _written(module: Module, computation: Computation, instruction: Instruction) -> int:
-    if instruction.opcode == "dynamic-update-slice":
-        return computation.by_id[instruction.operands[1]].shape.nbytes
-    if instruction.opcode != "fusion":
-        return instruction.shape.total_nbytes
-    fused = module.computations[instruction.called[0]]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FusedWork:
+    """What the kernel of a fused computation does; `touched_bytes` is of each parameter."""
+
+    written_bytes: int
+    touched_bytes: tuple[int, ...]
+    matrix_flops: int
+    bits: int
+    vector_flops: int
+
+    def read_bytes(self, operands: tuple[int, ...]) -> int:
+        """Bytes read of every distinct operand."""
+        total: dict[int, int] = {}
+        for operand, nbytes in zip(operands, self.touched_bytes, strict=True):
+            total[operand] = max(total.get(operand, 0), nbytes)
+        return sum(total.values())
+
+
+# A module is looked at several times, and each of its plans; what is fused stays as it is.
+_WORK: WeakKeyDictionary[Computation, _FusedWork] = WeakKeyDictionary()
+
+
+def _fused_work(module: Module, fused: Computation) -> _FusedWork:
+    if fused not in _WORK:
+        users = fused.users()
+        found = [_flops(module, fused, i) for i in fused.by_id.values()]
+        _WORK[fused] = _FusedWork(
+            written_bytes=_written_by_fusion(fused),
+            touched_bytes=tuple(_touched(fused, users, parameter) for parameter in fused.parameters()),
+            matrix_flops=sum(f for f, _ in found),
+            bits=max((b for f, b in found if f), default=32),
+            vector_flops=sum(_vector_flops(module, fused, i) for i in fused.by_id.values()),
+        )
+    return _WORK[fused]
+
+
+def _written_by_fusion(fused: Computation) -> int:
     root = fused.by_id[fused.root]
     roots = fused.operands(root) if root.opcode == "tuple" else [root]
     total = 0
@@ -149,23 +186,20 @@ def _written(module: Module, computation: Computation, instruction: Instruction)
     return total
 
 
-def _read(module: Module, computation: Computation, instruction: Instruction) -> list[int]:
+def _written(computation: Computation, instruction: Instruction) -> int:
+    if instruction.opcode == "dynamic-update-slice":
+        return computation.by_id[instruction.operands[1]].shape.nbytes
+    return instruction.shape.total_nbytes
+
+
+def _read(computation: Computation, instruction: Instruction) -> list[int]:
     """Bytes read of every distinct operand."""
-    distinct = dict.fromkeys(instruction.operands)
     if instruction.opcode in ("dynamic-slice", "gather", "slice"):
         rest = [computation.by_id[o].shape.nbytes for o in instruction.operands[1:]]
         return [instruction.shape.nbytes, *rest]
     if instruction.opcode == "dynamic-update-slice":
         return [computation.by_id[o].shape.nbytes for o in instruction.operands[1:]]
-    if instruction.opcode != "fusion":
-        return [computation.by_id[o].shape.total_nbytes for o in distinct]
-    fused = module.computations[instruction.called[0]]
-    parameters = fused.parameters()
-    users = fused.users()
-    total: dict[int, int] = {}
-    for operand, parameter in zip(instruction.operands, parameters, strict=True):
-        total[operand] = max(total.get(operand, 0), _touched(fused, users, parameter))
-    return list(total.values())
+    return [computation.by_id[o].shape.total_nbytes for o in dict.fromkeys(instruction.operands)]
 
 
 def _touched(fused: Computation, users: dict[int, list[Instruction]], at: Instruction) -> int:
@@ -190,8 +224,7 @@ def _touched(fused: Computation, users: dict[int, list[Instruction]], at: Instru
 def _vector_flops(module: Module, computation: Computation, instruction: Instruction) -> int:
     """Elementwise flops of a kernel; a reduction works on the elements of its operands."""
     if instruction.opcode == "fusion":
-        fused = module.computations[instruction.called[0]]
-        return sum(_vector_flops(module, fused, i) for i in fused.by_id.values())
+        return _fused_work(module, module.computations[instruction.called[0]]).vector_flops
     if instruction.opcode in _NO_ARITHMETIC:
         return 0
     shapes = [instruction.shape, *(computation.by_id[o].shape for o in instruction.operands)]
@@ -202,10 +235,8 @@ def _vector_flops(module: Module, computation: Computation, instruction: Instruc
 def _flops(module: Module, computation: Computation, instruction: Instruction) -> tuple[int, int]:
     """Matrix flops of a kernel and the width of their operands in bits."""
     if instruction.opcode == "fusion":
-        fused = module.computations[instruction.called[0]]
-        found = [_flops(module, fused, i) for i in fused.by_id.values()]
-        bits = [b for f, b in found if f]
-        return sum(f for f, _ in found), max(bits, default=32)
+        work = _fused_work(module, module.computations[instruction.called[0]])
+        return work.matrix_flops, work.bits
     if instruction.opcode == "custom-call":
         return _library_flops(computation, instruction)
     if instruction.opcode in ("dot", "scaled-dot"):

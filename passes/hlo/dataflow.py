@@ -50,7 +50,6 @@ class Value:
     id: int
     nbytes: int
     is_tuple: bool
-    is_phi: bool
     memory_space: int
     positions: list[Position] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
@@ -272,7 +271,7 @@ def _number(
         home = builder.home[v]
         shape = builder.module.computations[home.computation].by_id[home.instruction].shape.at(home.index)
         number[v] = n
-        value = Value(n, shape.nbytes, shape.is_tuple, builder.phi[v], shape.memory_space)
+        value = Value(n, shape.nbytes, shape.is_tuple, shape.memory_space)
         value.positions.append(home)
         values.append(value)
     return number, values

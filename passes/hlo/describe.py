@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from passes.hlo.assign import Assigner
-from passes.hlo.assignment import Address, Assignment, Name
 from passes.hlo.dataflow import Position
 from passes.hlo.graph import HOST, Instruction, Shape
 from passes.hlo.heap import HeapPrediction, heap_intervals, predict_assigned, temp_offsets
 from passes.hlo.lift import is_view
 from passes.hlo.origins import Origins
+from passes.hlo.xla_assignment import Address, Assignment, Name
 from passes.memory_map import ARGUMENT, CONSTANT, KEPT, OUTPUT, RECOMPUTED, WORKING, MemoryMap, Value
 from passes.outcome import RECOMPUTE_SCOPE
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from passes.checked import InputError
 from passes.hlo import proto, wire
-from passes.hlo.assignment import Address, Assignment, Name
+from passes.hlo.xla_assignment import Address, Assignment, Name
 
 _MODULE_FIELD, _ASSIGNMENT_FIELD = 1, 3
 _STAGE = re.compile(r"[^.]+\..+\.(?P<target>\w[\w.]*?)_after_optimizations\.(?:txt|hlo\.pb|hlo)$")
@@ -111,4 +111,4 @@ def read_assignment_text(text: str) -> Assignment:
             addresses[match["name"], at] = Address(
                 allocation=index, offset=int(match["offset"]), nbytes=int(match["size"]), is_temp=is_temp
             )
-    return Assignment(addresses=addresses, temp_bytes=sum(temps.values()), temp_allocations=tuple(temps))
+    return Assignment(addresses=addresses, temp_bytes=sum(temps.values()))

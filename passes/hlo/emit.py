@@ -1,4 +1,4 @@
-"""Write a plan into a scheduled module: clones of what is re-run, and the plan's schedule.
+"""Write a plan into a scheduled module: clones of what is recomputed, and the plan's schedule.
 
 The plan is of one computation, the entry or a loop's body.
 
@@ -105,7 +105,7 @@ class _Writer:
         self.protos = {i.id: i for i in self.scope.instructions}
         self.latest: dict[int, int] = {}
         self.views: dict[tuple[int, tuple[int, ...]], int] = {}
-        # Value -> the instruction that brought it back, until its op is run again; who holds paged values.
+        # Value -> the instruction that brought it back, until its op is recomputed; who holds paged values.
         self.returned: dict[int, int] = {}
         self.held: dict[int, int] = {}
         self.written: dict[int, Any] = {}
@@ -173,7 +173,7 @@ class _Writer:
         return self.views[key]
 
     def _drop_dead(self, root: int) -> None:
-        """Forget runs that nothing reads: a re-run may have taken over every use of the first one."""
+        """Forget runs that nothing reads: a recompute may have taken over every use of the first one."""
         needed: set[int] = set()
         work = [root, *self.once]
         while work:
@@ -271,7 +271,7 @@ def emit(
 
     Args:
         lifted: from `passes.hlo.lift.lift`.
-        steps: a plan's steps: every op of the program first in order, re-runs anywhere between.
+        steps: a plan's steps: every op of the program first in order, recomputes anywhere between.
         pages: a plan's pages; a page that brings a copy back again sends it no second time.
         style: how copies are written: as asynchronous copies between memories, or as plain copies on the
             device, which save nothing, for platforms that have no others.

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from passes.backend import BACKENDS
 from passes.cost import DeviceModel
 from passes.hlo import graph, proto
 from passes.hlo.assign import Assigner
 from passes.hlo.barriers import drop_barriers
-from passes.hlo.cost import computation_ns, computation_times_ns, program_cost_ns
+from passes.hlo.cost import computation_ns, computation_times_ns
 from passes.hlo.emit import emit
 from passes.hlo.fit import Task, Written, fit
 from passes.hlo.heap import HeapPrediction, packing_saves, predict_assigned
@@ -123,21 +123,22 @@ def _changed(
     written: Written,
     inside: tuple[Recomputed, ...],
 ) -> StageOutcome:
-    """The outcome of what was written; `inside` is what bodies of loops run again."""
+    """The outcome of what was written; `inside` is what bodies of loops recompute."""
     program, plan, cost_ns = task.lifted.program, written.plan, outcome.cost_ns
-    recompute_ns = program_cost_ns(written.module, request.device) - cost_ns
+    kernels_ns, waiting_ns = computation_times_ns(written.view, written.view.entry, request.device)
+    recompute_ns = kernels_ns + waiting_ns - cost_ns
     constant_bytes = task.lifted.prediction.constant_bytes
     return replace(
         outcome,
         changed=True,
         recompute_ns=recompute_ns,
-        # Proved for plans that re-run what they move.
+        # Proved for plans that recompute what they move.
         lower_bound_ratio=max(0.0, min(plan.lower_bound_ratio, recompute_ns / max(cost_ns, 1))),
         status=Status.FEASIBLE,
         planner=plan.planner,
         recomputed=inside + recomputed_by(program, plan.steps, "hlo"),
         paged=paged_by(program, plan.pages, "hlo"),
-        waiting_ns=_waiting_ns(written.module, request.device),
+        waiting_ns=waiting_ns,
         planned_temp_bytes=written.needed_bytes - task.fixed_bytes + constant_bytes,
         needs_pinning=written.prediction.total_bytes > request.budget_bytes,
     )
@@ -148,7 +149,7 @@ def _reordered(lifted: LiftedModule, device: DeviceModel) -> LiftedModule:
     order = reordered(lifted)
     if order is None:
         return lifted
-    view = graph.read(emit(lifted, order))
+    view = graph.read(emit(lifted, order), lifted.module)
     assigner = Assigner(view, lifted.platform, old_rules=lifted.assigner.old_rules)
     found = lift(view, device, lifted.platform, assigner=assigner)
     return found if found.prediction.total_bytes <= lifted.prediction.total_bytes else lifted
@@ -163,7 +164,7 @@ def _limit_bytes(task: Task, lowest: Written) -> int:
 def _with_loops(
     request: EnforceRequest, task: Task, lowest: Written, limit_bytes: int
 ) -> tuple[Task, tuple[Recomputed, ...]] | None:
-    """The task with bodies of loops planned, and what they run again; None if no loop is too large.
+    """The task with bodies of loops planned, and what they recompute; None if no loop is too large.
 
     Args:
         limit_bytes: what the live bytes should not exceed; 0 for bodies that need as little as they can, and
@@ -190,11 +191,6 @@ def _task(request: EnforceRequest, lifted: LiftedModule) -> Task:
         host_bytes=request.host_bytes,
         pinned=request.on_fragmentation == "pin",
     )
-
-
-def _waiting_ns(module: Any, device: DeviceModel) -> int:
-    view = graph.read(module)
-    return computation_times_ns(view, view.entry, device)[1]
 
 
 def _host_refusal(

@@ -3,7 +3,7 @@
 Live bytes are not the heap: packing leaves holes, and temporaries that XLA kept inside results may no longer
 fit there. So every plan is written and its heap predicted; what does not fit is planned again, tighter by
 the excess. Where the planners find nothing from above, the plan of lowest peak is relaxed from below: its
-re-runs are taken out, costliest first, while the prediction keeps the budget.
+recomputes are taken out, costliest first, while the prediction keeps the budget.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ class Written:
     """A plan, the module that runs it, and what XLA will allocate for that.
 
     Attributes:
+        view: of the module.
         needed_bytes: the program's total: as XLA packs it, or as it is after pinning if that will follow.
-        spilled: values that XLA kept inside results before, and that now need room in the heap.
+        displaced: values that XLA kept inside results before, and that now need room in the heap.
     """
 
     plan: Plan
     module: Any
+    view: graph.Module
     prediction: HeapPrediction
     needed_bytes: int
-    spilled: frozenset[int]
+    displaced: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,15 +81,13 @@ class Task:
     def write(self, made: Plan) -> Written:
         """Emit a plan and predict its heap."""
         module = emit(self.lifted, made.steps, made.pages)
-        assigner = Assigner(
-            graph.read(module, self.lifted.module), self.lifted.platform,
-            old_rules=self.lifted.assigner.old_rules,
-        )  # fmt: skip
+        view = graph.read(module, self.lifted.module)
+        assigner = Assigner(view, self.lifted.platform, old_rules=self.lifted.assigner.old_rules)
         prediction = predict_assigned(assigner)
         saved = packing_saves(assigner, rounds=PACKING_ROUNDS) if self.pinned else 0
         return Written(
-            plan=made, module=module, prediction=prediction, needed_bytes=prediction.total_bytes - saved,
-            spilled=self._spilled(assigner),
+            plan=made, module=module, view=view, prediction=prediction,
+            needed_bytes=prediction.total_bytes - saved, displaced=self._displaced(assigner),
         )  # fmt: skip
 
     def excess_bytes(self, written: Written) -> int:
@@ -103,7 +103,7 @@ class Task:
         """True if a module breaks one of both budgets."""
         return bool(self.excess_bytes(written) or self.host_excess_bytes(written))
 
-    def _spilled(self, after: Assigner) -> frozenset[int]:
+    def _displaced(self, after: Assigner) -> frozenset[int]:
         heap = {after.flow.values[v].home for group in after.heap for v in after.flow.classes[group]}
         before = self.lifted.assigner
         inside = set(before.heap)
@@ -113,12 +113,12 @@ class Task:
             if before.flow.class_of[v] not in inside and before.flow.values[v].home in heap
         )
 
-    def program_with(self, spilled: frozenset[int]) -> Program:
-        """The program in which spilled values have their bytes."""
+    def program_with(self, displaced: frozenset[int]) -> Program:
+        """The program in which displaced values have their bytes."""
         program = self.lifted.program
         values = self.lifted.assigner.flow.values
         buffers = tuple(
-            replace(b, nbytes=values[v].nbytes) if v in spilled else b
+            replace(b, nbytes=values[v].nbytes) if v in displaced else b
             for b, v in zip(program.buffers, self.lifted.values, strict=True)
         )
         return replace(program, buffers=buffers)
@@ -130,7 +130,7 @@ def fit(task: Task) -> Written:
     A second call with the total of a plan that did not keep its budget keeps that one: what is reported as
     least can be asked for.
     """
-    program, spilled = task.lifted.program, frozenset[int]()
+    program, displaced = task.lifted.program, frozenset[int]()
     config = task.config
     target = task.budget_bytes - task.fixed_bytes
     bound_ratio = 0.0
@@ -145,9 +145,9 @@ def fit(task: Task) -> Written:
         if not written.plan.status.found:
             break
         config = _with_less_host(task.for_retries(), config.host_bytes - task.host_excess_bytes(written))
-        if not written.spilled <= spilled:
-            spilled |= written.spilled
-            program = task.program_with(spilled)
+        if not written.displaced <= displaced:
+            displaced |= written.displaced
+            program = task.program_with(displaced)
             peak = simulate(program, written.plan.steps, written.plan.pages).peak_bytes
             excess = max(0, excess - max(0, peak - written.plan.peak_bytes))
         target = min(target, written.plan.peak_bytes) - (excess << max(0, n - 1))
@@ -167,23 +167,23 @@ def _with_bound(written: Written, bound_ratio: float) -> Written:
 
 def lowest(task: Task) -> tuple[Program, Written]:
     """The plan of lowest total that is found whatever the budget is, and the program that it is for."""
-    program, spilled = task.lifted.program, frozenset[int]()
+    program, displaced = task.lifted.program, frozenset[int]()
     tried: list[tuple[Program, Written]] = []
     config = task.for_retries()
     for _ in range(MAX_LOWEST):
         written = task.write(least_peak(program, config))
         tried.append((program, written))
         less = config.host_bytes - task.host_excess_bytes(written)
-        if written.spilled <= spilled and less == config.host_bytes:
+        if written.displaced <= displaced and less == config.host_bytes:
             break
         config = _with_less_host(config, less)
-        spilled |= written.spilled
-        program = task.program_with(spilled)
+        displaced |= written.displaced
+        program = task.program_with(displaced)
     return min(tried, key=lambda t: (task.host_excess_bytes(t[1]) > 0, t[1].needed_bytes))
 
 
 def _from_below(task: Task, program: Program, best: Written) -> Written:
-    """`best`, which keeps the budget, with as few re-runs as that allows; a plan with pages as it is."""
+    """`best`, which keeps the budget, with as few recomputes as that allows; a plan with pages as it is."""
     least = best.plan
     if least.pages:
         return best
@@ -202,7 +202,7 @@ def _from_below(task: Task, program: Program, best: Written) -> Written:
 
 
 def _relaxed(program: Program, least: Plan, limit_bytes: int) -> Plan:
-    """`least` without the re-runs that `limit_bytes` makes needless."""
+    """`least` without the recomputes that `limit_bytes` makes needless."""
     schedule = Schedule(Graph.of(program), least.steps)
     reverse_delete(schedule, limit_bytes)
     steps = tuple(OpId(op) for op in schedule.steps if op != HOLE)

@@ -90,7 +90,7 @@ class Instruction:
     proto: Any
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Computation:
     """A computation. `order` is its schedule (by id where it has none); `by_id` is sorted by id."""
 

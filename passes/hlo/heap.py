@@ -28,7 +28,6 @@ class HeapPrediction:
         total_bytes: arguments + outputs - aliased + constants + temps.
         live_bytes: largest sum of temporaries alive at once, without fragmentation.
         host_bytes: arguments, results and temporaries in the host's memory, aliased ones counted once.
-        exact: False where the module has something that is only bounded.
     """
 
     temp_bytes: int
@@ -39,7 +38,6 @@ class HeapPrediction:
     total_bytes: int
     live_bytes: int
     host_bytes: int = 0
-    exact: bool = True
 
 
 class _Events:

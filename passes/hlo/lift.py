@@ -4,7 +4,7 @@ It is the entry of a module, or the body of one of its loops. Views are not buff
 the whole run has zero bytes: arguments, results, constants, temporaries that XLA keeps inside results, and of
 a body all that it shares with the world outside, such as what it carries. Called computations are one op each
 with their inner peak as workspace. An op that overwrites storage runs once; an op that reads storage which is
-overwritten later gets that op as its deadline, so that no re-run reads what is no longer there.
+overwritten later gets that op as its deadline, so that no recompute reads what is no longer there.
 """
 
 from __future__ import annotations

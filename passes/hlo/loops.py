@@ -2,8 +2,8 @@
 
 To the entry a loop is one op, and what its body needs is that op's workspace. XLA orders a body without
 regard to a budget. So where a loop is what breaks it, its body is put in a better order and planned as the
-entry is, for what it may have; if loops inside it are what breaks that, they come first. A re-run costs as
-often as the loop turns.
+entry is, for what it may have; if loops inside it are what breaks that, they come first. A recompute costs as
+often as the loop iterates.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Tightened:
 
     Attributes:
         lifted: its entry.
-        recomputed: what the bodies run again, costs of all turns.
+        recomputed: what the bodies recompute, costs of all iterations.
     """
 
     lifted: LiftedModule
@@ -51,7 +51,7 @@ def tightened(
         config: how to plan bodies.
     """
     work = _Work(lifted, device, replace(config, host_bytes=0, link=None, must_page=frozenset()))
-    work.shrink_loops(lifted, least, limit_bytes, turns=1)
+    work.shrink_loops(lifted, least, limit_bytes, iterations=1)
     if work.lifted is lifted:
         return None
     return Tightened(lifted=work.lifted, recomputed=tuple(work.recomputed))
@@ -62,7 +62,7 @@ class _Work:
 
     Attributes:
         lifted: the entry as it is now.
-        recomputed: what bodies run again.
+        recomputed: what bodies recompute.
     """
 
     def __init__(self, lifted: LiftedModule, device: DeviceModel, config: PlannerConfig) -> None:
@@ -71,12 +71,12 @@ class _Work:
         self.config = config
         self.recomputed: list[Recomputed] = []
 
-    def shrink_loops(self, scope: LiftedModule, made: Plan, limit_bytes: int, turns: int) -> None:
+    def shrink_loops(self, scope: LiftedModule, made: Plan, limit_bytes: int, iterations: int) -> None:
         """Plan the body of every loop at whose place a plan of its surroundings is over a limit."""
         for loop, excess_bytes in _over(scope, made, limit_bytes):
-            self._shrink(loop, excess_bytes, turns * trip_count(self.lifted.module, loop))
+            self._shrink(loop, excess_bytes, iterations * trip_count(self.lifted.module, loop))
 
-    def _shrink(self, loop: Instruction, excess_bytes: int, turns: int) -> None:
+    def _shrink(self, loop: Instruction, excess_bytes: int, iterations: int) -> None:
         """Plan one body for as much less as its loop is over."""
         body = self._body(loop)
         target_bytes = _peak_bytes(body.program) - excess_bytes
@@ -87,14 +87,14 @@ class _Work:
         made = self._plan(body.program, target_bytes)
         if not made.status.found:
             before = self.lifted
-            self.shrink_loops(body, made, target_bytes, turns)
+            self.shrink_loops(body, made, target_bytes, iterations)
             if self.lifted is not before:
                 body = self._body(loop)
                 made = self._plan(body.program, target_bytes)
         if made.peak_bytes < _peak_bytes(body.program):
             self._write(body, made.steps)
             again = recomputed_by(body.program, made.steps, "hlo")
-            self.recomputed += [replace(r, cost_ns=turns * r.cost_ns) for r in again]
+            self.recomputed += [replace(r, cost_ns=iterations * r.cost_ns) for r in again]
 
     def _body(self, loop: Instruction) -> LiftedModule:
         """The body of a loop as it is now."""

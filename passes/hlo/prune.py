@@ -1,4 +1,4 @@
-"""Drop outputs of multi-output fusions that nobody reads, as XLA's dead code elimination does.
+"""Drop outputs of multi-output fusions that nobody reads, and operands that a fusion has twice, as XLA does.
 
 A fusion left with one output stops being a tuple: its only get-tuple-element disappears.
 """
@@ -27,6 +27,26 @@ def drop_uncalled(module: Any) -> None:
     sequences = module.schedule.sequences
     for n in reversed([n for n, s in enumerate(sequences) if s.key not in needed]):
         del sequences[n]
+
+
+def can_merge_operands(instruction: Any) -> bool:
+    """True for the fusions that are XLA's own, all of whose operands may be numbered anew."""
+    is_own = instruction.opcode == "fusion" and instruction.fusion_kind != "kCustom"
+    return is_own and not _has_numbered_operands(instruction)
+
+
+def merge_operands(fusion: Any, fused: Any) -> None:
+    """Let a fusion that reads one value as several operands read it as one, in place."""
+    first: dict[int, int] = {}
+    numbers = [first.setdefault(operand, n) for n, operand in enumerate(fusion.operand_ids)]
+    if len(first) == len(numbers):
+        return
+    parameters = {i.parameter_number: i.id for i in fused.instructions if i.opcode == "parameter"}
+    read = {parameters[n]: parameters[same] for n, same in enumerate(numbers)}
+    for instruction in fused.instructions:
+        instruction.operand_ids[:] = [read.get(o, o) for o in instruction.operand_ids]
+    fused.root_id = read.get(fused.root_id, fused.root_id)
+    _drop_parameters(fusion, fused)
 
 
 def prune_outputs(module: Any, scope: int) -> None:
@@ -73,8 +93,12 @@ def _prune(fusion: Any, users: list[Any], computations: dict[int, Any], replaced
             user.tuple_index = used.index(user.tuple_index)
     fused.program_shape.result.CopyFrom(fusion.shape)
     _sweep(fused)
-    if not any(entry.key == _OPERAND_NUMBERS for entry in fusion.frontend_attributes.map):
+    if not _has_numbered_operands(fusion):
         _drop_parameters(fusion, fused)
+
+
+def _has_numbered_operands(fusion: Any) -> bool:
+    return any(entry.key == _OPERAND_NUMBERS for entry in fusion.frontend_attributes.map)
 
 
 def _sweep(fused: Any) -> None:
@@ -107,6 +131,7 @@ def _drop_parameters(fusion: Any, fused: Any) -> None:
     for new, old in enumerate(keep):
         parameters[old].parameter_number = new
     kept = [i for i in fused.instructions if i.opcode != "parameter" or i.id in read]
+    kept.sort(key=lambda i: i.opcode != "parameter")  # a merged one may be read earlier than it stood
     copies = [type(i).FromString(i.SerializeToString()) for i in kept]
     del fused.instructions[:]
     fused.instructions.extend(copies)

@@ -2,7 +2,7 @@
 
 The default is no. Yes only for opcodes on the list, custom calls without side effects that do not call back
 into the host, and calls of computations made of nothing else; never what a user asked to keep
-(`passes.saved`). Writing in place is judged by the lift.
+(`passes.saved`). Writing in place is evaluated by the lift.
 """
 
 from __future__ import annotations

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from passes.hlo import graph
-from passes.hlo.assignment import Address, Name
 from passes.hlo.dataflow import Index, loop_parts
 from passes.hlo.graph import HOST, Computation, Instruction, Module
 from passes.hlo.scalars import Scalars
+from passes.hlo.xla_assignment import Address, Name
 
-MOST_TURNS = 256
+MOST_ITERATIONS = 256
 _VIEWS = frozenset({"bitcast", "optimization-barrier", "opt-barrier", "domain", "add-dependency"})
 
 
@@ -58,13 +58,13 @@ class Replay:
     Attributes:
         problems: what would go wrong.
         to_host, from_host: number of copies that crossed, slices of stacks included.
-        turns: how often bodies of loops ran.
+        iterations: how often bodies of loops ran.
     """
 
     problems: tuple[str, ...]
     to_host: int
     from_host: int
-    turns: int
+    iterations: int
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +84,7 @@ class _Machine:
         self.flights: dict[tuple[int, int], _Flight] = {}
         self.flight: _Flight | None = None
         self.crossed = {True: 0, False: 0}
-        self.turns = 0
+        self.iterations = 0
 
     def write(self, content: Content) -> None:
         """Put a content in its place; what it covers is there no more."""
@@ -251,11 +251,11 @@ class _Machine:
 
     def loop(self, instruction: Instruction, carried: Tree) -> Tree:
         body, condition = loop_parts(self.module, instruction)
-        for turn in range(MOST_TURNS):
+        for iteration in range(MOST_ITERATIONS):
             goes_on = self.run(condition, [carried])[()].number
-            if goes_on == 0 or (goes_on is None and turn > 1):
+            if goes_on == 0 or (goes_on is None and iteration > 1):
                 break
-            self.turns += 1
+            self.iterations += 1
             after = self.run(body, [carried])
             for index, content in after.items():
                 if content.place[0:2] != carried[index].place[0:2]:
@@ -296,5 +296,5 @@ def replay(module: Module, addresses: Mapping[Name, Address]) -> Replay:
         machine.say(f"nothing waits for {module.entry.by_id[start].name}")
     return Replay(
         problems=tuple(machine.problems), to_host=machine.crossed[True], from_host=machine.crossed[False],
-        turns=machine.turns,
+        iterations=machine.iterations,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Numbers that a scheduled module computes on the way: what counts turns of loops, and where slices begin.
+"""Numbers that a scheduled module computes on the way: counters of loops, and where slices begin.
 
 Integers and truth values of a few operations; everything else is unknown, which is None.
 """

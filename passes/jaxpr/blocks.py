@@ -25,7 +25,7 @@ from passes.jaxpr import compat
 from passes.jaxpr.constraints import constrain_program
 from passes.jaxpr.primitives import CONTROL_FLOW, Kind
 from passes.jaxpr.purity import eqn_kind
-from passes.jaxpr.scans import find_pairs
+from passes.jaxpr.scans.pairs import find_pairs
 from passes.jaxpr.values import Constraints
 
 KEPT = "kept outside of blocks"

@@ -2,8 +2,8 @@
 
 To its surroundings control flow is one op with a workspace, the peak of its largest body. Where the program
 is over its target while such an op runs, the body may take what the target leaves beside the values that
-are alive around it, and is planned for that as a program of its own: what is run again is run again in
-every turn, in every branch that needs it. What passes from one `cond` to another is first computed again in
+are alive around it, and is planned for that as a program of its own: what is recomputed is recomputed in
+every iteration, in every branch that needs it. What passes from one `cond` to another is first recomputed in
 the second (`passes.jaxpr.conds`).
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from passes.cost import DeviceModel
 from passes.jaxpr import compat
-from passes.jaxpr.conds import rerun_in_second_cond
+from passes.jaxpr.conds import recompute_in_second_cond
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.lift import inner_work, lift
 from passes.jaxpr.primitives import CONTROL_FLOW
@@ -30,7 +30,7 @@ def fit_bodies(jaxpr: Any, device: DeviceModel, target_bytes: int, plan_body: Pl
     Args:
         plan_body: (open jaxpr, bytes for its temporaries) -> an open jaxpr that computes the same.
     """
-    lifted = lift(rerun_in_second_cond(jaxpr), device, as_xla=True)
+    lifted = lift(recompute_in_second_cond(jaxpr), device, as_xla=True)
     live = simulate(lifted.program, tuple(op.id for op in lifted.program.ops)).live_bytes
     allowed: dict[int, int] = {}
     for op, body, nbytes in zip(lifted.program.ops, lifted.bodies, live, strict=True):

@@ -31,7 +31,7 @@ class Measured:
     Attributes:
         planner: its planner, as in `StageOutcome`.
         estimated_bytes: the jaxpr stage's estimate of its temporaries.
-        temp_bytes: what XLA needs for them; what was asked for, if the enforcing stage can repair it.
+        temp_bytes: what XLA needs for them; what was asked for, if the enforcing stage repairs it cheaply.
     """
 
     planner: str
@@ -63,9 +63,9 @@ class Calibration:
 
     Attributes:
         bytes_ratio: XLA's bytes of temporaries over the jaxpr stage's estimate.
-        strict: True to leave XLA no freedom to merge small dots or to reorder re-runs: every such kernel is
-            behind a barrier of its own, which costs time and is for programs that do not fit without.
-        measured: candidates with rewritten scans, inside which the enforcing stage changes nothing.
+        strict: True to leave XLA no freedom to merge small dots or to reorder recomputes: every such kernel
+            is behind a barrier of its own, which costs time and is for programs that do not fit without.
+        measured: candidates with rewritten scans.
     """
 
     bytes_ratio: float = 1.0
@@ -76,7 +76,7 @@ class Calibration:
         """With what the enforcing stage said of a plan; None if no other plan follows from that."""
         if planned.planner.startswith(SCANS):
             return replace(self, measured=(*self.measured, _measured(planned, verdict)))
-        if verdict.status.found and verdict.recompute_ns <= CHEAP_REPAIR_RATIO * verdict.cost_ns:
+        if _is_cheaply_repaired(verdict):
             return None
         ratio = verdict.before_temp_bytes / max(planned.planned_temp_bytes, 1)
         if ratio > STRICT_RATIO and planned.changed and not self.strict:
@@ -96,11 +96,15 @@ UNCALIBRATED = Calibration()
 """Nothing is known: estimates are taken as they are."""
 
 
+def _is_cheaply_repaired(verdict: StageOutcome) -> bool:
+    return verdict.status.found and verdict.recompute_ns <= CHEAP_REPAIR_RATIO * verdict.cost_ns
+
+
 def _measured(planned: StageOutcome, verdict: StageOutcome) -> Measured:
     budget = verdict.budget_bytes - verdict.fixed_bytes
     needed = verdict.before_temp_bytes
     return Measured(
         planner=planned.planner,
         estimated_bytes=planned.planned_temp_bytes,
-        temp_bytes=min(needed, budget) if verdict.status.found else needed,
+        temp_bytes=min(needed, budget) if _is_cheaply_repaired(verdict) else needed,
     )

@@ -862,7 +862,7 @@ def array_spec(shape: tuple[int, ...], dtype: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThunkModule:
-    """A GPU program in the form that `passes.jaxpr.inlined` calls.
+    """A GPU program in the form that `coop_jax.embedded` calls.
 
     Attributes:
         message: its thunks, serialized.

@@ -17,7 +17,7 @@ from passes.jaxpr.purity import eqn_kind, has_effect
 from passes.jaxpr.rewrite import consts_as_literals
 
 
-def rerun_in_second_cond(jaxpr: Any) -> Any:
+def recompute_in_second_cond(jaxpr: Any) -> Any:
     """An open jaxpr whose pairs of conds pass nothing on that the second can compute from operands.
 
     Returns:

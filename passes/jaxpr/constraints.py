@@ -3,7 +3,7 @@
 A value to be kept, on the device or on the host, passes through a `name` equation of ours that no planner
 runs again (`passes.saved`), and all its readers read the result. A value not to be kept is computed once
 more, behind a barrier, just before the first equation of the backward pass that needs it: in straight-line
-code here, for pairs of scans by choosing what the first one stacks (`passes.jaxpr.scan_emit`). What it is
+code here, for pairs of scans by choosing what the first one stacks (`passes.jaxpr.scans.emit`). What it is
 computed from is kept or not as the planners see fit.
 """
 
@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from passes.jaxpr import compat
+from passes.jaxpr.halves import closed_halves, join, split
 from passes.jaxpr.inline import inline_calls
-from passes.jaxpr.joint import closed_halves, join, split
 from passes.jaxpr.primitives import CONTROL_FLOW
 from passes.jaxpr.rewrite import bodies_of, consts_as_literals, defined, with_bodies
-from passes.jaxpr.scan_choice import Choice
-from passes.jaxpr.scan_cut import joined_body
-from passes.jaxpr.scan_emit import rewrite_groups, with_inner
-from passes.jaxpr.scans import ScanPair, find_pairs
+from passes.jaxpr.scans.choice import Choice
+from passes.jaxpr.scans.cut import joined_body
+from passes.jaxpr.scans.emit import rewrite_groups, with_inner
+from passes.jaxpr.scans.pairs import ScanPair, find_pairs
 from passes.jaxpr.values import Constraints, Values
 from passes.saved import OFFLOADED, SAVED, is_saved
 
@@ -43,7 +43,7 @@ def constrain_program(closed: Any, constraints: Constraints) -> Any:
 
 
 def constrain_pair(forward: Any, backward: Any, n_outs: int, constraints: Constraints) -> tuple[Any, Any]:
-    """A forward and a backward program that keep `constraints` together; see `passes.jaxpr.joint.join`.
+    """A forward and a backward program that keep `constraints` together; see `passes.jaxpr.halves.join`.
 
     Raises:
         ConstraintUnsupported: see `passes.jaxpr.values`.
@@ -120,7 +120,7 @@ def _constrained_body(body: Any, backward: bool, across: Sequence[bool], constra
 
 
 def _with_saved(halves: _Halves, values: Values) -> _Halves:
-    """Every saved value passes through an equation that is not run again, right after it is made."""
+    """Every saved value passes through an equation that is not recomputed, right after it is made."""
     rename: dict[Any, Any] = {}
     eqns, flags = [], []
     for eqn, backward in zip(halves.jaxpr.eqns, halves.backward, strict=True):
@@ -200,7 +200,7 @@ def _choice(pair: ScanPair, constraints: Constraints) -> Choice | None:
         stack.extend(new)
     order = {v: i for i, v in enumerate(defined(make))}
     found = tuple(sorted(kept, key=order.__getitem__))
-    return Choice(pair=pair, kept=found, stacked_bytes=0, remade=(), inner=inner)
+    return Choice(pair=pair, kept=found, stacked_bytes=0, recomputed=(), inner=inner)
 
 
 def _with_clones(halves: _Halves, values: Values) -> _Halves:
@@ -229,7 +229,7 @@ class _Cloner:
         self.values = values
         self.eqns: list[Any] = []
         self.backward: list[bool] = []
-        # For variables that passed a barrier, or were made again, what later equations read instead.
+        # For variables that passed a barrier, or were recomputed, what later equations read instead.
         self.current: dict[Any, Any] = {}
         self.last_read = {
             v: i for i, e in enumerate(halves.jaxpr.eqns) for v in e.invars if compat.is_variable(v)
@@ -247,7 +247,7 @@ class _Cloner:
         return _with_eqns(self.halves, self.eqns, self.backward, self.halves.jaxpr.outvars)
 
     def is_missing(self, v: Any) -> bool:
-        """True for a dropped variable that was not made again yet."""
+        """True for a dropped variable that was not recomputed yet."""
         return self.values.is_dropped(v) and v not in self.current
 
     def _add(self, eqn: Any, backward: bool) -> None:

@@ -1,14 +1,14 @@
 """Emit a jaxpr that runs a plan: explicit recompute behind optimization barriers.
 
 XLA merges equal expressions and schedules freely, so recompute written in a jaxpr holds only if its
-inputs pass through an `optimization_barrier`. Every slot with re-runs gets ONE barrier over the stored
-values that its re-runs read and a trigger: the value that arrived last before the slot. All later readers
+inputs pass through an `optimization_barrier`. Every slot with recomputes gets ONE barrier over the stored
+values that its recomputes read and a trigger: the value that arrived last before the slot. All later readers
 of these values read the barrier's results; without that XLA prunes the dependence on the trigger and runs
-every re-run early.
+every recompute early.
 
-Virtual values are made again on each new version of their leaves, exactly once per version, as views are:
-so a program without re-runs comes out as it went in, and one that reads a re-run copy or a value behind a
-barrier computes its elementwise chains from there. The program's own barriers stay where they were.
+Virtual values are recomputed on each new version of their leaves, exactly once per version, as views are:
+so a program without recomputes comes out as it went in, and one that reads a recompute copy or a value behind
+a barrier computes its elementwise chains from there. The program's own barriers stay where they were.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 
 from passes.ir import BufferId, OpId
 from passes.jaxpr import compat
-from passes.jaxpr.joint import Split, split
-from passes.jaxpr.lift import LiftedJaxpr
+from passes.jaxpr.halves import Split, split
+from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.primitives import Kind
 from passes.jaxpr.purity import eqn_kind
 from passes.outcome import RECOMPUTE_SCOPE
@@ -28,7 +28,7 @@ from passes.outcome import RECOMPUTE_SCOPE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmitConfig:
-    """How re-runs are written.
+    """How recomputes are written.
 
     Attributes:
         shared: equations whose values XLA would store and share between distant kernels, though the plan
@@ -36,8 +36,8 @@ class EmitConfig:
         apart: equations whose values are stored though XLA would compute them inside their readers.
         held_back: equations that read nothing but arguments and must not run before their turn.
         reach: how many ops apart two kernels may be and still share such a value.
-        one_at_a_time: True for a barrier before each re-run, so that XLA can neither merge re-runs nor
-            reorder them; False for one before all re-runs of a slot.
+        one_at_a_time: True for a barrier before each recompute, so that XLA can neither merge recomputes nor
+            reorder them; False for one before all recomputes of a slot.
     """
 
     shared: frozenset[int] = frozenset()
@@ -109,7 +109,7 @@ class _Emitter:
             for part in self._parts(segment):
                 self._open_segment(part, op)
                 for again in part:
-                    self._run_op(again, is_rerun=True)
+                    self._run_op(again, is_recompute=True)
             segment = []
             self._pass_own_barriers(self.lifted.bodies[op][-1])
             self._part_from_distant_kernels(op)
@@ -132,13 +132,13 @@ class _Emitter:
         return v if b is None else self.final.get(b, self.lifted.var_of[b])
 
     def _parts(self, segment: list[OpId]) -> list[list[OpId]]:
-        """The re-runs of one slot, as many together as share a barrier."""
+        """The recomputes of one slot, as many together as share a barrier."""
         if self.config.one_at_a_time:
             return [[op] for op in segment]
         return [segment] if segment else []
 
     def _open_segment(self, segment: Sequence[OpId], before: OpId) -> None:
-        """One barrier over what the re-runs read and what triggers them."""
+        """One barrier over what the recomputes read and what triggers them."""
         made: set[BufferId] = set()
         operands: dict[BufferId, None] = {}
         for op_id in segment:
@@ -202,7 +202,7 @@ class _Emitter:
             self.current[b] = v
             self.version[b] += 1
 
-    def _run_op(self, op_id: OpId, *, is_rerun: bool = False) -> None:
+    def _run_op(self, op_id: OpId, *, is_recompute: bool = False) -> None:
         body, first = self.lifted.bodies[op_id], len(self.eqns)
         local: dict[Any, Any] = {}
         for i in body[:-1]:
@@ -219,7 +219,7 @@ class _Emitter:
                 self.current[b] = self.final[b] = new
                 self.version[b] += 1
                 self.run_at[b] = len(self.eqns)
-        if is_rerun:
+        if is_recompute:
             self.eqns[first:] = [compat.in_scope(eqn, RECOMPUTE_SCOPE) for eqn in self.eqns[first:]]
         if root in self.config.apart:
             self._barrier(list(self.lifted.program.ops[op_id].outputs))

@@ -1,8 +1,9 @@
 """What equations cost: 2 matrix flops per multiply-add of dots and convolutions; what kernels of others say.
 
 A Pallas kernel may carry its maker's estimate; if it does not, the dots of its body count, once for every
-point of its grid and turn of a loop that is known. Attention as one primitive (cuDNN) tells by shapes. All
-else that XLA sees from outside is as dear as its bytes. What a collective sends is told by its shapes, too.
+point of its grid and iteration of a loop that is known. Attention as one primitive (cuDNN) tells by shapes.
+All else that XLA sees from outside is as dear as its bytes. What a collective sends is told by its shapes,
+too.
 """
 
 from __future__ import annotations
@@ -90,10 +91,10 @@ def _inner_work(jaxpr: Any) -> tuple[int, int]:
     return matrix_work(jaxpr.eqns)
 
 
-def _of_inner(eqn: Any, turns: int) -> tuple[int, int]:
-    """What is inside an equation, `turns` times."""
+def _of_inner(eqn: Any, iterations: int) -> tuple[int, int]:
+    """What is inside an equation, `iterations` times."""
     flops, bits = max(map(_inner_work, compat.inner_jaxprs(eqn)), default=(0, 32))
-    return flops * turns, bits
+    return flops * iterations, bits
 
 
 def _pallas_work(eqn: Any) -> tuple[int, int]:

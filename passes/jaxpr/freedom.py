@@ -14,7 +14,7 @@ from passes.cost import DeviceModel
 from passes.ir import BufferId, Op, OpId, Program
 from passes.jaxpr import compat
 from passes.jaxpr.emit import EmitConfig
-from passes.jaxpr.lift import LiftedJaxpr
+from passes.jaxpr.lifted import LiftedJaxpr
 from passes.saved import is_saved
 
 SMALL_DOT_ELEMENTS = 2 << 20

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from passes.ir import BufferId
 from passes.jaxpr import compat
+from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.primitives import RESHAPES, Kind, kind_of
-
-if TYPE_CHECKING:
-    from passes.jaxpr.lift import LiftedJaxpr
-
 
 # Besides elementwise kernels; `name` is a value that is kept as it is (`passes.saved`).
 IN_PLACE = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "scatter-sub", "name"})

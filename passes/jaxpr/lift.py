@@ -32,6 +32,7 @@ from passes.jaxpr.in_place import (
     written_over,
 )
 from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.primitives import CONTROL_FLOW, SLICING, Kind, is_expensive
 from passes.jaxpr.purity import eqn_kind, has_effect, is_on_host
 from passes.jaxpr.simplify import without_literal_barriers
@@ -47,27 +48,6 @@ SLICE_PASSES = 2
 SHARED_RATIO = 0.75
 # Kernels whose operands are in memory.
 _WHOLE = (Kind.KERNEL, Kind.FOREIGN, Kind.OPAQUE)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiftedJaxpr:
-    """A jaxpr and the program that it is, with the way back.
-
-    Attributes:
-        program: ops in the order in which they should run; arguments and results have zero bytes.
-        jaxpr: the open jaxpr; its barriers hold variables only.
-        bodies: for every op the indices of its equations, producers first, its root last.
-        leaves: for every equation the buffers that it reads, through virtual values, sorted.
-        buffer_of: the buffer of every stored variable.
-        var_of: the variable of every buffer.
-    """
-
-    program: Program
-    jaxpr: Any
-    bodies: tuple[tuple[int, ...], ...]
-    leaves: tuple[tuple[BufferId, ...], ...]
-    buffer_of: dict[Any, BufferId]
-    var_of: tuple[Any, ...]
 
 
 def lift(jaxpr: Any, device: DeviceModel, *, as_xla: bool) -> LiftedJaxpr:
@@ -410,13 +390,13 @@ class _Lift:
     def _inner_ns(self, eqn: Any) -> int:
         """Time of control flow: its dearest body, as often as it is known to run."""
         inner = [work.cost_ns for work in _works(eqn, self.device)]
-        turns = int(eqn.params.get("length") or 1) * max(inner, default=0)
+        iterations_ns = int(eqn.params.get("length") or 1) * max(inner, default=0)
         if eqn.primitive.name != "scan":
-            return turns
+            return iterations_ns
         n_consts, n_carry = compat.scan_sizes(eqn)
         stacks = [*eqn.invars[n_consts + n_carry :], *eqn.outvars[n_carry:]]
         moved = SLICE_PASSES * sum(compat.aval_nbytes(v.aval) for v in stacks)
-        return turns + round(1e9 * moved / self.device.bytes_per_second)
+        return iterations_ns + round(1e9 * moved / self.device.bytes_per_second)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

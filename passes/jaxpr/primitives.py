@@ -1,6 +1,6 @@
 """What each JAX primitive is to the fusion model: one line per fact, a conservative default.
 
-A primitive that is not named here is `OPAQUE`: it keeps its operands in memory, is never run again and
+A primitive that is not named here is `OPAQUE`: it keeps its operands in memory, is never recomputed and
 never moved, unless its equation shows that it may be (`passes.jaxpr.purity`). Naming a primitive states
 that running it twice gives the same value twice and does nothing else.
 """

@@ -53,7 +53,7 @@ def is_on_host(aval: Any) -> bool:
 
 
 def is_pure_kernel(eqn: Any) -> bool:
-    """True for an equation of whatever primitive that may run again; see the head of this file."""
+    """True for an equation of whatever primitive that may be recomputed; see the head of this file."""
     atoms = (*eqn.invars, *eqn.outvars)
     return (
         not has_effect(eqn)

@@ -1,4 +1,4 @@
-"""A function as it is computed anew: what its first run told Python is not told again.
+"""A function as it is recomputed: what its first run told Python is not told again.
 
 A derivative of a derivative is taken from the arguments, so it runs what the call of the function has run.
 Calls into Python that give nothing back (`jax.debug.print`, `jax.debug.callback`, `io_callback`) would then

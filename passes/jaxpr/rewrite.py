@@ -130,25 +130,25 @@ def _named_as(like: Any, eqn: Any) -> Any:
 
 
 def run_scan(
-    like: Any, body: Any, operands: Sequence[Any], n_consts: int, n_carry: int, turns: int | None = None
+    like: Any, body: Any, operands: Sequence[Any], n_consts: int, n_carry: int, iterations: int | None = None
 ) -> list[Any]:
     """Results (carry, then stacks) of a scan of an open `body` that runs as the equation `like` does.
 
     Args:
-        turns: the number of turns, if it is not that of `like`.
+        iterations: the number of iterations, if it is not that of `like`.
     """
     closed = compat.close_jaxpr(body, [])
     consts, init = operands[:n_consts], operands[n_consts : n_consts + n_carry]
 
-    def turn(carry: Any, slices: Any) -> tuple[Any, Any]:
+    def iteration(carry: Any, slices: Any) -> tuple[Any, Any]:
         found = compat.evaluate(closed, [*consts, *carry, *slices])
         return found[:n_carry], found[n_carry:]
 
     carry, ys = jax.lax.scan(
-        turn,
+        iteration,
         list(init),
         list(operands[n_consts + n_carry :]),
-        length=like.params["length"] if turns is None else turns,
+        length=like.params["length"] if iterations is None else iterations,
         reverse=like.params["reverse"],
         unroll=like.params["unroll"],
     )

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from passes.jaxpr import compat
-from passes.jaxpr.joint import Split
+from passes.jaxpr.halves import Split
 from passes.jaxpr.rewrite import splice
 
 _Spec: Any = PartitionSpec

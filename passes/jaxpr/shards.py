@@ -19,8 +19,8 @@ from typing import Any
 
 from passes.jaxpr import compat
 from passes.jaxpr.flops import matrix_work
+from passes.jaxpr.halves import Split
 from passes.jaxpr.inline import inline_calls
-from passes.jaxpr.joint import Split
 from passes.jaxpr.primitives import CONTROL_FLOW, Kind
 from passes.jaxpr.purity import eqn_kind
 from passes.jaxpr.rewrite import consts_as_literals, renewed

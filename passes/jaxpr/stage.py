@@ -1,8 +1,4 @@
-"""The jaxpr stage: lift, decide whether the program fits, plan, emit, and judge what was emitted.
-
-A candidate is judged by lifting what was emitted once more, as XLA will see it, so that what XLA stores by
-itself counts. Even a plan without re-runs changes the program: values that XLA would store for the backward
-pass are computed again inside the kernels that read them there, which saves their bytes and their traffic.
+"""The jaxpr stage: lift, decide whether the program fits, plan, emit, and evaluate what was emitted.
 
 This stage is optimistic and never fails: the enforcing stage holds the line on XLA's own schedule.
 """
@@ -17,60 +13,22 @@ from typing import Any
 
 from passes.cost import DeviceModel
 from passes.dump import dump
-from passes.ir import OpId, Plan, Status
+from passes.ir import Status
 from passes.jaxpr import compat
 from passes.jaxpr.bodies import has_control_flow
-from passes.jaxpr.calibration import SCANS, UNCALIBRATED, Calibration
-from passes.jaxpr.emit import EmitConfig, emit, emit_split
-from passes.jaxpr.freedom import emit_config
-from passes.jaxpr.joint import Joined, closed_halves, join
-from passes.jaxpr.lift import LiftedJaxpr, lift
-from passes.jaxpr.scan_choice import Rung, all_remade
+from passes.jaxpr.candidate import Candidate, JaxprRequest
+from passes.jaxpr.emit import emit_split
+from passes.jaxpr.halves import Joined, closed_halves, join
+from passes.jaxpr.lift import lift
+from passes.jaxpr.lifted import LiftedJaxpr
+from passes.jaxpr.scans.choice import all_recomputed
 from passes.jaxpr.shards import Inside, enter
 from passes.jaxpr.simplify import scatter_in_place
-from passes.jaxpr.structured import Tools, search_structured
+from passes.jaxpr.straight import as_it_is, search
+from passes.jaxpr.structured import search_structured
 from passes.listing import plan_text, program_text
 from passes.outcome import StageOutcome, recomputed_by, tightest_values
-from passes.planners import PlannerConfig, cut_bound, plan
-from passes.simulate import simulate
-
-RUNG_RATIO = 0.97
-MAX_CANDIDATES = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JaxprRequest:
-    """What the jaxpr stage is asked for. Byte counts are of the whole XLA program where known.
-
-    Attributes:
-        budget_bytes: the whole program's budget.
-        argument_bytes, output_bytes, alias_bytes: storage of the whole program that no plan can shrink.
-        device: cost model.
-        planner: one of `passes.planners.config.PLANNERS`.
-        baseline_total_bytes: what the program needs without this stage, where that was compiled.
-        calibration: what XLA made of other plans of this program.
-        inside: True for a body of a program whose scans, inner ones, too, are rewritten already.
-    """
-
-    budget_bytes: int
-    argument_bytes: int
-    output_bytes: int
-    alias_bytes: int
-    device: DeviceModel
-    planner: str = "auto"
-    baseline_total_bytes: int | None = None
-    calibration: Calibration = UNCALIBRATED
-    inside: bool = False
-
-    @property
-    def fixed_bytes(self) -> int:
-        """Arguments and results, donated storage counted once."""
-        return self.argument_bytes + self.output_bytes - self.alias_bytes
-
-    @property
-    def temp_budget_bytes(self) -> int:
-        """What the budget leaves for temporaries; negative if arguments and results exceed it."""
-        return self.budget_bytes - self.fixed_bytes
+from passes.planners import cut_bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,46 +124,6 @@ def _prepared_joint(forward: Any, backward: Any, n_outs: int) -> tuple[Joined, A
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """One way to run the program, and what XLA is expected to make of it.
-
-    Attributes:
-        lifted: the program that `steps` are a plan of.
-        steps, config, emitted: what is run and how it is written.
-        peak_bytes: expected peak of XLA's temporaries.
-        cost_ns: expected time of what is run.
-        plan: None for a program without re-runs.
-        scans: how its pairs of scans were rewritten before it was planned.
-        rewritten: True if anything was done to it before it was planned.
-        bodies: True if bodies of control flow were planned.
-    """
-
-    lifted: LiftedJaxpr
-    steps: tuple[OpId, ...]
-    config: EmitConfig
-    emitted: Any
-    peak_bytes: int
-    cost_ns: int
-    plan: Plan | None = None
-    scans: Rung = ()
-    rewritten: bool = False
-    bodies: bool = False
-
-    @property
-    def changed(self) -> bool:
-        """False for the program as it was."""
-        return self.plan is not None or self.rewritten
-
-    @property
-    def planner(self) -> str:
-        """What was done to scans and bodies, and whose plan is run."""
-        scans = f"{SCANS} segments" if any(choice.in_segments for choice in self.scans) else SCANS
-        names = [scans] * self.rewritten + ["bodies"] * self.bodies
-        names += [] if self.plan is None else [self.plan.planner]
-        return "+".join(names) or "none"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Choice:
     candidate: Candidate
     outcome: StageOutcome
@@ -215,14 +133,13 @@ def _choose(jaxpr: Any, request: JaxprRequest) -> _Choice:
     """The shallowest candidate that fits, or the smallest if none does."""
     started = time.perf_counter()
     as_is = lift(jaxpr, request.device, as_xla=True)
-    before_bytes = (candidate := _as_it_is(as_is)).peak_bytes
+    before_bytes = (candidate := as_it_is(as_is)).peak_bytes
     if not _fits_as_it_is(before_bytes, request):
         scale = _scale(before_bytes, request)
         if has_control_flow(jaxpr.eqns):
-            tools = Tools(alone=_as_it_is, search=_search, plan_body=_body)
-            candidate = search_structured(jaxpr, request, scale, tools)
+            candidate = search_structured(jaxpr, request, scale, _body)
         else:
-            candidate = _search(as_is, request, scale)
+            candidate = search(as_is, request, scale)
     outcome = _outcome(as_is, before_bytes, candidate, request)
     if candidate.changed and not request.inside:
         outcome = replace(outcome, kernels_ns=_kernels_ns(as_is, before_bytes, request))
@@ -244,10 +161,6 @@ def _dump(jaxpr: Any, candidate: Candidate, outcome: StageOutcome) -> None:
             "outcome.json": lambda: json.dumps(asdict(outcome), indent=1, default=str),
         },
     )
-
-
-def _identity(lifted: LiftedJaxpr) -> tuple[OpId, ...]:
-    return tuple(op.id for op in lifted.program.ops)
 
 
 def _fits_as_it_is(peak_bytes: int, request: JaxprRequest) -> bool:
@@ -285,75 +198,6 @@ def _planned_body(body: Any, nbytes: int, device: DeviceModel, planner: str) -> 
     return _choose(body, inner).candidate.emitted
 
 
-def _as_it_is(as_is: LiftedJaxpr) -> Candidate:
-    """A program without re-runs."""
-    steps = _identity(as_is)
-    return Candidate(
-        lifted=as_is,
-        steps=steps,
-        config=EmitConfig(),
-        emitted=as_is.jaxpr,
-        peak_bytes=simulate(as_is.program, steps).peak_bytes,
-        cost_ns=as_is.program.cost_ns,
-    )
-
-
-def _search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate:
-    """Judge candidates of growing depth until one fits `scale` times what the budget leaves.
-
-    The depths are steps of a fixed ladder below the peak without re-runs, whatever the budget is, so
-    that a larger budget takes the same rung or a higher one.
-    """
-    lifted = lift(as_is.jaxpr, request.device, as_xla=False)
-    peak_bytes = simulate(lifted.program, _identity(lifted)).peak_bytes
-    target_bytes = max(int(request.temp_budget_bytes * scale), 1)
-    written = emit_config(lifted, as_is, request.device, strict=request.calibration.strict)
-    config = PlannerConfig(planner=request.planner, bound=False, quick=True)
-    best: Candidate | None = None
-    rung = _rungs_down(target_bytes / max(peak_bytes, 1))
-    for _ in range(MAX_CANDIDATES):
-        level_bytes = int(peak_bytes * RUNG_RATIO**rung)
-        made = plan(lifted.program, level_bytes, config)
-        candidate = judge(lifted, made, written, request.device)
-        if best is None or candidate.peak_bytes < best.peak_bytes:
-            best = candidate
-        if candidate.peak_bytes <= target_bytes:
-            break
-        if not made.status.found:
-            break
-        # What XLA is expected to need beyond the plan changes little from rung to rung.
-        beyond_bytes = candidate.peak_bytes - made.peak_bytes
-        rung = max(rung + 1, _rungs_down(max(target_bytes - beyond_bytes, 1) / max(peak_bytes, 1)))
-    assert best is not None, "at least one candidate is judged"
-    return best
-
-
-def _rungs_down(ratio: float) -> int:
-    """How many rungs of the ladder lie between 1 and `ratio`, at least none."""
-    return max(0, math.ceil(math.log(ratio) / math.log(RUNG_RATIO) - 1e-9))
-
-
-def judge(lifted: LiftedJaxpr, made: Plan, config: EmitConfig, device: DeviceModel) -> Candidate:
-    """Emit a plan and estimate what XLA will need for it.
-
-    The plan assumes that XLA stores no value that it could compute in each reader; lifting what was emitted
-    as XLA would by itself assumes that it stores all that it shares. The truth lies between, on
-    a 12-layer GPT within 2 % of the middle at six depths.
-    """
-    emitted = emit(lifted, made.steps, config)
-    seen = lift(emitted, device, as_xla=True)
-    seen_bytes = simulate(seen.program, _identity(seen)).peak_bytes
-    return Candidate(
-        lifted=lifted,
-        steps=made.steps,
-        config=config,
-        emitted=emitted,
-        peak_bytes=(made.peak_bytes + max(seen_bytes, made.peak_bytes)) // 2,
-        cost_ns=seen.program.cost_ns,
-        plan=made,
-    )
-
-
 def _lower_bound_ratio(candidate: Candidate, cost_ns: int, recompute_ns: int) -> float:
     """The bound for what was planned, as a ratio of the program's cost as it is; 0.0 if nothing is proved.
 
@@ -377,7 +221,7 @@ def _outcome(
     as_is: LiftedJaxpr, before_bytes: int, candidate: Candidate, request: JaxprRequest
 ) -> StageOutcome:
     program = candidate.lifted.program
-    inside = tuple(r for choice in candidate.scans for r in all_remade(choice))
+    inside = tuple(r for choice in candidate.scans for r in all_recomputed(choice))
     recomputed = inside + recomputed_by(program, candidate.steps, "jaxpr")
     recompute_ns = candidate.cost_ns - as_is.program.cost_ns
     fits = candidate.peak_bytes <= request.temp_budget_bytes or not candidate.changed

@@ -1,31 +1,35 @@
-"""Programs with control flow: which rung of the scans' ladder, and what is done beside it.
+"""Programs with control flow: which level of the scans' frontier, and what is done beside it.
 
-The jaxpr stage's own search for straight-line programs comes as `Tools`, so that nothing points back at it.
+A body is planned by the whole jaxpr stage, which calls this; so that nothing points back at it, the stage's
+function comes as an argument.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from passes.cost import DeviceModel
 from passes.jaxpr import compat
 from passes.jaxpr.bodies import fit_bodies
 from passes.jaxpr.calibration import expected_ratio, tried
-from passes.jaxpr.lift import LiftedJaxpr, lift
-from passes.jaxpr.scan_choice import Rung
-from passes.jaxpr.scan_emit import rewrite
-from passes.jaxpr.scan_ladder import ladder, segment_ladder
-from passes.jaxpr.sink import sink_into_scans
-from passes.jaxpr.stacks import view_inside_scans
+from passes.jaxpr.candidate import Candidate, JaxprRequest
+from passes.jaxpr.lift import lift
+from passes.jaxpr.lifted import LiftedJaxpr
+from passes.jaxpr.scans.choice import Level
+from passes.jaxpr.scans.emit import rewrite
+from passes.jaxpr.scans.frontier import frontier, segment_frontier
+from passes.jaxpr.scans.sink import sink_into_scans
+from passes.jaxpr.scans.views import view_inside_scans
+from passes.jaxpr.straight import as_it_is, search
 
-if TYPE_CHECKING:
-    from passes.jaxpr.stage import Candidate, JaxprRequest
+# (open jaxpr of a body, bytes for its temporaries, request) -> an open jaxpr.
+type PlanBody = Callable[[Any, int, JaxprRequest], Any]
 
-RUNGS_ABOVE = 2
-RUNGS_BELOW = 3
-WAYS = (ALONE, RERUNS, BODIES, TIGHTER) = (0, 1, 2, 3)
+LEVELS_ABOVE = 2
+LEVELS_BELOW = 3
+WAYS = (ALONE, RECOMPUTES, BODIES, TIGHTER) = (0, 1, 2, 3)
 # Bodies are planned for no more than this of what the program needs without.
 BODIES_RATIO = 0.9
 # An estimate may be off by as much, if XLA has seen nothing of the kind, or something.
@@ -34,81 +38,66 @@ UNKNOWN_RATIO, KNOWN_RATIO = 1.25, 1.05
 CHEAPER_RATIO = 0.95
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tools:
-    """What is done to one program.
+def search_structured(jaxpr: Any, request: JaxprRequest, scale: float, plan_body: PlanBody) -> Candidate:
+    """The cheapest candidate that fits, among the scans' levels and what can be done beside them.
 
-    Attributes:
-        alone: the program without re-runs.
-        search: the program with re-runs, so that it fits.
-        plan_body: (open jaxpr of a body, bytes for its temporaries, request) -> an open jaxpr.
-    """
-
-    alone: Callable[[LiftedJaxpr], Candidate]
-    search: Callable[[LiftedJaxpr, JaxprRequest, float], Candidate]
-    plan_body: Callable[[Any, int, JaxprRequest], Any]
-
-
-def search_structured(jaxpr: Any, request: JaxprRequest, scale: float, tools: Tools) -> Candidate:
-    """The cheapest candidate that fits, among the rungs of the scans' ladder and what can be done beside it.
-
-    A rung alone, with re-runs beside the scans, with the bodies of control flow planned, too, and planned
+    A level alone, with recomputes beside the scans, with the bodies of control flow planned, too, and planned
     tighter; then scans in segments. What was compiled counts as measured (`request.calibration`), the others
     as estimated times what their like turned out to need.
     """
-    search = _Search(original=jaxpr, request=request, scale=scale, tools=tools)
+    look_at = _Search(original=jaxpr, request=request, scale=scale, plan_body=plan_body).levels
     if request.inside:
-        return _next(search.rungs(_Rungs(jaxpr, [()], request.device), WAYS), request).candidate
+        return _next(look_at(_Levels(jaxpr, [()], request.device), WAYS), request).candidate
     sunk = sink_into_scans(view_inside_scans(jaxpr))
-    looks = search.rungs(_on_ladder(sunk, request.device), WAYS)
+    looks = look_at(_on_frontier(sunk, request.device), WAYS)
     if all(look.over for look in looks):
-        looks += search.rungs(_in_segments(sunk, request.device), (ALONE, RERUNS))
+        looks += look_at(_in_segments(sunk, request.device), (ALONE, RECOMPUTES))
     return _next(looks, request).candidate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Rewritten:
-    """A program with its scans rewritten for one rung, and lifted. Compared by identity."""
+    """A program with its scans rewritten for one level, and lifted. Compared by identity."""
 
-    rung: Rung
+    level: Level
     program: Any
     lifted: LiftedJaxpr
 
 
-class _Rungs:
-    """A program on the rungs of a ladder, each rewritten when it is first looked at."""
+class _Levels:
+    """A program on the levels of a frontier, each rewritten when it is first looked at."""
 
-    def __init__(self, jaxpr: Any, rungs: Sequence[Rung], device: DeviceModel) -> None:
-        self._jaxpr, self._rungs, self._device = jaxpr, rungs, device
+    def __init__(self, jaxpr: Any, levels: Sequence[Level], device: DeviceModel) -> None:
+        self._jaxpr, self._levels, self._device = jaxpr, levels, device
         self._made: dict[int, _Rewritten] = {}
 
     def __len__(self) -> int:
-        return len(self._rungs)
+        return len(self._levels)
 
     def __getitem__(self, k: int) -> _Rewritten:
         if k not in self._made:
-            rung = self._rungs[k]
-            program = rewrite(self._jaxpr, rung) if rung else self._jaxpr
+            level = self._levels[k]
+            program = rewrite(self._jaxpr, level) if level else self._jaxpr
             lifted = lift(program, self._device, as_xla=True)
-            self._made[k] = _Rewritten(rung=rung, program=program, lifted=lifted)
+            self._made[k] = _Rewritten(level=level, program=program, lifted=lifted)
         return self._made[k]
 
 
 @compat.cached_by_jaxpr
-def _ladder(jaxpr: Any, device: DeviceModel) -> tuple[Rung, ...]:
-    """The rungs of a program's ladder; as it is, if it has none."""
-    return tuple(ladder(jaxpr, device) or [()])
+def _frontier(jaxpr: Any, device: DeviceModel) -> tuple[Level, ...]:
+    """The levels of a program's frontier; as it is, if it has none."""
+    return tuple(frontier(jaxpr, device) or [()])
 
 
 @compat.cached_by_jaxpr
-def _on_ladder(jaxpr: Any, device: DeviceModel) -> _Rungs:
-    return _Rungs(jaxpr, _ladder(jaxpr, device), device)
+def _on_frontier(jaxpr: Any, device: DeviceModel) -> _Levels:
+    return _Levels(jaxpr, _frontier(jaxpr, device), device)
 
 
 @compat.cached_by_jaxpr
-def _in_segments(jaxpr: Any, device: DeviceModel) -> _Rungs:
-    """The program on the rungs below its ladder."""
-    return _Rungs(jaxpr, segment_ladder(_ladder(jaxpr, device)[-1], device), device)
+def _in_segments(jaxpr: Any, device: DeviceModel) -> _Levels:
+    """The program on the levels below its frontier."""
+    return _Levels(jaxpr, segment_frontier(_frontier(jaxpr, device)[-1], device), device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,31 +128,32 @@ class _Search:
     original: Any
     request: JaxprRequest
     scale: float
-    tools: Tools
+    plan_body: PlanBody
 
-    def rungs(self, rungs: _Rungs, ways: Sequence[int]) -> list[_Look]:
-        """Candidates of some rungs, among them the cheapest that fits.
+    def levels(self, levels: _Levels, ways: Sequence[int]) -> list[_Look]:
+        """Candidates of some levels, among them the cheapest that fits.
 
-        Bytes fall along the ladder, so the first rung that fits is found by bisection; others may be cheaper.
+        Bytes fall along the frontier, so the first level that fits is found by bisection; others may be
+        cheaper.
         """
         found: dict[tuple[int, int], _Look] = {}
 
         def look(k: int, way: int) -> _Look:
             if (k, way) not in found:
-                found[k, way] = self._look(rungs[k], way, lowest=k == len(rungs) - 1)
+                found[k, way] = self._look(levels[k], way, lowest=k == len(levels) - 1)
             return found[k, way]
 
         for way in ways:
-            low, high = 0, len(rungs)
+            low, high = 0, len(levels)
             while low < high:
                 middle = (low + high) // 2
                 if look(middle, way).over:
                     low = middle + 1
                 else:
                     high = middle
-            if low < len(rungs):
-                above = range(max(0, low - RUNGS_ABOVE), low)
-                below = range(low, min(low + 1 + RUNGS_BELOW, len(rungs)))
+            if low < len(levels):
+                above = range(max(0, low - LEVELS_ABOVE), low)
+                below = range(low, min(low + 1 + LEVELS_BELOW, len(levels)))
                 for k in below:
                     look(k, way)
                 for k in above:
@@ -174,40 +164,40 @@ class _Search:
                 break
         return list(found.values())
 
-    def _look(self, rung: _Rewritten, way: int, *, lowest: bool) -> _Look:
-        """One rung in one of the `WAYS`; the lowest is not given up before it was compiled itself."""
+    def _look(self, level: _Rewritten, way: int, *, lowest: bool) -> _Look:
+        """One level in one of the `WAYS`; the lowest is not given up before it was compiled itself."""
         request = self.request
-        program, as_is = rung.program, rung.lifted
+        program, as_is = level.program, level.lifted
         if way in (BODIES, TIGHTER):
             program, as_is = self._with_bodies(program, as_is, 2 if way == TIGHTER else 1)
 
         def named(made: Candidate) -> Candidate:
-            rewritten, bodies = program is not self.original, program is not rung.program
-            return replace(made, scans=rung.rung, rewritten=rewritten, bodies=bodies)
+            rewritten, bodies = program is not self.original, program is not level.program
+            return replace(made, scans=level.level, rewritten=rewritten, bodies=bodies)
 
-        alone = named(self.tools.alone(as_is))
+        alone = named(as_it_is(as_is))
         ratio = self._ratio(alone.planner, alone.peak_bytes, 1 / self.scale)
         found = self._expect(alone, 1 / self.scale / UNKNOWN_RATIO if lowest else ratio)
         if way == ALONE or not found.over:
             return found
         ratio = self._ratio(f"{alone.planner}+{request.planner}", request.temp_budget_bytes, ratio)
-        searched = named(self.tools.search(as_is, request, 1 / ratio))
+        searched = named(search(as_is, request, 1 / ratio))
         return found if searched.peak_bytes == alone.peak_bytes else self._expect(searched, ratio)
 
     def _with_bodies(self, program: Any, as_is: LiftedJaxpr, aims: int) -> tuple[Any, LiftedJaxpr]:
         """A program with its bodies planned, and lifted; a second aim is lower by what the first missed."""
         device = self.request.device
         target_bytes = max(int(self.request.temp_budget_bytes * self.scale), 1)
-        aim_bytes = min(target_bytes, int(BODIES_RATIO * self.tools.alone(as_is).peak_bytes))
+        aim_bytes = min(target_bytes, int(BODIES_RATIO * as_it_is(as_is).peak_bytes))
         for _ in range(aims):
             planned = fit_bodies(
                 program,
                 device,
                 aim_bytes,
-                lambda body, nbytes: self.tools.plan_body(body, nbytes, self.request),
+                lambda body, nbytes: self.plan_body(body, nbytes, self.request),
             )
             lifted = lift(planned, device, as_xla=True)
-            excess_bytes = self.tools.alone(lifted).peak_bytes - target_bytes
+            excess_bytes = as_it_is(lifted).peak_bytes - target_bytes
             if excess_bytes <= 0:
                 break
             aim_bytes = max(aim_bytes - 2 * excess_bytes, 1)

@@ -26,12 +26,12 @@ class Constraints:
     """What a user asked about single values.
 
     Attributes:
-        save: names of values that are never run again.
+        save: names of values that are never recomputed.
         recompute: names of values that are not kept across to the backward pass, nor is what is computed
             elementwise from them.
         policy: as `jax.checkpoint` takes it: True for what is as in `save` if the backward pass needs it,
             False for what is as in `recompute`, offload for what is as in `offload`; None asks for nothing.
-        offload: names of values that are never run again, and wait in the host's memory.
+        offload: names of values that are never recomputed, and wait in the host's memory.
     """
 
     save: tuple[str, ...] = ()
@@ -92,7 +92,7 @@ class Values:
         self.saved |= {v for v in needed & wanted if self._producer(v) is not None}
         self.offloaded &= self.saved
         self.dropped &= needed
-        self._check_rerunnable()
+        self._check_recomputable()
 
     def base(self, v: Any) -> Any:
         """The value that `v` is a view of, perhaps itself."""
@@ -174,12 +174,12 @@ class Values:
                 stack += [self.base(u) for u in inputs if self._is_forward(u)]
         return needed
 
-    def _check_rerunnable(self) -> None:
+    def _check_recomputable(self) -> None:
         for v in sorted(self.dropped, key=self.place.__getitem__):
             eqn = self._producer(v)
             if eqn_kind(eqn) is Kind.OPAQUE:
                 raise ConstraintUnsupported(
-                    f"recompute: {eqn.primitive.name} at {compat.source_line(eqn)} cannot be run again. "
+                    f"recompute: {eqn.primitive.name} at {compat.source_line(eqn)} cannot be recomputed. "
                     "Leave its name out, or name a value that is computed from it."
                 )
 

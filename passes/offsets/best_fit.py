@@ -19,7 +19,7 @@ import numpy as np
 from passes.ir import OpId, Page, Program
 from passes.liveness import Copies, Graph, IntArray, copies_of
 from passes.offsets.packing import Span, disjoint
-from passes.offsets.skyline import Jam, Skyline
+from passes.offsets.skyline import Bottleneck, Skyline
 from passes.offsets.sweep import MOST_ITEMS, LimitError, Sweep
 
 MOST_TRIES = 1_000_000
@@ -49,12 +49,12 @@ class Stacked:
 
     Attributes:
         offsets: as in `Placement`; None if the limit was missed.
-        jams: at which steps each pass got stuck.
+        bottlenecks: at which steps each pass got stuck.
         work: done for it, in units of about a microsecond.
     """
 
     offsets: tuple[tuple[int, ...], ...] | None
-    jams: tuple[Jam, ...]
+    bottlenecks: tuple[Bottleneck, ...]
     work: int
 
 
@@ -98,9 +98,9 @@ def place_graph(
 def stack_graph(graph: Graph, steps: Sequence[int], limit_bytes: int, passes: int) -> Stacked:
     """Pack all copies of a sequence of steps from the ground up; fewer passes where there are many."""
     group, segments = copy_groups(graph, steps, copies_of(graph, steps))
-    found, jams, work = _stacked(segments, limit_bytes - graph.argument_bytes, passes)
+    found, bottlenecks, work = _stacked(segments, limit_bytes - graph.argument_bytes, passes)
     offsets = None if found is None else by_step(graph, steps, group, found)
-    return Stacked(offsets=offsets, jams=jams, work=work)
+    return Stacked(offsets=offsets, bottlenecks=bottlenecks, work=work)
 
 
 def by_step(
@@ -118,14 +118,14 @@ def by_step(
 
 def _stacked(
     segments: list[list[Span]], room_bytes: int, passes: int
-) -> tuple[list[int] | None, tuple[Jam, ...], int]:
+) -> tuple[list[int] | None, tuple[Bottleneck, ...], int]:
     """Offsets of all groups within some bytes, None if not found; where that got stuck, and the work."""
     if len(segments) > MOST_STACKED:
         return None, (), 0
     stack = Skyline(segments)
     affordable = PASS_UNITS // max(1, len(stack.items) * stack.look_units)
     found = stack.solve(room_bytes, min(passes, affordable))
-    return found, tuple(stack.jams), stack.work
+    return found, tuple(stack.bottlenecks), stack.work
 
 
 def _searched(segments: list[list[Span]], limit_bytes: int) -> list[int] | None:

@@ -31,7 +31,7 @@ NOTHING = 1 << 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Jam:
+class Bottleneck:
     """Where a pass got stuck.
 
     Attributes:
@@ -50,7 +50,7 @@ class Skyline:
     Attributes:
         start, stop: when every section begins and ends.
         load: bytes in every section.
-        jams: where each pass of the last `solve` got stuck.
+        bottlenecks: where each pass of the last `solve` got stuck.
         work: done so far, in units of about a microsecond.
     """
 
@@ -73,7 +73,7 @@ class Skyline:
         section = np.concatenate([np.arange(a, b) for a, b in zip(self.first, last, strict=True)] or [member])
         self._members: IntArray = member[np.argsort(section, kind="stable")]
         self._first_member: IntArray = np.searchsorted(np.sort(section), np.arange(len(self.start)))
-        self.jams: list[Jam] = []
+        self.bottlenecks: list[Bottleneck] = []
         self.work = 0
 
     def _height(self, spans: Sequence[Span]) -> tuple[int, IntArray]:
@@ -93,7 +93,7 @@ class Skyline:
 
     def solve(self, capacity_bytes: int, passes: int, seed: int = 0) -> list[int] | None:
         """Offsets of all items within a capacity; None if no pass finds them, which proves nothing."""
-        self.jams = []
+        self.bottlenecks = []
         if self.load.max(initial=0) > capacity_bytes:
             return None
         random_number = np.random.default_rng(seed)
@@ -105,13 +105,13 @@ class Skyline:
                 for i, offset in zip(self.items, offsets.tolist(), strict=True):
                     found[i] = offset
                 return found
-            weight[left & self._meets(self.jams[-1])] *= LOUDER
+            weight[left & self._meets(self.bottlenecks[-1])] *= LOUDER
             weight *= random_number.uniform(1 - NOISE, 1 + NOISE, len(weight))
         return None
 
-    def _meets(self, jam: Jam) -> BoolArray:
+    def _meets(self, bottleneck: Bottleneck) -> BoolArray:
         """Which items are alive in a section."""
-        low, high = np.searchsorted(self.start, (jam.start, jam.stop)).tolist()
+        low, high = np.searchsorted(self.start, (bottleneck.start, bottleneck.stop)).tolist()
         meets: BoolArray = (self._bounds[::2] < high) & (low < self._bounds[1::2])
         return meets
 
@@ -127,7 +127,7 @@ class Skyline:
             if len(fits):
                 fits = fits[low[fits] < (low[fits] + self.size[fits]).min()]
             urgent = most[fits] * weight[fits] - low[fits]
-            jams: list[tuple[int, int]] = []
+            bottlenecks: list[tuple[int, int]] = []
             for i in fits[np.argsort(-urgent, kind="stable")[:MOST_LOOKS]].tolist():
                 a, b = self.first[i], self.first[i] + len(self.heights[i])
                 before = sky[a:b].copy()
@@ -139,12 +139,12 @@ class Skyline:
                 if lacking_bytes <= 0:
                     offsets[i], low = low[i], above
                     break
-                jams.append((lacking_bytes, section))
+                bottlenecks.append((lacking_bytes, section))
                 sky[a:b] = before
                 load[a:b] += self.heights[i]
                 left[i] = True
             else:
-                self._note(*min(jams, default=self._lacking(low, left, load, capacity_bytes)))
+                self._note(*min(bottlenecks, default=self._lacking(low, left, load, capacity_bytes)))
                 break
         return offsets, left
 
@@ -160,7 +160,7 @@ class Skyline:
 
     def _note(self, lacking_bytes: int, section: int) -> None:
         start, stop = int(self.start[section]), int(self.stop[section])
-        self.jams.append(Jam(start=start, stop=stop, lacking_bytes=lacking_bytes))
+        self.bottlenecks.append(Bottleneck(start=start, stop=stop, lacking_bytes=lacking_bytes))
 
 
 def _sections(spans: Sequence[Span]) -> tuple[IntArray, IntArray]:

@@ -1,16 +1,16 @@
 """What no plan can beat: the working-set bound on the peak and the cut bound on the overhead.
 
 Working-set bound: when op `t` runs first, what it needs itself is alive, and besides it enough of what came
-before that everything that later ops read is held or can still be made again: the smallest such set is a
-minimum cut in bytes alone. Where every op may run again at any time that is nothing.
+before that everything that later ops read is held or can still be recomputed: the smallest such set is a
+minimum cut in bytes alone. Where every op may be recomputed at any time that is nothing.
 
-Cut bound: when op `t` runs first, everything that later ops read is held, or made again afterwards. So
-the re-runs after that moment cost at least the cheapest choice of the cut at `t` on the original
+Cut bound: when op `t` runs first, everything that later ops read is held, or recomputed afterwards. So
+the recomputes after that moment cost at least the cheapest choice of the cut at `t` on the original
 schedule whose kept bytes fit beside what `t` itself needs. Both bounds relax in the plans' favour: what
-`t` reads and writes is free to keep, in-place ops save all they could, and a re-run needs no workspace.
+`t` reads and writes is free to keep, in-place ops save all they could, and a recompute needs no workspace.
 
 With pages, what the link has carried by then is away: its rate times the time until `t`, which waiting and
-re-runs before `t` lengthen at their own price, never more than the host's budget. The bound is then the
+recomputes before `t` lengthen at their own price, never more than the host's budget. The bound is then the
 least of that price and the cut's together, which prices a kept byte at no more than a byte of link time.
 """
 
@@ -19,9 +19,9 @@ from __future__ import annotations
 import numpy as np
 
 from passes.ir import Program
+from passes.link import Link
 from passes.liveness import Graph
-from passes.paging.link import Link
-from passes.planners.flow import COST_UNITS, Cutter, Moment, cheapest_within, moment_at
+from passes.planners.flow import COST_UNITS, CutProblem, Cutter, cheapest_within, cut_problem_at
 from passes.planners.schedule import Schedule
 
 HELD_MOMENTS = 6
@@ -43,7 +43,7 @@ def least_bytes(graph: Graph, schedule: Schedule) -> int:
     order = sorted(range(len(ops)), key=lambda t: (-forced[t], t))
     for t in spread(order, HELD_MOMENTS):
         if schedule.live[t] > least:
-            moment = moment_at(schedule, t, slot=t + 1)
+            moment = cut_problem_at(schedule, t, slot=t + 1)
             if moment.demanded:
                 least = max(least, forced[t] + Cutter(moment).least_kept_bytes())
     return least
@@ -69,7 +69,7 @@ class Bound:
         self._forced = forced_bytes(graph, last_needs(graph))
         live = self._schedule.live
         self._positions = spread(sorted(range(len(live)), key=lambda p: (-int(live[p]), p)), moments)
-        self._moments: dict[int, Moment] = {}
+        self._moments: dict[int, CutProblem] = {}
 
     def ratio(self, budget_bytes: int) -> float:
         """A lower bound on the overhead ratio of every plan within `budget_bytes`."""
@@ -79,7 +79,7 @@ class Bound:
             if self._schedule.live[position] <= budget_bytes:
                 continue
             if position not in self._moments:
-                self._moments[position] = moment_at(self._schedule, position, slot=position + 1)
+                self._moments[position] = cut_problem_at(self._schedule, position, slot=position + 1)
             hull = cheapest_within(self._moments[position], budget_bytes - self._forced[position])
             best_ns = max(best_ns, hull.bound_ns or 0.0)
         return best_ns / base_ns if base_ns else 0.0
@@ -96,13 +96,15 @@ class Bound:
             if self._schedule.live[position] <= budget_bytes + away_bytes:
                 continue
             if position not in self._moments:
-                self._moments[position] = moment_at(self._schedule, position, slot=position + 1)
+                self._moments[position] = cut_problem_at(self._schedule, position, slot=position + 1)
             price_ns = 1e9 / link.to_host_bytes_per_second
             best_ns = max(best_ns, least_with_waiting_ns(self._moments[position], room_bytes, price_ns))
         return best_ns / base_ns if base_ns else 0.0
 
 
-def least_with_waiting_ns(moment: Moment, capacity_bytes: int, price_ns: float, max_flows: int = 24) -> float:
+def least_with_waiting_ns(
+    moment: CutProblem, capacity_bytes: int, price_ns: float, max_flows: int = 24
+) -> float:
     """No choice costs less, where bytes beyond the capacity may be had at `price_ns` each.
 
     That is the hull's bound with no byte priced above `price_ns`: the largest of the lines with such slopes.
@@ -141,7 +143,7 @@ def forced_bytes(graph: Graph, last_need: list[int]) -> list[int]:
     for t, op in enumerate(ops):
         pinned = [b for b in pinned if last_need[b] > t]
         here = {*graph.inputs[t], *graph.outputs[t]}
-        held = [b for b in pinned if b not in here and not ops[graph.producer[b]].can_rerun(t + 1)]
+        held = [b for b in pinned if b not in here and not ops[graph.producer[b]].can_recompute(t + 1)]
         total = sum(graph.nbytes[b] for b in sorted(here)) + sum(graph.nbytes[b] for b in held)
         total += graph.argument_bytes + op.workspace_bytes
         forced.append(total - _most_shared_bytes(graph, t, last_need))
@@ -156,7 +158,7 @@ def _most_shared_bytes(graph: Graph, t: int, last_need: list[int]) -> int:
     by_output: dict[int, int] = {}
     by_input: dict[int, int] = {}
     for out, inp in graph.shares[t]:
-        if last_need[inp] > t and not graph.program.ops[graph.producer[inp]].can_rerun(t + 1):
+        if last_need[inp] > t and not graph.program.ops[graph.producer[inp]].can_recompute(t + 1):
             continue
         nbytes = min(graph.nbytes[out], graph.nbytes[inp])
         by_output[out] = max(nbytes, by_output.get(out, 0))

@@ -1,4 +1,4 @@
-"""Keep a value or make it again: the cheapest choice for a set of demanded values, by one minimum cut.
+"""Keep a value or recompute it: the cheapest choice for a set of demanded values, by one minimum cut.
 
 A value that is demanded is either kept, at its price, or its op runs again, at its cost, and then the
 op's inputs are demanded in turn. An op that runs again makes all its outputs.
@@ -22,7 +22,7 @@ LARGEST = 1 << 48
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeBy:
-    """One op: what it costs to run again (None: it must not), what it reads and what it writes."""
+    """One op: what it costs to recompute (None: it must not), what it reads and what it writes."""
 
     cost: int | None
     inputs: tuple[int, ...]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from passes.ir import BufferId
-from passes.paging.link import Link
+from passes.link import Link
 
 PLANNERS = ("auto", "window", "cut", "exact", "dtr", "dtr-eq", "dte", "coop-online", "chen", "delta")
 SEARCHING = ("auto", "window", "cut")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from passes.liveness import Graph
-from passes.planners.flow import cheapest_within, filled_up, missing_runs, moment_at
+from passes.planners.flow import cheapest_within, cut_problem_at, filled_up, missing_runs
 from passes.planners.schedule import Schedule, prune, reverse_delete
 
 BEND_RATIO = 0.02
@@ -35,8 +35,8 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Descent:
-    """Where a descent ended.
+class Candidate:
+    """Where a candidate ended.
 
     Attributes:
         steps: the sequence of lowest peak, or the one that reached the level.
@@ -53,13 +53,13 @@ class Descent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
-    """How a descent cuts.
+    """How a candidate cuts.
 
     Attributes:
         stages: through how many geometric levels it goes.
-        reserve_ratio: share of the level left free at every cut, for the re-runs' own needs.
-        tilt_ratio: see `passes.planners.flow.moment_at`.
-        below_ratio: how far below the budget it goes before it takes re-runs out up to the budget.
+        reserve_ratio: share of the level left free at every cut, for the recomputes' own needs.
+        tilt_ratio: see `passes.planners.flow.cut_problem_at`.
+        below_ratio: how far below the budget it goes before it takes recomputes out up to the budget.
         filled: whether small excesses are made up by single values, see `passes.planners.flow.filled_up`.
         fitting: whether values that could not come back within the level are kept.
         patience: after how many cuts in a row that did not lower the peak it gives up.
@@ -81,9 +81,11 @@ class Style:
 PLAIN = Style()
 
 
-def of_schedule(schedule: Schedule) -> Descent:
+def of_schedule(schedule: Schedule) -> Candidate:
     """What a schedule is now."""
-    return Descent(steps=tuple(schedule.compact()), peak_bytes=schedule.peak_bytes, cost_ns=schedule.cost_ns)
+    return Candidate(
+        steps=tuple(schedule.compact()), peak_bytes=schedule.peak_bytes, cost_ns=schedule.cost_ns
+    )
 
 
 def insert(steps: Sequence[int], position_ops: dict[int, list[int]]) -> list[int]:
@@ -102,7 +104,7 @@ def cut_once(schedule: Schedule, level_bytes: int, style: Style, work: Work) -> 
     reserve_bytes = int(style.reserve_ratio * level_bytes)
     tries = ((level_bytes, reserve_bytes), (None, reserve_bytes), (None, 0))
     for limit_bytes, left_bytes in tries if style.fitting else tries[1:]:
-        moment = moment_at(schedule, position, tilt_ratio=style.tilt_ratio, level_bytes=limit_bytes)
+        moment = cut_problem_at(schedule, position, tilt_ratio=style.tilt_ratio, level_bytes=limit_bytes)
         capacity_bytes = level_bytes - left_bytes - moment.forced_bytes
         hull = cheapest_within(moment, capacity_bytes)
         work.done += CUT_UNITS + (hull.flows + 5) * (len(moment.tails) + 200) // 4
@@ -116,7 +118,7 @@ def cut_once(schedule: Schedule, level_bytes: int, style: Style, work: Work) -> 
 
 def lower_to(
     graph: Graph, steps: Sequence[int], level_bytes: int, work: Work, style: Style = PLAIN
-) -> Descent:
+) -> Candidate:
     """Cut at the peak until it fits, or until `style.patience` cuts have taken off none of its tops."""
     schedule = Schedule(graph, steps)
     best, lowest = of_schedule(schedule), schedule.tops
@@ -141,7 +143,7 @@ def lower_to(
     return best
 
 
-def descend(graph: Graph, start: Descent, budget_bytes: int, work: Work, style: Style = PLAIN) -> Descent:
+def descend(graph: Graph, start: Candidate, budget_bytes: int, work: Work, style: Style = PLAIN) -> Candidate:
     """Lower the peak to the budget, or below it and up again, through the style's geometric levels."""
     best = start
     target_bytes = int(budget_bytes * (1 - style.below_ratio))
@@ -156,7 +158,7 @@ def descend(graph: Graph, start: Descent, budget_bytes: int, work: Work, style: 
     return relax(graph, best, budget_bytes) if style.below_ratio else best
 
 
-def relax(graph: Graph, found: Descent, budget_bytes: int) -> Descent:
+def relax(graph: Graph, found: Candidate, budget_bytes: int) -> Candidate:
     """A sequence after reverse delete to a larger budget."""
     if found.peak_bytes > budget_bytes:
         return found
@@ -165,7 +167,7 @@ def relax(graph: Graph, found: Descent, budget_bytes: int) -> Descent:
     return of_schedule(schedule) if schedule.cost_ns < found.cost_ns else found
 
 
-def deepen(graph: Graph, best: Descent, budget_bytes: int, work: Work) -> Descent:
+def deepen(graph: Graph, best: Candidate, budget_bytes: int, work: Work) -> Candidate:
     """Lower the peak towards the budget in small steps, smaller ones where it gets stuck."""
     step_ratio = 0.03
     while best.peak_bytes > budget_bytes and step_ratio > 0.001 and work.left:
@@ -178,7 +180,7 @@ def deepen(graph: Graph, best: Descent, budget_bytes: int, work: Work) -> Descen
     return best
 
 
-def rank(found: Descent, budget_bytes: int) -> tuple[bool, int, int]:
+def rank(found: Candidate, budget_bytes: int) -> tuple[bool, int, int]:
     """Within the budget by cost, else by peak; smaller is better."""
     over = found.peak_bytes > budget_bytes
     return (over, found.peak_bytes, found.cost_ns) if over else (over, found.cost_ns, found.peak_bytes)

@@ -15,8 +15,8 @@ from passes.ir import Plan, Program
 from passes.planners import search
 from passes.planners.baselines.plans import BASELINES, PAGING_BASELINES, baseline, paging_baseline
 from passes.planners.config import PlannerConfig
-from passes.planners.energy import plan_energy
-from passes.planners.paging import frontier_paged, least_peak_paged, plan_paged
+from passes.planners.paging.energy import plan_energy
+from passes.planners.paging.plans import frontier_paged, least_peak_paged, plan_paged
 
 
 def plan(program: Program, budget_bytes: int, config: PlannerConfig | None = None) -> Plan:
@@ -82,7 +82,7 @@ def _searched(config: PlannerConfig | None) -> PlannerConfig:
 def _exact_paged(program: Program, hint: Plan, config: PlannerConfig) -> Plan:
     """The director's plan as a hint, then the solver."""
     begin = time.perf_counter()
-    solver = importlib.import_module("passes.planners.exact.paging")
+    solver = importlib.import_module("passes.planners.exact.pages")
     limits = importlib.import_module("passes.planners.exact.limits")
     settings = limits.ExactConfig(
         work_limit=config.exact_work_limit, time_limit_s=config.time_limit_s, report=config.report
@@ -102,7 +102,7 @@ def _exact(program: Program, budget_bytes: int, config: PlannerConfig) -> Plan:
         work_limit=config.exact_work_limit, time_limit_s=config.time_limit_s, report=config.report
     )
     if config.joint:
-        solve = importlib.import_module("passes.planners.exact.joint").solve_jointly
+        solve = importlib.import_module("passes.planners.exact.placed").solve_jointly
     else:
         solve = solver.solve_exact
     made: Plan = solve(program, budget_bytes, hint, settings)

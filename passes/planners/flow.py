@@ -1,13 +1,13 @@
-"""What to keep across one moment, and what to run again after it: a parametric minimum cut.
+"""What to keep across one moment, and what to recompute after it: a parametric minimum cut.
 
 At position `t` of a schedule every copy that is needed after `t` is either kept across it (its bytes) or
-its producer is run again (its cost), which needs the producer's inputs after `t` in turn. A cut that
+its producer is recomputed (its cost), which needs the producer's inputs after `t` in turn. A cut that
 weighs bytes against cost chooses; walking along the lower hull of (kept bytes, cost) finds the cheapest
 choice whose kept bytes fit, and a lower bound on every choice that fits.
 
-Nodes: the source (demanded after `t`), the sink, one per op that may be run again, one per buffer that
+Nodes: the source (demanded after `t`), the sink, one per op that may be recomputed, one per buffer that
 such an op reads. Arcs: source -> producer (bytes), op -> sink (cost), op -> input (infinite), input ->
-its producer (bytes), or input -> sink (bytes) where the producer must not run again.
+its producer (bytes), or input -> sink (bytes) where the producer must not be recomputed.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ MAX_FILLED = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """One side of a cut: what is run again.
+class Cut:
+    """One side of a cut: what is recomputed.
 
     Attributes:
         kept_bytes: bytes kept across the moment, besides what it needs itself.
         cost: cost of running `ops` once each, tilted, in 1/`COST_UNITS` ns.
-        ops: ops to run again, ascending.
+        ops: ops to recompute, ascending.
     """
 
     kept_bytes: int
@@ -45,15 +45,15 @@ class Choice:
 
 
 @dataclass(slots=True, kw_only=True)
-class Moment:
+class CutProblem:
     """The cut problem at one position of a schedule.
 
     Attributes:
         forced_bytes: what is alive whatever is chosen.
-        demanded: buffers across the moment that may be run again, with the position of their next use.
+        demanded: buffers across the moment that may be recomputed, with the position of their next use.
         next_runs: for every buffer where it is made next after the position.
-        ops: candidates for re-runs; node of `ops[k]` is `2 + k`.
-        reads: (candidate, buffer) pairs where the buffer must be kept or made again for the candidate.
+        ops: candidates for recomputes; node of `ops[k]` is `2 + k`.
+        reads: (candidate, buffer) pairs where the buffer must be kept or recomputed for the candidate.
         tails, heads, arc_bytes, arc_cost: the arcs; both weights zero means infinite, and costs are in
             1/`COST_UNITS` ns.
         n_nodes: how many nodes they join.
@@ -73,18 +73,18 @@ class Moment:
     free_ops: int = 0
 
 
-def moment_at(
+def cut_problem_at(
     schedule: Schedule,
     position: int,
     *,
     slot: int | None = None,
     tilt_ratio: float = 0.0,
     level_bytes: int | None = None,
-) -> Moment:
-    """The cut problem at `position`; O(buffers + ops that might be run again).
+) -> CutProblem:
+    """The cut problem at `position`; O(buffers + ops that might be recomputed).
 
     Args:
-        slot: ask whether an op may be run again in this slot, instead of in that of its next use; the
+        slot: ask whether an op may be recomputed in this slot, instead of in that of its next use; the
             bounds ask for the earliest one.
         tilt_ratio: how much dearer the last op counts than it is; a little of it makes equal layers
             flip one after the other instead of all at once.
@@ -93,7 +93,7 @@ def moment_at(
     graph = schedule.graph
     op_now = schedule.steps[position]
     here = {*graph.inputs[op_now], *graph.outputs[op_now]}
-    moment = Moment(
+    moment = CutProblem(
         forced_bytes=int(schedule.live[position]),
         demanded={},
         next_runs=schedule.order.next_runs(position, len(graph.nbytes)),
@@ -103,7 +103,7 @@ def moment_at(
         if b in here or not graph.nbytes[b]:
             continue
         producer = graph.producer[b]
-        if _can_rerun(schedule, producer, need, slot) and (
+        if _can_recompute(schedule, producer, need, slot) and (
             level_bytes is None or _can_return(schedule, b, need, level_bytes)
         ):
             moment.demanded[b] = need
@@ -125,11 +125,11 @@ def _free_here(schedule: Schedule, position: int, all_of_them: bool = False) -> 
     return free
 
 
-def _can_rerun(schedule: Schedule, op: int, position: int, slot: int | None = None) -> bool:
+def _can_recompute(schedule: Schedule, op: int, position: int, slot: int | None = None) -> bool:
     if slot is None:
         at_end = position >= len(schedule.steps)
         slot = len(schedule.graph.cost_ns) if at_end else schedule.slots[position]
-    return op < slot and schedule.graph.program.ops[op].can_rerun(slot)
+    return op < slot and schedule.graph.program.ops[op].can_recompute(slot)
 
 
 def _can_return(schedule: Schedule, buffer: int, need: int, level_bytes: int) -> bool:
@@ -150,12 +150,12 @@ def _can_return(schedule: Schedule, buffer: int, need: int, level_bytes: int) ->
 
 
 def _add_candidates(
-    schedule: Schedule, position: int, moment: Moment, needs: dict[int, int], slot: int | None
+    schedule: Schedule, position: int, moment: CutProblem, needs: dict[int, int], slot: int | None
 ) -> None:
     """Grow the candidates downwards from the demanded buffers; `needs` is when each op is needed."""
     graph = schedule.graph
     free = _free_here(schedule, position, all_of_them=slot is not None)
-    if slot is not None:  # the bounds count what is needed and cannot be made again as alive anyway
+    if slot is not None:  # the bounds count what is needed and cannot be recomputed as alive anyway
         free.update(b for b in schedule.order.across(position)[0] if b not in moment.demanded)
     demanded, next_runs = moment.demanded, moment.next_runs
     queue = [-op for op in needs]
@@ -172,14 +172,14 @@ def _add_candidates(
             producer = graph.producer[b]
             known = needs.get(producer)
             if known is None:
-                if _can_rerun(schedule, producer, need, slot):
+                if _can_recompute(schedule, producer, need, slot):
                     heapq.heappush(queue, -producer)
                     needs[producer] = need
-            elif need < known and _can_rerun(schedule, producer, need, slot):
+            elif need < known and _can_recompute(schedule, producer, need, slot):
                 needs[producer] = need
 
 
-def _add_arcs(graph: Graph, moment: Moment, tilt_ratio: float) -> None:
+def _add_arcs(graph: Graph, moment: CutProblem, tilt_ratio: float) -> None:
     """The network's arcs: demanded buffers, costs of the candidates, then what the candidates read."""
     node = {op: 2 + k for k, op in enumerate(moment.ops)}
     n_ops = len(moment.ops)
@@ -209,7 +209,7 @@ def _add_arcs(graph: Graph, moment: Moment, tilt_ratio: float) -> None:
 class Cutter:
     """Solves one `Moment` for any weighing of bytes against cost."""
 
-    def __init__(self, moment: Moment) -> None:
+    def __init__(self, moment: CutProblem) -> None:
         self.moment = moment
         self._bytes: IntArray = np.asarray(moment.arc_bytes, dtype=np.int64)
         self._cost: IntArray = np.asarray(moment.arc_cost, dtype=np.int64)
@@ -224,12 +224,12 @@ class Cutter:
         )
         self.solved = 0
 
-    def keep_all(self) -> Choice:
+    def keep_all(self) -> Cut:
         """Keep everything, run nothing again."""
         kept = sum(self._bytes[k] for k, tail in enumerate(self.moment.tails) if tail == SOURCE)
-        return Choice(kept_bytes=int(kept), cost=0, ops=())
+        return Cut(kept_bytes=int(kept), cost=0, ops=())
 
-    def least_bytes(self) -> Choice:
+    def least_bytes(self) -> Cut:
         """The cheapest choice among those that keep the fewest bytes, but for rounding."""
         return self.solve(1.0, 1e-7 * self._bytes_sum / self._cost_sum)
 
@@ -247,7 +247,7 @@ class Cutter:
         total = byte_weight * self._bytes_sum + cost_weight * self._cost_sum
         return 2 * len(self._tails) * total / SCALE
 
-    def solve(self, byte_weight: float, cost_weight: float) -> Choice:
+    def solve(self, byte_weight: float, cost_weight: float) -> Cut:
         """The choice that minimizes `byte_weight * kept_bytes + cost_weight * cost`."""
         total = byte_weight * self._bytes_sum + cost_weight * self._cost_sum
         capacity = (self._bytes * (byte_weight * SCALE / total)).astype(np.int64)
@@ -260,7 +260,7 @@ class Cutter:
         side = np.zeros(self.moment.n_nodes, dtype=bool)
         side[np.asarray(self._flow.get_source_side_min_cut(), dtype=np.int64)] = True
         crossing = side[self._tails] & ~side[self._heads]
-        return Choice(
+        return Cut(
             kept_bytes=int(self._bytes[crossing].sum()),
             cost=int(self._cost[crossing].sum()),
             ops=tuple(sorted(op for k, op in enumerate(self.moment.ops) if side[2 + k])),
@@ -278,13 +278,13 @@ class Hull:
         flows: how many flows were solved.
     """
 
-    fits: Choice
-    over: Choice | None = None
+    fits: Cut
+    over: Cut | None = None
     bound_ns: float | None
     flows: int
 
 
-def cheapest_within(moment: Moment, capacity_bytes: int, max_flows: int = 24) -> Hull:
+def cheapest_within(moment: CutProblem, capacity_bytes: int, max_flows: int = 24) -> Hull:
     """Walk along the hull to the cheapest choice that keeps at most `capacity_bytes`."""
     cutter = Cutter(moment)
     above = cutter.keep_all()
@@ -314,7 +314,7 @@ def cheapest_within(moment: Moment, capacity_bytes: int, max_flows: int = 24) ->
     return Hull(fits=below, over=above, bound_ns=bound_ns, flows=cutter.solved)
 
 
-def filled_up(graph: Graph, moment: Moment, hull: Hull, capacity_bytes: int) -> Choice:
+def filled_up(graph: Graph, moment: CutProblem, hull: Hull, capacity_bytes: int) -> Cut:
     """A choice between the hull's vertices, where a few small values make up what is missing cheaply.
 
     The next vertex may let go of far more than a small excess asks for, and be far dearer.
@@ -326,7 +326,7 @@ def filled_up(graph: Graph, moment: Moment, hull: Hull, capacity_bytes: int) -> 
     cost, kept_bytes = hull.over.cost, hull.over.kept_bytes
     for _ in range(MAX_FILLED):
         if kept_bytes <= capacity_bytes:
-            return Choice(kept_bytes=kept_bytes, cost=cost, ops=tuple(sorted(again)))
+            return Cut(kept_bytes=kept_bytes, cost=cost, ops=tuple(sorted(again)))
         best: tuple[float, int, list[int]] | None = None
         for b in moment.demanded:
             if graph.producer[b] not in again:
@@ -348,7 +348,7 @@ def filled_up(graph: Graph, moment: Moment, hull: Hull, capacity_bytes: int) -> 
 class _Prices:
     """What it costs to run one more op of a moment, every demanded input being kept."""
 
-    def __init__(self, graph: Graph, moment: Moment) -> None:
+    def __init__(self, graph: Graph, moment: CutProblem) -> None:
         self._graph = graph
         self._reads: dict[int, list[int]] = {}
         for op, b in moment.reads:
@@ -374,9 +374,9 @@ class _Prices:
 
 
 def missing_runs(
-    schedule: Schedule, position: int, moment: Moment, again: tuple[int, ...]
+    schedule: Schedule, position: int, moment: CutProblem, again: tuple[int, ...]
 ) -> Mapping[int, list[int]]:
-    """Where to insert re-runs so that everything of `again` that is demanded comes back in time.
+    """Where to insert recomputes so that everything of `again` that is demanded comes back in time.
 
     Returns:
         For positions the ops to run just before them, `len(steps)` for the end.
@@ -395,7 +395,7 @@ def missing_runs(
             op = graph.producer[b]
             if b in restored or op not in chosen or b in free or op in closure:
                 continue
-            if moment.next_runs[b] < need or not _can_rerun(schedule, op, need):
+            if moment.next_runs[b] < need or not _can_recompute(schedule, op, need):
                 continue
             closure.add(op)
             stack.extend(graph.inputs[op])

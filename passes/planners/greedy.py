@@ -11,15 +11,15 @@ import dataclasses
 import numpy as np
 
 from passes.liveness import Graph
-from passes.planners.cut import Descent, Work, insert, of_schedule
-from passes.planners.flow import Moment, missing_runs, moment_at
+from passes.planners.cut import Candidate, Work, insert, of_schedule
+from passes.planners.flow import CutProblem, cut_problem_at, missing_runs
 from passes.planners.schedule import Schedule, prune, reverse_delete
 
 TRIED = 8
 MAX_EVICTIONS = 400
 
 
-def evict_one_by_one(graph: Graph, start: Descent, budget_bytes: int, work: Work) -> Descent:
+def evict_one_by_one(graph: Graph, start: Candidate, budget_bytes: int, work: Work) -> Candidate:
     """Lower the peak to the budget by single evictions; the lowest state if none helps any more."""
     schedule = Schedule(graph, start.steps)
     for _ in range(MAX_EVICTIONS):
@@ -37,7 +37,7 @@ def _best_eviction(schedule: Schedule, budget_bytes: int, work: Work) -> Schedul
     """The eviction that takes off the most excess for its cost; None if none takes off any."""
     graph = schedule.graph
     position = schedule.peak_position
-    moment = moment_at(schedule, position)
+    moment = cut_problem_at(schedule, position)
     work.done += 2 * len(moment.tails)
     closures = {b: _closure(schedule, position, moment, b) for b in moment.demanded}
     cost_ns = {b: sum(graph.cost_ns[op] for op in ops) for b, ops in closures.items()}
@@ -58,7 +58,7 @@ def _best_eviction(schedule: Schedule, budget_bytes: int, work: Work) -> Schedul
     return None if best is None else best[1]
 
 
-def _closure(schedule: Schedule, position: int, moment: Moment, buffer: int) -> tuple[int, ...]:
+def _closure(schedule: Schedule, position: int, moment: CutProblem, buffer: int) -> tuple[int, ...]:
     """The ops to run for `buffer` alone if everything else that is alive at `position` stays."""
     graph = schedule.graph
     ops = {graph.producer[buffer]}

@@ -1,6 +1,6 @@
-"""Large-neighbourhood search: take some re-runs out of a plan, repair it by cuts, keep what is no worse.
+"""Large-neighbourhood search: take some recomputes out of a plan, repair it by cuts, keep what is no worse.
 
-Identical layers are recognised: what is taken out together may be an op's re-runs in all of them, since a
+Identical layers are recognised: what is taken out together may be an op's recomputes in all of them, since a
 change in one of many layers is worth little. Deterministic: a seeded generator and a work limit. Every
 state is a valid sequence of steps.
 """
@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterable, Sequence
 
 from passes.liveness import Graph
-from passes.planners.cut import SCHEDULE_UNITS, Descent, Style, Work, lower_to, rank
+from passes.planners.cut import SCHEDULE_UNITS, Candidate, Style, Work, lower_to, rank
 from passes.planners.schedule import HOLE, Schedule, prune
 
 USUAL_DROP = 8
@@ -23,13 +23,13 @@ ALIKE_DEPTH = 3
 
 def improve(
     graph: Graph,
-    best: Descent,
+    best: Candidate,
     budget_bytes: int,
     floor_ns: int,
     work: Work,
     kinds: Sequence[int],
     seed: int = 0,
-) -> Descent:
+) -> Candidate:
     """Search around a sequence until the budget is kept at `floor_ns`, the work is done, or nothing helps.
 
     A sequence over the budget is first led below its own peak, a few percent at a time.
@@ -43,10 +43,10 @@ def improve(
     while work.left and stale < PATIENCE and (best.cost_ns > floor_ns or best.peak_bytes > budget_bytes):
         schedule = Schedule(graph, current.steps)
         work.done += 2 * SCHEDULE_UNITS + len(current.steps)
-        reruns = schedule.rerun_positions()
-        if not reruns:
+        recomputes = schedule.recompute_positions()
+        if not recomputes:
             break
-        for position in pick(schedule, reruns, kinds, random_number):
+        for position in pick(schedule, recomputes, kinds, random_number):
             if schedule.steps[position] != HOLE:
                 schedule.try_delete(position, schedule.graph.argument_bytes + (1 << 62))
         prune(schedule)
@@ -97,22 +97,22 @@ def _numbered(looks: Iterable[object]) -> list[int]:
 
 
 def pick(
-    schedule: Schedule, reruns: list[int], kinds: Sequence[int], random_number: random.Random
+    schedule: Schedule, recomputes: list[int], kinds: Sequence[int], random_number: random.Random
 ) -> list[int]:
-    """Which re-runs to take out: a few scattered ones, neighbours, those of a range of ops or of like ops."""
-    count = min(len(reruns), 1 + int(random_number.expovariate(1 / USUAL_DROP)))
+    """Which recomputes to take out: a few scattered ones, neighbours, those of a range or of like ops."""
+    count = min(len(recomputes), 1 + int(random_number.expovariate(1 / USUAL_DROP)))
     way = random_number.randrange(KINDS)
     if way == 0:
-        return sorted(random_number.sample(reruns, count))
+        return sorted(random_number.sample(recomputes, count))
     if way == 1:
-        first = random_number.randrange(len(reruns) - count + 1)
-        return reruns[first : first + count]
+        first = random_number.randrange(len(recomputes) - count + 1)
+        return recomputes[first : first + count]
     if way == 2:
-        by_op = sorted(reruns, key=lambda p: (schedule.steps[p], p))
+        by_op = sorted(recomputes, key=lambda p: (schedule.steps[p], p))
         first = random_number.randrange(len(by_op) - count + 1)
         return sorted(by_op[first : first + count])
-    chosen = kinds[schedule.steps[reruns[random_number.randrange(len(reruns))]]]
-    same = [p for p in reruns if kinds[schedule.steps[p]] == chosen]
+    chosen = kinds[schedule.steps[recomputes[random_number.randrange(len(recomputes))]]]
+    same = [p for p in recomputes if kinds[schedule.steps[p]] == chosen]
     if random_number.random() < WHOLE_RATIO:
         return same
     first, last = sorted(random_number.randrange(len(same)) for _ in range(2))

@@ -14,10 +14,10 @@ import numpy as np
 
 from passes.liveness import Graph, IntArray
 from passes.offsets.best_fit import Stacked, place_graph, stack_graph
-from passes.offsets.skyline import Jam
+from passes.offsets.skyline import Bottleneck
 from passes.planners.cut import (
     SCHEDULE_UNITS,
-    Descent,
+    Candidate,
     Style,
     Work,
     descend,
@@ -41,7 +41,7 @@ ROOM_RATIO = 0.005
 AROUND_UNITS = 60_000
 
 
-def end_of(graph: Graph, found: Descent) -> int:
+def end_of(graph: Graph, found: Candidate) -> int:
     """The end of the highest copy of a sequence with offsets."""
     ends = [
         offset + graph.nbytes[b]
@@ -51,7 +51,7 @@ def end_of(graph: Graph, found: Descent) -> int:
     return max(ends, default=graph.argument_bytes)
 
 
-def with_offsets(graph: Graph, found: Descent, budget_bytes: int) -> Descent:
+def with_offsets(graph: Graph, found: Candidate, budget_bytes: int) -> Candidate:
     """A sequence placed by best fit, or at the offsets that it has if they end lower."""
     placement = place_graph(graph, found.steps, budget_bytes if found.peak_bytes <= budget_bytes else None)
     if found.offsets and end_of(graph, found) < placement.heap_bytes:
@@ -59,13 +59,13 @@ def with_offsets(graph: Graph, found: Descent, budget_bytes: int) -> Descent:
     return dataclasses.replace(found, offsets=placement.offsets)
 
 
-def walks(graph: Graph, budget_bytes: int, work: Work) -> list[Descent]:
+def walks(graph: Graph, budget_bytes: int, work: Work) -> list[Candidate]:
     """Walks in a pool of the budget's size, with offsets."""
     found = [walk(graph, budget_bytes, exponent, work) for exponent in WINDOW_EXPONENTS]
     return [_with_offsets(graph, walked, budget_bytes) for walked in found if walked is not None]
 
 
-def windows(graph: Graph, planner: str, budget_bytes: int, best: Descent, work: Work) -> Descent:
+def windows(graph: Graph, planner: str, budget_bytes: int, best: Candidate, work: Work) -> Candidate:
     """The best of a few walks over the pool; larger pools only if the budget's own is too small."""
     if planner == "auto" and WINDOW_UNITS_PER_OP * len(graph.cost_ns) > work.limit:
         return best
@@ -84,14 +84,14 @@ def windows(graph: Graph, planner: str, budget_bytes: int, best: Descent, work: 
     return best
 
 
-def _trimmed(graph: Graph, walked: Walked, budget_bytes: int) -> Descent:
+def _trimmed(graph: Graph, walked: Walked, budget_bytes: int) -> Candidate:
     """A walk after reverse delete."""
     schedule = Schedule(graph, walked.steps)
     reverse_delete(schedule, max(budget_bytes, schedule.peak_bytes))
     return of_schedule(schedule)
 
 
-def _with_offsets(graph: Graph, walked: Walked, budget_bytes: int) -> Descent:
+def _with_offsets(graph: Graph, walked: Walked, budget_bytes: int) -> Candidate:
     """A walk after reverse delete if best fit still places it, else the walk at its own offsets."""
     raw = dataclasses.replace(of_schedule(Schedule(graph, walked.steps)), offsets=walked.offsets)
     shorter = _trimmed(graph, walked, budget_bytes)
@@ -102,11 +102,13 @@ def _with_offsets(graph: Graph, walked: Walked, budget_bytes: int) -> Descent:
     return raw
 
 
-def with_room(graph: Graph, start: Descent, found: Descent, budget_bytes: int, work: Work) -> Descent | None:
+def with_room(
+    graph: Graph, start: Candidate, found: Candidate, budget_bytes: int, work: Work
+) -> Candidate | None:
     """A sequence with offsets, planned with room in the slots in which packing got stuck, ever more of it.
 
     Args:
-        start: the schedule without re-runs.
+        start: the schedule without recomputes.
         found: a sequence within the budget, the first to be packed.
 
     Returns:
@@ -121,10 +123,10 @@ def with_room(graph: Graph, start: Descent, found: Descent, budget_bytes: int, w
         if stacked.offsets is not None:
             placed = dataclasses.replace(found, offsets=stacked.offsets)
             return _with_less_room(graph, kinds, placed, budget_bytes, reserved_bytes, work)
-        if not stacked.jams:
+        if not stacked.bottlenecks:
             break
         schedule = Schedule(graph, found.steps)
-        reserved_bytes = _more_room(schedule, stacked.jams, 1 + rounds, budget_bytes, reserved_bytes)
+        reserved_bytes = _more_room(schedule, stacked.bottlenecks, 1 + rounds, budget_bytes, reserved_bytes)
         roomy = dataclasses.replace(graph, reserved_bytes=reserved_bytes)
         whole = of_schedule(Schedule(roomy, start.steps))
         lower = min(
@@ -142,11 +144,11 @@ def with_room(graph: Graph, start: Descent, found: Descent, budget_bytes: int, w
 def _with_less_room(
     graph: Graph,
     kinds: Sequence[int],
-    best: Descent,
+    best: Candidate,
     budget_bytes: int,
     reserved_bytes: IntArray,
     work: Work,
-) -> Descent:
+) -> Candidate:
     """The cheapest placed sequence found while some of the slots, time and again others, lose their room."""
     random_number = random.Random(0)
     slots = np.flatnonzero(reserved_bytes).tolist()
@@ -169,8 +171,8 @@ def _with_less_room(
 
 
 def _around(
-    roomy: Graph, kinds: Sequence[int], found: Descent, budget_bytes: int, work: Work, seed: int = 0
-) -> Descent:
+    roomy: Graph, kinds: Sequence[int], found: Candidate, budget_bytes: int, work: Work, seed: int = 0
+) -> Candidate:
     """The best of a short search around a sequence."""
     part = Work(max(0, min(AROUND_UNITS, work.limit - work.done)))
     found = improve(roomy, found, budget_bytes, 0, part, kinds, seed)
@@ -178,7 +180,7 @@ def _around(
     return found
 
 
-def _stacked(graph: Graph, found: Descent, budget_bytes: int, work: Work) -> Stacked:
+def _stacked(graph: Graph, found: Candidate, budget_bytes: int, work: Work) -> Stacked:
     """What packing a sequence from the ground up comes to."""
     stacked = stack_graph(graph, found.steps, budget_bytes, PASSES)
     work.done += stacked.work + SCHEDULE_UNITS + UNITS_PER_STEP * len(found.steps)
@@ -186,7 +188,11 @@ def _stacked(graph: Graph, found: Descent, budget_bytes: int, work: Work) -> Sta
 
 
 def _more_room(
-    schedule: Schedule, jams: Sequence[Jam], most: int, budget_bytes: int, reserved_bytes: IntArray
+    schedule: Schedule,
+    bottlenecks: Sequence[Bottleneck],
+    most: int,
+    budget_bytes: int,
+    reserved_bytes: IntArray,
 ) -> IntArray:
     """Reserved bytes with which the sequence is over the budget where packing got stuck most often.
 
@@ -194,8 +200,8 @@ def _more_room(
         most: at how many places.
     """
     lacking: dict[tuple[int, int], list[int]] = {}
-    for jam in jams:
-        lacking.setdefault((jam.start, jam.stop), []).append(jam.lacking_bytes)
+    for bottleneck in bottlenecks:
+        lacking.setdefault((bottleneck.start, bottleneck.stop), []).append(bottleneck.lacking_bytes)
     found = reserved_bytes.copy()
     for start, stop in sorted(lacking, key=lambda section: (-len(lacking[section]), section))[:most]:
         lacks = sorted(lacking[start, stop])

@@ -46,7 +46,7 @@ def _targets(graph: Graph) -> list[int]:
     found = []
     for t, op in enumerate(ops):
         pinned = [b for b in pinned if last_need[b] > t]
-        held = [b for b in pinned if not ops[graph.producer[b]].can_rerun(t + 1)]
+        held = [b for b in pinned if not ops[graph.producer[b]].can_recompute(t + 1)]
         found.append((-graph.local_bytes[t], t, mask_of((*graph.inputs[t], *held))))
         if not op.recomputable or op.deadline is not None:
             pinned.extend(graph.outputs[t])

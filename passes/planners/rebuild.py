@@ -1,4 +1,4 @@
-"""The last resort under a tight budget: what an op reads is made anew, from nothing, before the op runs.
+"""The last resort under a tight budget: what an op reads is recomputed, from nothing, before the op runs.
 
 Backwards, as in `passes.planners.proof`: of the buffers that are alive at once, one was made last, beside
 its own inputs; so on, until nothing is left. Read forwards that is a sequence of runs within the budget. Two
@@ -6,8 +6,8 @@ orders find it: the state of the latest made buffers first dives to the beginnin
 where bytes are tightest; the state of fewest bytes first gets away and then loses itself. So dives start
 where few bytes are alive.
 
-Only slots that break the budget are made anew; more of them where what was dropped and made again breaks it
-elsewhere. Needs ops that may all run again, and a program for whose size the work suffices.
+Only slots that break the budget are recomputed; more of them where what was dropped and recomputed breaks it
+elsewhere. Needs ops that may all be recomputed, and a program for whose size the work suffices.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from passes.liveness import Graph
-from passes.planners.cut import DELETE_UNITS, Descent, Work, of_schedule
-from passes.planners.exact.expand import absent_closure
+from passes.planners.cut import DELETE_UNITS, Candidate, Work, of_schedule
 from passes.planners.proof import Backwards, mask_of
-from passes.planners.schedule import Schedule, reverse_delete
+from passes.planners.schedule import Schedule, absent_closure, reverse_delete
 
 WIDTHS = (1, 100, 400)
 STARTS = 3
@@ -48,7 +47,7 @@ class _Tree:
         return found
 
 
-def rebuild(graph: Graph, found: Descent, budget_bytes: int, work: Work) -> Descent:
+def rebuild(graph: Graph, found: Candidate, budget_bytes: int, work: Work) -> Candidate:
     """A sequence within the budget, or `found` where none is found.
 
     Args:
@@ -90,7 +89,7 @@ def _blocks(steps: Sequence[int]) -> list[list[int]]:
 def _assembled(graph: Graph, blocks: list[list[int]], anew: set[int], ways: _Ways) -> list[int] | None:
     """The blocks one after the other; in the slots of `anew` everything is dropped, and what is read made.
 
-    What a later block misses then is made again just before it.
+    What a later block misses then is recomputed just before it.
     """
     steps: list[int] = []
     present = [producer < 0 for producer in graph.producer]

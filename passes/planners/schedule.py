@@ -1,4 +1,4 @@
-"""A sequence of steps with its exact byte profile, from which re-runs can be taken out one by one.
+"""A sequence of steps with its exact byte profile, from which recomputes can be taken out one by one.
 
 Every step touches buffers: it uses some and runs (makes) others. All touches of a sequence lie in one
 order, by buffer and then by position, so that a copy of a buffer is a run and the uses behind it, and its
@@ -136,11 +136,11 @@ class _Links:
 
 
 class Schedule:
-    """A sequence of steps, of which re-runs can be taken out. Internal to the planners.
+    """A sequence of steps, of which recomputes can be taken out. Internal to the planners.
 
     Attributes:
         graph: the program.
-        steps: op ids, `HOLE` where a re-run was taken out.
+        steps: op ids, `HOLE` where a recompute was taken out.
         live: bytes at every position.
         order: the touches of the steps as they were given.
         slots: for every position the first op that has not run before it.
@@ -239,12 +239,12 @@ class Schedule:
         """The steps without holes."""
         return [op for op in self.steps if op != HOLE]
 
-    def rerun_positions(self) -> list[int]:
-        """Positions of all re-runs, ascending."""
+    def recompute_positions(self) -> list[int]:
+        """Positions of all recomputes, ascending."""
         return [p for p, (op, slot) in enumerate(zip(self.steps, self.slots, strict=True)) if -1 < op < slot]
 
     def is_useless(self, position: int) -> bool:
-        """True if nothing reads what the re-run at `position` makes."""
+        """True if nothing reads what the recompute at `position` makes."""
         links = self.links
         return not any(links.is_run[touch] and not self._dies(touch) for touch in links.of(position))
 
@@ -264,7 +264,7 @@ class Schedule:
         return self._saved_bytes(op, [b for b, touch in inputs if self._dies(touch)])
 
     def try_delete(self, position: int, limit_bytes: int) -> bool:
-        """Take out the re-run at `position` if the peak then stays within `limit_bytes` where it grows."""
+        """Take out the recompute at `position` if the peak then stays within `limit_bytes` where it grows."""
         changes, sharers = self._changes(position)
         live = self.live
         if not sharers:
@@ -287,7 +287,7 @@ class Schedule:
         return False
 
     def _changes(self, position: int) -> tuple[list[tuple[int, int, int]], list[int]]:
-        """What taking out the re-run at `position` changes.
+        """What taking out the recompute at `position` changes.
 
         Returns:
             Half-open ranges with the bytes that they gain, and positions whose sharing may change.
@@ -333,8 +333,8 @@ class Schedule:
             if behind >= 0:
                 links.before[behind] = touch
 
-    def useless_reruns(self) -> list[int]:
-        """Positions of re-runs whose outputs nothing reads, descending; of the steps as they were given."""
+    def useless_recomputes(self) -> list[int]:
+        """Positions of recomputes whose outputs nothing reads, last first; of the steps as given."""
         useful = np.zeros(len(self.steps), dtype=np.bool_)
         useful[self.order.position[self.order.is_run & ~self.order.dies]] = True
         again = np.asarray(self.steps, dtype=np.int64) < np.asarray(self.slots, dtype=np.int64)
@@ -343,24 +343,47 @@ class Schedule:
 
 
 def prune(schedule: Schedule) -> None:
-    """Take out re-runs that nothing reads; it never costs bytes."""
-    if schedule._links is None and not schedule.useless_reruns():
+    """Take out recomputes that nothing reads; it never costs bytes."""
+    if schedule._links is None and not schedule.useless_recomputes():
         return
-    for position in reversed(schedule.rerun_positions()):
+    for position in reversed(schedule.recompute_positions()):
         if schedule.is_useless(position):
             schedule.try_delete(position, schedule.peak_bytes)
 
 
 def reverse_delete(schedule: Schedule, limit_bytes: int, rounds: int = 3) -> int:
-    """Take out re-runs, costliest first, while the peak stays in the limit; returns how often it tried."""
+    """Take out recomputes, costliest first, while the peak stays in the limit; returns how often it tried."""
     prune(schedule)
     cost_ns = schedule.graph.cost_ns
     tried = 0
     for _ in range(rounds):
-        order = sorted(schedule.rerun_positions(), key=lambda p: (-cost_ns[schedule.steps[p]], p))
+        order = sorted(schedule.recompute_positions(), key=lambda p: (-cost_ns[schedule.steps[p]], p))
         tried += len(order)
         deleted = [schedule.try_delete(p, limit_bytes) for p in order]
         if not any(deleted):
             break
         prune(schedule)
     return tried
+
+
+def slots_of(steps: Sequence[int]) -> list[int]:
+    """For every position the first op that has not run before it."""
+    slots: list[int] = []
+    slot = 0
+    for op in steps:
+        slots.append(slot)
+        slot += op == slot
+    return slots
+
+
+def absent_closure(graph: Graph, roots: list[int], present: list[bool]) -> list[int]:
+    """The ops to run for the roots' outputs that are absent, in schedule order."""
+    ops = {op for op in roots if not all(present[b] for b in graph.outputs[op])}
+    stack = sorted(ops)
+    while stack:
+        for b in graph.inputs[stack.pop()]:
+            producer = graph.producer[b]
+            if not present[b] and producer not in ops:
+                ops.add(producer)
+                stack.append(producer)
+    return sorted(ops)

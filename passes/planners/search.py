@@ -1,8 +1,8 @@
 """The driver of the planners: what `plan`, `least_peak` and `frontier` do.
 
-A budget is first tried from the program as it is: descents in several styles, each a series of minimum
+A budget is first tried from the program as it is: candidates in several styles, each a series of minimum
 cuts. Where they miss it, or end far above the bound, levels below the budget are tried, too, and their plans
-relaxed. These levels are rungs of a ladder that belongs to the program and not to the budget, and below
+relaxed. These levels are levels of a frontier that belongs to the program and not to the budget, and below
 them lies the program's deepest plan: budgets that are near each other see the same plans, so that more
 bytes hardly ever cost more time, and what one budget was found to need is enough for the next. A
 large-neighbourhood search ends it.
@@ -23,7 +23,7 @@ from passes.liveness import Graph
 from passes.offsets.sweep import MOST_ITEMS
 from passes.planners.bounds import Bound, least_bytes
 from passes.planners.config import PlannerConfig
-from passes.planners.cut import Descent, Style, Work, deepen, descend, lower_to, of_schedule, rank, relax
+from passes.planners.cut import Candidate, Style, Work, deepen, descend, lower_to, of_schedule, rank, relax
 from passes.planners.greedy import evict_one_by_one
 from passes.planners.neighbourhood import alike, improve
 from passes.planners.placing import end_of, walks, windows, with_offsets, with_room
@@ -56,9 +56,9 @@ LOW_STYLES = (
 NEAR_RATIO = 0.004
 FIRST_LIMITS = 3
 TOTAL_LIMITS = 5
-RUNG_RATIO = 0.9
-NEAR_RUNGS = (0, 1)
-FAR_RUNGS = (0, 1, 3, 7, 15)
+LEVEL_RATIO = 0.9
+NEAR_LEVELS = (0, 1)
+FAR_LEVELS = (0, 1, 3, 7, 15)
 GREEDY_UNITS_PER_OP = 1000
 RESTARTS = 3
 TIGHTER_RATIOS = (0.995, 0.985, 0.97, 0.95, 0.92, 0.88)
@@ -84,7 +84,7 @@ STATE_UNITS = 25
 
 
 class Search:
-    """One program's planning: the graph, the schedule without re-runs, and the bounds, made once."""
+    """One program's planning: the graph, the schedule without recomputes, and the bounds, made once."""
 
     def __init__(self, program: Program, config: PlannerConfig) -> None:
         self.config = config
@@ -95,7 +95,7 @@ class Search:
         self.effort = 1.0
         self.impossible_bytes = self.working_set_bytes - 1
         self._clocks: list[Work] = []
-        self._deepest: Descent | None = None
+        self._deepest: Candidate | None = None
         self._bound: Bound | None = None
         self._kinds: list[int] | None = None
 
@@ -145,11 +145,11 @@ class Search:
         """Forget what was used: another budget begins."""
         self._clocks.clear()
 
-    def best(self, budget_bytes: int, known: Sequence[Descent] = ()) -> Descent:
+    def best(self, budget_bytes: int, known: Sequence[Candidate] = ()) -> Candidate:
         """The cheapest sequence within the budget, or the one of lowest peak.
 
         Args:
-            known: sequences to start from besides the schedule without re-runs.
+            known: sequences to start from besides the schedule without recomputes.
         """
         if self.start.peak_bytes <= budget_bytes:
             return self.start
@@ -158,7 +158,7 @@ class Search:
             return windows(self.graph, self.config.planner, budget_bytes, best, self.work())
         return self._cuts(budget_bytes, best)
 
-    def placed(self, found: Descent, budget_bytes: int) -> tuple[Descent, int]:
+    def placed(self, found: Candidate, budget_bytes: int) -> tuple[Candidate, int]:
         """A sequence with the offsets of its copies, planned with room until they fit; also their heap."""
         tried = [with_offsets(self.graph, found, budget_bytes)]
         if end_of(self.graph, tried[0]) > budget_bytes >= self.working_set_bytes:
@@ -172,12 +172,12 @@ class Search:
         end, best = min(fitting, key=lambda e: e[1].cost_ns) if fitting else min(ends, key=lambda e: e[0])
         return best, end
 
-    def _with_room(self, found: Descent, budget_bytes: int) -> list[Descent]:
+    def _with_room(self, found: Candidate, budget_bytes: int) -> list[Candidate]:
         """Placed sequences: with a little room everywhere, with room where packing got stuck, with more."""
         if self.config.planner == "window":
             return []
         near_ns = found.cost_ns + int(NEAR_PLACED * self.start.cost_ns)
-        tried: list[Descent] = []
+        tried: list[Candidate] = []
         if len(found.steps) <= MOST_ITEMS:
             work = self._own_work(FIRST_TIGHTER_LIMITS)
             tried.append(self._tighter(found, budget_bytes, TIGHTER_RATIOS[0], work))
@@ -196,19 +196,19 @@ class Search:
                 break
         return tried
 
-    def _least_ns(self, placed: Sequence[Descent], budget_bytes: int) -> float:
+    def _least_ns(self, placed: Sequence[Candidate], budget_bytes: int) -> float:
         """The cost of the cheapest of some placed sequences that fits, infinite if none does."""
         fitting = (d.cost_ns for d in placed if end_of(self.graph, d) <= budget_bytes)
         return min(fitting, default=math.inf)
 
-    def _tighter(self, found: Descent, budget_bytes: int, ratio: float, work: Work) -> Descent:
+    def _tighter(self, found: Candidate, budget_bytes: int, ratio: float, work: Work) -> Candidate:
         """A sequence for a share of the budget, or near it, with offsets."""
         target_bytes = int(budget_bytes * ratio)
         lower = lower_to(self.graph, found.steps, target_bytes, work)
         lower = improve(self.graph, lower, target_bytes, self.start.cost_ns, work, self.kinds)
         return with_offsets(self.graph, lower, budget_bytes)
 
-    def deepest(self) -> Descent:
+    def deepest(self) -> Candidate:
         """The sequence of lowest peak that is found; it does not depend on any budget."""
         if self._deepest is None:
             target_bytes = self.working_set_bytes
@@ -222,8 +222,8 @@ class Search:
             self._deepest = self._improved(target_bytes, best, tried, work)
         return self._deepest
 
-    def _cuts(self, budget_bytes: int, best: Descent) -> Descent:
-        """Descents to the budget, to levels below it where they miss it or cost much, and a search around."""
+    def _cuts(self, budget_bytes: int, best: Candidate) -> Candidate:
+        """Cuts to the budget, to levels below it where they miss it or cost much, and a search around."""
         if budget_bytes < self.working_set_bytes:
             return min(best, self.deepest(), key=lambda d: rank(d, budget_bytes))
         # On a large program walks take longer than all else, and cuts mostly end near the bound.
@@ -240,10 +240,10 @@ class Search:
             best = self._walked(budget_bytes, best)
             tried.append(best)
         if best.peak_bytes > budget_bytes and not self.is_impossible(budget_bytes):
-            tried += self._from_rungs(budget_bytes, FAR_RUNGS, self.work(1 / 2))
+            tried += self._from_levels(budget_bytes, FAR_LEVELS, self.work(1 / 2))
             best = min(tried, key=lambda d: rank(d, budget_bytes))
         elif not self._is_near(best, budget_bytes):
-            tried += self._from_rungs(budget_bytes, NEAR_RUNGS, self.work(1 / 3))
+            tried += self._from_levels(budget_bytes, NEAR_LEVELS, self.work(1 / 3))
         if best.peak_bytes > budget_bytes and not self.is_impossible(budget_bytes):
             down = self.work(DOWN_LIMITS)
             tried.append(improve(self.graph, best, budget_bytes, self.start.cost_ns, down, self.kinds))
@@ -261,14 +261,14 @@ class Search:
             work = self.work(IMPROVE_LIMITS if n_ops < LARGE_OPS else LARGE_IMPROVE_LIMITS)
         return self._improved(budget_bytes, best, tried, work if work.left else self.work(1 / 3))
 
-    def _walked(self, budget_bytes: int, best: Descent) -> Descent:
+    def _walked(self, budget_bytes: int, best: Candidate) -> Candidate:
         """The better of a sequence and a few walks over the pool."""
         if self.config.planner != "auto":
             return best
         return windows(self.graph, "auto", budget_bytes, best, self.work(WINDOWS_LIMITS))
 
-    def _improved(self, target_bytes: int, best: Descent, tried: list[Descent], work: Work) -> Descent:
-        """A search around the best descents."""
+    def _improved(self, target_bytes: int, best: Candidate, tried: list[Candidate], work: Work) -> Candidate:
+        """A search around the best candidates."""
         floor_ns = self._floor_ns(target_bytes)
         others = sorted((d for d in tried if d.steps != best.steps), key=lambda d: rank(d, target_bytes))
         for seed, start in enumerate((best, *others[:RESTARTS])):
@@ -278,29 +278,29 @@ class Search:
             best = min(best, found, key=lambda d: rank(d, target_bytes))
         return best
 
-    def _from_rungs(self, budget_bytes: int, rungs: tuple[int, ...], work: Work) -> list[Descent]:
-        """Descents to rungs below the budget, and up to it again; stops at the first that keeps it.
+    def _from_levels(self, budget_bytes: int, levels: tuple[int, ...], work: Work) -> list[Candidate]:
+        """Candidates to levels below the budget, and up to it again; stops at the first that keeps it.
 
-        Rung `k` leaves `RUNG_RATIO ** k` of the bytes between the working set and the program's own peak.
+        Level `k` leaves `LEVEL_RATIO ** k` of the bytes between the working set and the program's own peak.
         """
         whole_bytes = max(1, self.start.peak_bytes - self.working_set_bytes)
         room_ratio = max(budget_bytes - self.working_set_bytes, 0) / whole_bytes
-        top = math.floor(math.log(room_ratio) / math.log(RUNG_RATIO)) + 1 if room_ratio > 0 else 0
-        found: list[Descent] = []
-        for k in rungs if room_ratio > 0 else ():
-            level_bytes = self.working_set_bytes + int(whole_bytes * RUNG_RATIO ** (top + k))
+        top = math.floor(math.log(room_ratio) / math.log(LEVEL_RATIO)) + 1 if room_ratio > 0 else 0
+        found: list[Candidate] = []
+        for k in levels if room_ratio > 0 else ():
+            level_bytes = self.working_set_bytes + int(whole_bytes * LEVEL_RATIO ** (top + k))
             for style in LOW_STYLES:
                 if work.left:
                     lowered = descend(self.graph, self.start, level_bytes, work, style)
                     found.append(relax(self.graph, lowered, budget_bytes))
                     if found[-1].peak_bytes <= budget_bytes:
                         break
-            if rungs is FAR_RUNGS and found and found[-1].peak_bytes <= budget_bytes:
+            if levels is FAR_LEVELS and found and found[-1].peak_bytes <= budget_bytes:
                 break
         return found
 
-    def _lowest(self, target_bytes: int, best: Descent, work: Work) -> Descent:
-        """Bisect for the lowest level that a descent from the start, or from the best so far, reaches."""
+    def _lowest(self, target_bytes: int, best: Candidate, work: Work) -> Candidate:
+        """Bisect for the lowest level that a candidate from the start, or from the best so far, reaches."""
         low_bytes = target_bytes
         while best.peak_bytes - low_bytes > NEAR_RATIO * best.peak_bytes and work.left:
             level_bytes = (best.peak_bytes + low_bytes) // 2
@@ -315,9 +315,9 @@ class Search:
                 low_bytes = level_bytes
         return best
 
-    def _attempts(self, target_bytes: int, work: Work) -> list[Descent]:
-        """Descents in several styles until the work limit; the first one may take more."""
-        found: list[Descent] = []
+    def _attempts(self, target_bytes: int, work: Work) -> list[Candidate]:
+        """Candidates in several styles until the work limit; the first one may take more."""
+        found: list[Candidate] = []
         for style in PORTFOLIO:
             part = Work(work.limit // 3 if found else FIRST_LIMITS * work.limit)
             found.append(descend(self.graph, self.start, target_bytes, part, style))
@@ -331,7 +331,7 @@ class Search:
             work.done += part.done
         return found
 
-    def _is_near(self, found: Descent, budget_bytes: int) -> bool:
+    def _is_near(self, found: Candidate, budget_bytes: int) -> bool:
         """True if a sequence keeps the budget and is cheap enough."""
         return found.peak_bytes <= budget_bytes and found.cost_ns <= self._floor_ns(budget_bytes)
 
@@ -349,7 +349,7 @@ class Search:
             near_ratio = max(near_ratio, LARGE_NEAR_OVERHEAD)
         return _at_least_ns(self.start.cost_ns, bound_ratio + near_ratio)
 
-    def plan(self, found: Descent, budget_bytes: int, seconds: float, planner: str) -> Plan:
+    def plan(self, found: Candidate, budget_bytes: int, seconds: float, planner: str) -> Plan:
         """A plan of what was found, with its bound and status."""
         lower_bound_ratio = self.bound_ratio(budget_bytes) if budget_bytes >= self.working_set_bytes else 0.0
         base_ns = self.start.cost_ns
@@ -421,8 +421,8 @@ def frontier(
     search = Search(program, config or PlannerConfig())
     levels = sorted(set(budgets_bytes))
     search.effort = 2.0 / max(2, len(levels))
-    found: dict[int, Descent] = {}
-    known: tuple[Descent, ...] = ()
+    found: dict[int, Candidate] = {}
+    known: tuple[Candidate, ...] = ()
     for budget_bytes in reversed(levels):
         search.again()
         known = (search.best(budget_bytes, known),)

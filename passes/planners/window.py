@@ -1,9 +1,9 @@
 """The sliding-window planner: run the schedule on an address-ordered pool of the budget's size.
 
 When an allocation does not fit, the cheapest window of contiguous blocks gives way: the cost of a window
-is what re-running the union of its closures costs (shared ancestors once), discounted by the distance
+is what recomputing the union of its closures costs (shared ancestors once), discounted by the distance
 to the next use, which is known. Dead values stay where they are until a window takes them for nothing,
-so a closure that still finds them stops there. Values that are cheap to run again grow from the bottom,
+so a closure that still finds them stops there. Values that are cheap to recompute grow from the bottom,
 expensive ones from the top; in-place outputs keep their address. Follows Coop (NeurIPS 2023), with the
 future known. Invariant: no two copies that are alive at once overlap, so the peak is within the pool.
 """
@@ -37,7 +37,7 @@ def walk(graph: Graph, capacity_bytes: int, exponent: float, work: Work) -> Walk
     """Run the schedule in `capacity_bytes`; None if it does not fit or takes too much work.
 
     Args:
-        exponent: a re-run that is needed `d` steps later counts with `d ** -exponent` of its cost.
+        exponent: a recompute that is needed `d` steps later counts with `d ** -exponent` of its cost.
     """
     try:
         return _Walk(graph, capacity_bytes, exponent, work).run()
@@ -106,7 +106,7 @@ class _Walk:
         """Give the outputs of `op` their places; its inputs are present and pinned."""
         graph = self.graph
         self.work.done += 10
-        if op < self.slot and not graph.program.ops[op].can_rerun(self.slot):
+        if op < self.slot and not graph.program.ops[op].can_recompute(self.slot):
             raise NoWindowError
         for b in graph.outputs[op]:
             if self.present[b]:
@@ -208,13 +208,13 @@ class _Walk:
         return needs
 
     def _can_return(self, buffer: int, need: int) -> bool:
-        """True if the value may be run again from what is present, in time for `need`."""
+        """True if the value may be recomputed from what is present, in time for `need`."""
         ops = self.graph.program.ops
         stack = [buffer]
         seen: set[int] = set()
         while stack:
             producer = self.graph.producer[stack.pop()]
-            if not ops[producer].can_rerun(need):
+            if not ops[producer].can_recompute(need):
                 return False
             if producer not in seen:
                 seen.add(producer)

@@ -1,4 +1,4 @@
-"""Chen et al. (2016): checkpoints every so many bytes of the forward pass, the rest made again by segments.
+"""Chen et al. (2016): checkpoints every so many bytes of the forward pass, the rest recomputed by segments.
 
 The forward pass is what runs before the moment of most live bytes. Walking through it, a segment ends once
 its values have `segment_bytes` (their Algorithm 3); what is alive for the forward pass where a segment
@@ -52,7 +52,7 @@ def _kept(graph: Graph, turn: int, segment_bytes: int) -> list[bool]:
 
 
 def _steps(graph: Graph, turn: int, kept: list[bool]) -> list[int]:
-    """The schedule with every dropped value made again when it is first asked for after the turn."""
+    """The schedule with every dropped value recomputed when it is first asked for after the turn."""
     steps = list(range(turn + 1))
     present = list(kept)
     for op in range(turn + 1, len(graph.cost_ns) + 1):

@@ -1,4 +1,4 @@
-"""DELTA (Tang et al., 2022): a filter picks what to let go of, a director how: swap it or make it again.
+"""DELTA (Tang et al., 2022): a filter picks what to let go of, a director how: swap it or recompute it.
 
 Online, in the order of the program. Where a step does not fit, the filter takes the value with the least
 worth for its bytes and for the time since it was last touched (DTR's staleness); the director swaps it to
@@ -14,12 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from passes.ir import BufferId, Page
+from passes.link import Link
 from passes.liveness import Graph
-from passes.paging.link import Link
 
 
 class DeltaError(Exception):
-    """It runs out of memory, or asks for an op that must not run again."""
+    """It runs out of memory, or asks for an op that must not be recomputed."""
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class Delta:
 
     def _run(self, op: int, locked: frozenset[int], depth: int) -> None:
         graph = self.graph
-        if depth > len(graph.cost_ns) or (depth and not graph.program.ops[op].can_rerun(self.slot)):
+        if depth > len(graph.cost_ns) or (depth and not graph.program.ops[op].can_recompute(self.slot)):
             raise DeltaError
         own = locked | {*graph.inputs[op], *graph.outputs[op]}
         for b in graph.inputs[op]:

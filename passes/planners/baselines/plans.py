@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable
 
 from passes.ir import OpId, Plan, Program, Status
+from passes.link import Link
 from passes.liveness import Graph
 from passes.offsets.best_fit import place_graph
-from passes.paging.link import Link
-from passes.paging.queues import traffic
 from passes.planners.baselines import chen, scores
 from passes.planners.baselines.delta import Delta, DeltaError
 from passes.planners.baselines.runtime import OutOfMemoryError, Policy, Replayed, Runtime
 from passes.planners.bounds import working_set_bytes
+from passes.planners.paging.queues import traffic
 from passes.simulate import simulate_graph
 
 POLICIES: dict[str, Callable[[Graph], Policy]] = {
@@ -33,7 +33,7 @@ def baseline(program: Program, budget_bytes: int, name: str) -> Plan:
         name: one of `BASELINES`.
 
     Returns:
-        A FEASIBLE plan with offsets; where the baseline runs out of memory the plan without re-runs,
+        A FEASIBLE plan with offsets; where the baseline runs out of memory the plan without recomputes,
         UNKNOWN, or INFEASIBLE if nothing could fit.
     """
     begin = time.perf_counter()
@@ -59,7 +59,7 @@ def paging_baseline(program: Program, budget_bytes: int, host_bytes: int, link: 
     """What DELTA does with a program within both budgets; live bytes, not placed.
 
     Returns:
-        A FEASIBLE plan; where it runs out of memory the plan without re-runs, UNKNOWN.
+        A FEASIBLE plan; where it runs out of memory the plan without recomputes, UNKNOWN.
     """
     begin = time.perf_counter()
     graph = Graph.of(program)

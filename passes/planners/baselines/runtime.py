@@ -2,7 +2,7 @@
 
 Ops arrive in schedule order and the future is unknown, but for one thing that a framework knows: a value
 that the program will not name again has no references left and is freed at once ("eager eviction"). An
-absent input is made again first, recursively; inputs and outputs of the op in hand are pinned. Where no
+absent input is recomputed first, recursively; inputs and outputs of the op in hand are pinned. Where no
 free block holds an output, the policy evicts. Fragmentation counts: bytes must be contiguous.
 Invariant: no two copies that are alive at once overlap, so a finished replay keeps its capacity.
 """
@@ -21,7 +21,7 @@ MOST_STEPS_PER_OP = 100
 
 
 class OutOfMemoryError(Exception):
-    """Nothing may be evicted any more, or the runtime re-runs the same ops for ever."""
+    """Nothing may be evicted any more, or the runtime recomputes the same ops for ever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class Runtime:
         ever: for every buffer whether it has been made.
         touched_ns: for every buffer when it was last made or read.
         clock_ns: cost of all steps so far.
-        reruns: for every buffer how often it was made again.
+        recomputes: for every buffer how often it was recomputed.
         pins: how many reasons there are not to evict a buffer now.
     """
 
@@ -76,7 +76,7 @@ class Runtime:
         self.present = [p < 0 for p in graph.producer]
         self.ever = list(self.present)
         self.touched_ns = [0] * len(graph.nbytes)
-        self.reruns = [0] * len(graph.nbytes)
+        self.recomputes = [0] * len(graph.nbytes)
         self.readers: list[list[int]] = [[] for _ in graph.nbytes]
         for op, inputs in enumerate(graph.inputs):
             for b in inputs:
@@ -130,7 +130,7 @@ class Runtime:
                 self.pins.subtract(self.graph.inputs[done])
 
     def evictable(self, buffer: int) -> bool:
-        """True if a value lies in the pool, is not pinned, and may be made again."""
+        """True if a value lies in the pool, is not pinned, and may be recomputed."""
         if buffer < 0 or not self.present[buffer] or self.pins[buffer] > 0:
             return False
         if not self.graph.nbytes[buffer]:
@@ -157,7 +157,7 @@ class Runtime:
         graph = self.graph
         if len(self.steps) >= MOST_STEPS_PER_OP * len(graph.cost_ns):
             raise OutOfMemoryError
-        if op < self.slot and not graph.program.ops[op].can_rerun(self.slot):
+        if op < self.slot and not graph.program.ops[op].can_recompute(self.slot):
             raise OutOfMemoryError
         for b in graph.outputs[op]:
             if self.present[b]:
@@ -175,7 +175,7 @@ class Runtime:
             self.touched_ns[b] = self.clock_ns
         for b in graph.outputs[op]:
             self.present[b] = True
-            self.reruns[b] += self.ever[b]
+            self.recomputes[b] += self.ever[b]
             self.ever[b] = True
             self.touched_ns[b] = self.clock_ns
             self.policy.made(self, b)

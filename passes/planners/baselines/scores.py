@@ -6,8 +6,8 @@ or read, on the clock of costs. Evicted values are a graph; e*(v) is what `v`'s 
 h_DTR(v)    = (c(v) + sum of c over e*(v)) / (m * s); e* is the evicted values that would have to be made
               before `v`, and those that would have to wait for it (Kirisame et al., ICLR 2021).
 h_DTR_eq(v) = the same with e* as the evicted components next to `v`, kept in a union-find whose costs are
-              taken off when a value is made again (components are not split).
-h_DTE(v)    = (c + components' cost) * 1.1 ** (times made again) / ((m + adjacent free bytes) * s), as in
+              taken off when a value is recomputed (components are not split).
+h_DTE(v)    = (c + components' cost) * 1.1 ** (times recomputed) / ((m + adjacent free bytes) * s), as in
               MegEngine.
 Coop        = the contiguous window whose sum of (c + components' cost) / s is least and whose bytes, free
               ones included, hold the request; cheap values are allocated from one end of the pool,
@@ -20,11 +20,11 @@ from __future__ import annotations
 from passes.offsets.pool import FREE
 from passes.planners.baselines.runtime import Policy, Runtime, adjacent_free_bytes
 
-RERUN_FACTOR = 1.1
+RECOMPUTE_FACTOR = 1.1
 
 
 class Components:
-    """Evicted values joined to components with the sum of their costs; a value made again leaves a trace."""
+    """Evicted values joined to components with the sum of their costs; a value recomputed leaves a trace."""
 
     def __init__(self, count: int) -> None:
         self.parent = list(range(count))
@@ -126,9 +126,9 @@ class Dte(_WithComponents):
     """MegEngine's score: free neighbours count as bytes, and values that came back often stay."""
 
     def score(self, runtime: Runtime, buffer: int, index: int) -> float:
-        """(c + components) * 1.1 ** reruns / ((m + free) * s)."""
+        """(c + components) * 1.1 ** recomputes / ((m + free) * s)."""
         nbytes = runtime.graph.nbytes[buffer] + adjacent_free_bytes(runtime.pool, index)
-        again = RERUN_FACTOR ** min(1000, runtime.reruns[buffer])
+        again = RECOMPUTE_FACTOR ** min(1000, runtime.recomputes[buffer])
         return self.near_ns(runtime, buffer) * again / (nbytes * _staleness(runtime, buffer))
 
 

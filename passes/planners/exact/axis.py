@@ -1,8 +1,8 @@
 """The time axis of the model with lifetimes: one long sequence of steps, of which a plan takes some.
 
-A plan lies on an axis if it is the axis' steps without some re-runs. After Moccasin (ICML 2023) the whole
+A plan lies on an axis if it is the axis' steps without some recomputes. After Moccasin (ICML 2023) the whole
 axis offers in every slot each op once, in schedule order; an axis around a plan offers that in some slots
-only, beside the plan's own re-runs. Invariant: an axis is itself a valid sequence.
+only, beside the plan's own recomputes. Invariant: an axis is itself a valid sequence.
 
 In the example of `passes.ir` the slots 3 and 4 of the whole axis are `0 1 2 3` and `0 1 2 3 4`, without
 the ops that are of no more use there.
@@ -14,8 +14,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from passes.liveness import Graph
-from passes.planners.exact.expand import slots_of
 from passes.planners.exact.frame import last_slots
+from passes.planners.schedule import slots_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,7 +34,7 @@ class Axis:
 
     @classmethod
     def of(cls, graph: Graph, steps: Sequence[int]) -> Axis:
-        """The axis of a sequence: its plans are what deleting re-runs from it can give."""
+        """The axis of a sequence: its plans are what deleting recomputes from it can give."""
         first = tuple(op == slot for op, slot in zip(steps, slots_of(steps), strict=True))
         return cls(graph=graph, steps=tuple(steps), is_first=first)
 
@@ -48,7 +48,7 @@ class Axis:
         cost_limit_ns: int | None = None,
         offered: Collection[int] | None = None,
     ) -> Axis:
-        """The axis of a sequence with all re-runs of use in the slots of `window`.
+        """The axis of a sequence with all recomputes of use in the slots of `window`.
 
         Args:
             steps: a valid sequence; it lies on the axis.
@@ -62,13 +62,13 @@ class Axis:
             cheap = cost_limit_ns is None or graph.cost_ns[op] <= cost_limit_ns
             useful = any(last[b] >= slot for b in graph.outputs[op])
             wanted = offered is None or op in offered
-            return wanted and cheap and useful and graph.program.ops[op].can_rerun(slot)
+            return wanted and cheap and useful and graph.program.ops[op].can_recompute(slot)
 
         merged: list[int] = []
-        for slot, reruns in enumerate(_by_slot(graph, steps)):
-            for run in _ascending(reruns) if slot in window else ():
+        for slot, recomputes in enumerate(_by_slot(graph, steps)):
+            for run in _ascending(recomputes) if slot in window else ():
                 merged += [op for op in range(slot) if op in run or is_offered(op, slot)]
-            merged += [*([] if slot in window else reruns), *range(slot, len(graph.cost_ns))[:1]]
+            merged += [*([] if slot in window else recomputes), *range(slot, len(graph.cost_ns))[:1]]
         return cls.of(graph, merged)
 
     def positions(self, steps: Sequence[int]) -> list[int]:
@@ -92,7 +92,7 @@ class Axis:
 
 
 def _by_slot(graph: Graph, steps: Sequence[int]) -> list[list[int]]:
-    """The re-runs in every slot, in their order."""
+    """The recomputes in every slot, in their order."""
     found: list[list[int]] = [[] for _ in range(len(graph.cost_ns) + 1)]
     for op, slot in zip(steps, slots_of(steps), strict=True):
         if op != slot:
@@ -100,10 +100,10 @@ def _by_slot(graph: Graph, steps: Sequence[int]) -> list[list[int]]:
     return found
 
 
-def _ascending(reruns: Sequence[int]) -> list[list[int]]:
+def _ascending(recomputes: Sequence[int]) -> list[list[int]]:
     """Cut in front of every op that does not come after the one before it; at least one part."""
     parts: list[list[int]] = [[]]
-    for op in reruns:
+    for op in recomputes:
         if parts[-1] and op <= parts[-1][-1]:
             parts.append([])
         parts[-1].append(op)

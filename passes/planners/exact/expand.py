@@ -1,6 +1,6 @@
 """From an answer of the 0-1 program to a sequence of steps, and to where it breaks the budget.
 
-Re-runs come as late as their block lets them: just before the first op that reads what they make, at the
+Recomputes come as late as their block lets them: just before the first op that reads what they make, at the
 latest before the block's last op. In a slot they stand in schedule order. Whatever comes out is a valid
 sequence; only its bytes are open.
 """
@@ -8,22 +8,23 @@ sequence; only its bytes are open.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import numpy as np
 
 from passes.liveness import Graph, copies_of
 from passes.planners.exact.frame import Frame
+from passes.planners.schedule import absent_closure, slots_of
 from passes.simulate import simulate_graph
 
 
 def steps_of(
-    frame: Frame, rerun: Collection[tuple[int, int]], kept: Collection[tuple[int, int]]
+    frame: Frame, recompute: Collection[tuple[int, int]], kept: Collection[tuple[int, int]]
 ) -> list[int]:
-    """A sequence that re-runs ops and keeps buffers as a model's answer says.
+    """A sequence that recomputes ops and keeps buffers as a model's answer says.
 
     Args:
-        rerun: (block, op).
+        recompute: (block, op).
         kept: (block, buffer): there when the block begins.
     """
     graph = frame.graph
@@ -33,7 +34,7 @@ def steps_of(
         for b, producer in enumerate(graph.producer):
             if producer >= 0 and graph.nbytes[b] and frame.block(producer) < block:
                 present[b] = (block, b) in kept
-        wanted = [op for op in range(frame.slots(block)[0]) if (block, op) in rerun]
+        wanted = [op for op in range(frame.slots(block)[0]) if (block, op) in recompute]
         slots = frame.slots(block)
         for slot in slots:
             needs = list(graph.inputs[slot]) if slot < len(graph.cost_ns) else _final(graph)
@@ -53,30 +54,30 @@ def breaks(frame: Frame, steps: list[int], budget_bytes: int) -> tuple[list[int]
     """Where a sequence breaks the budget that its frame could not see.
 
     Returns:
-        New cuts, and slots to order; the highest point of every stretch over the budget, and for a
-        re-run the cuts around its slot first.
+        New breakpoints, and slots to order; the highest point of every stretch over the budget, and for a
+        recompute the breakpoints around its slot first.
     """
     live = simulate_graph(frame.graph, steps).live_bytes
     slots = slots_of(steps)
     over = np.flatnonzero(live > budget_bytes)
-    cuts: list[int] = []
+    breakpoints: list[int] = []
     ordered: list[int] = []
     for stretch in np.split(over, np.flatnonzero(np.diff(over) > 1) + 1):
         if len(stretch):
             top = int(stretch[np.argmax(live[stretch])])
             slot = slots[top]
             around = [slot] if steps[top] == slot else [slot - 1, slot]
-            fresh = [t for t in around if 0 <= t < len(frame.graph.cost_ns) and t not in frame.cuts]
-            cuts += fresh
+            fresh = [t for t in around if 0 <= t < len(frame.graph.cost_ns) and t not in frame.breakpoints]
+            breakpoints += fresh
             if not fresh and slot not in frame.ordered:
                 ordered.append(slot)
-    return sorted(set(cuts)), sorted(set(ordered))
+    return sorted(set(breakpoints)), sorted(set(ordered))
 
 
 def hint_of(frame: Frame, steps: list[int]) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
-    """The point of a frame that a sequence is: (block, op) re-run, (block, buffer) kept."""
+    """The point of a frame that a sequence is: (block, op) recompute, (block, buffer) kept."""
     blocks = [frame.block(slot) for slot in slots_of(steps)]
-    rerun = {(k, op) for k, op in zip(blocks, steps, strict=True) if frame.block(op) < k}
+    recompute = {(k, op) for k, op in zip(blocks, steps, strict=True) if frame.block(op) < k}
     begins = [bisect_left(blocks, k) for k in range(frame.n_blocks)]
     copies = copies_of(frame.graph, steps)
     last = {b: copy for copy, b in enumerate(copies.buffer)}
@@ -85,17 +86,7 @@ def hint_of(frame: Frame, steps: list[int]) -> tuple[set[tuple[int, int]], set[t
         to_end = frame.graph.is_output[b] and last[b] == copy
         stop = len(steps) + 1 if to_end else copies.stop[copy]
         kept |= {(k, b) for k in range(1, frame.n_blocks) if copies.start[copy] < begins[k] < stop}
-    return rerun, kept
-
-
-def slots_of(steps: Sequence[int]) -> list[int]:
-    """For every position the first op that has not run before it."""
-    slots: list[int] = []
-    slot = 0
-    for op in steps:
-        slots.append(slot)
-        slot += op == slot
-    return slots
+    return recompute, kept
 
 
 def _final(graph: Graph) -> list[int]:
@@ -105,16 +96,3 @@ def _final(graph: Graph) -> list[int]:
 def _make(graph: Graph, op: int, present: list[bool]) -> None:
     for b in graph.outputs[op]:
         present[b] = True
-
-
-def absent_closure(graph: Graph, roots: list[int], present: list[bool]) -> list[int]:
-    """The ops to run for the roots' outputs that are absent, in schedule order."""
-    ops = {op for op in roots if not all(present[b] for b in graph.outputs[op])}
-    stack = sorted(ops)
-    while stack:
-        for b in graph.inputs[stack.pop()]:
-            producer = graph.producer[b]
-            if not present[b] and producer not in ops:
-                ops.add(producer)
-                stack.append(producer)
-    return sorted(ops)

@@ -1,10 +1,10 @@
-"""The time axis of the exact mode: slots joined to blocks, and what may be re-run or kept in each.
+"""The time axis of the exact mode: slots joined to blocks, and what may be recomputed or kept in each.
 
-A cut is an op `t`; block `k` holds the slots after cut `k-1` up to and with cut `k`, and the last block
-ends with the slot after the last op. Fewer cuts are a relaxation: inside a block order and lifetimes are
-free. Invariant: every plan, however it orders its re-runs, is a point of every frame.
+A breakpoint is an op `t`; block `k` holds the slots after breakpoint `k-1` up to and with breakpoint `k`, and
+the last block ends with the slot after the last op. Fewer breakpoints are a relaxation: inside a block order
+and lifetimes are free. Invariant: every plan, however it orders its recomputes, is a point of every frame.
 
-In the example of `passes.ir` with the cuts 2 and 3 the blocks are the slots {0 1 2}, {3} and {4 5 6}.
+In the example of `passes.ir` with the breakpoints 2 and 3 the blocks are the slots {0 1 2}, {3} and {4 5 6}.
 """
 
 from __future__ import annotations
@@ -22,46 +22,46 @@ class Frame:
 
     Attributes:
         graph: the program.
-        cuts: ops after whose first run a block ends, ascending; the budget is enforced at each.
-        ordered: slots whose re-runs are held to the budget in schedule order; each is its own block.
+        breakpoints: ops after whose first run a block ends, ascending; the budget is enforced at each.
+        ordered: slots whose recomputes are held to the budget in schedule order; each is its own block.
         last_slot: for every buffer the last slot in which it can be of use, -1 if in none.
     """
 
     graph: Graph
-    cuts: tuple[int, ...]
+    breakpoints: tuple[int, ...]
     ordered: tuple[int, ...]
     last_slot: tuple[int, ...]
 
     @classmethod
-    def of(cls, graph: Graph, cuts: tuple[int, ...], ordered: tuple[int, ...] = ()) -> Frame:
-        """Blocks that end at `cuts`, at deadlines, and around every slot of `ordered`."""
+    def of(cls, graph: Graph, breakpoints: tuple[int, ...], ordered: tuple[int, ...] = ()) -> Frame:
+        """Blocks that end at `breakpoints`, at deadlines, and around every slot of `ordered`."""
         n_ops = len(graph.cost_ns)
-        wanted = [*cuts, *(op.deadline for op in graph.program.ops if op.deadline is not None)]
+        wanted = [*breakpoints, *(op.deadline for op in graph.program.ops if op.deadline is not None)]
         wanted += [t for slot in ordered for t in (slot - 1, slot)]
         kept = tuple(sorted({t for t in wanted if 0 <= t < n_ops}))
-        return cls(graph=graph, cuts=kept, ordered=tuple(sorted(ordered)), last_slot=last_slots(graph))
+        return cls(graph=graph, breakpoints=kept, ordered=tuple(sorted(ordered)), last_slot=last_slots(graph))
 
     @property
     def n_blocks(self) -> int:
         """How many blocks there are."""
-        return len(self.cuts) + 1
+        return len(self.breakpoints) + 1
 
     def block(self, slot: int) -> int:
         """The block of a slot (and of the op that first runs there)."""
-        return bisect_left(self.cuts, slot)
+        return bisect_left(self.breakpoints, slot)
 
     def slots(self, block: int) -> range:
         """The slots of a block; the last one ends with the slot after the last op."""
-        first = self.cuts[block - 1] + 1 if block else 0
-        last = self.cuts[block] if block < len(self.cuts) else len(self.graph.cost_ns)
+        first = self.breakpoints[block - 1] + 1 if block else 0
+        last = self.breakpoints[block] if block < len(self.breakpoints) else len(self.graph.cost_ns)
         return range(first, last + 1)
 
-    def may_rerun(self, block: int, op: int) -> bool:
+    def may_recompute(self, block: int, op: int) -> bool:
         """True if a plan may run `op` again in this block, to some use; not so in its own block."""
         if self.block(op) >= block:
             return False
         first, last = self.slots(block)[0], self.slots(block)[-1]
-        if not self.graph.program.ops[op].can_rerun(last):
+        if not self.graph.program.ops[op].can_recompute(last):
             return False
         return any(self.last_slot[b] >= first for b in self.graph.outputs[op])
 

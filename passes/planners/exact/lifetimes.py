@@ -3,7 +3,7 @@
 After Moccasin (ICML 2023), joined with the problem of MiniMalloc (ASPLOS 2023): a copy is a rectangle of
 time x bytes. It begins when its step runs, lasts to the last use that it serves, and has an offset;
 `NoOverlap2D` keeps the rectangles apart. Which steps run decides all but the offsets: a buffer is needed
-at a moment if a later step reads it before it is made again, and then it is there, because it has been
+at a moment if a later step reads it before it is recomputed, and then it is there, because it has been
 made before. One function per family of constraints; without the last two it is the problem of live bytes.
 
 Positions are those of the axis; bytes are in units of their greatest common divisor, so nothing is rounded.
@@ -86,7 +86,7 @@ class Lifetimes:
 def build(
     axis: Axis, budget_bytes: int, *, placed: bool, offsets: Mapping[tuple[int, int], int] | None = None
 ) -> Lifetimes:
-    """All families over one axis, minimizing the cost of the re-runs.
+    """All families over one axis, minimizing the cost of the recomputes.
 
     Args:
         placed: whether copies get offsets; else only their live bytes are in the budget.
@@ -105,7 +105,7 @@ def build(
 
 
 def add_runs(made: Lifetimes) -> None:
-    """Every op runs first where it does; a re-run is for the model to choose."""
+    """Every op runs first where it does; a recompute is for the model to choose."""
     for position, is_first in enumerate(made.axis.is_first):
         made.run.append(1 if is_first else made.model.new_bool_var(f"run {position}"))
 
@@ -207,7 +207,7 @@ class _Boxes:
 
 
 def again_ns(made: Lifetimes) -> Linear:
-    """Cost of the re-runs."""
+    """Cost of the recomputes."""
     axis = made.axis
     again = [p for p, is_first in enumerate(axis.is_first) if not is_first]
     return sum(axis.graph.cost_ns[axis.steps[p]] * made.run[p] for p in again)

@@ -1,9 +1,9 @@
 """A stronger lower bound: linear relaxations of the exact mode's 0-1 programs over several frames at once.
 
-A fine frame counts re-runs in different blocks apart, but lets a re-run be split among blocks, so that it
-needs less room in each; a coarse one does not. So nested frames are joined in one linear program: what is
-kept at a cut is the same in all that have the cut, and an op that is re-run in a block of a frame is
-re-run in some block of the next finer one within it. Every plan is a point of it.
+A fine frame counts recomputes in different blocks apart, but lets a recompute be split among blocks, so that
+it needs less room in each; a coarse one does not. So nested frames are joined in one linear program: what is
+kept at a breakpoint is the same in all that have it, and an op that is recomputed in a block of a frame is
+recomputed in some block of the next finer one within it. Every plan is a point of it.
 
 The solver's floating point is not trusted. Rounded to fixed point, its dual solution is evaluated in
 integers: any non-negative prices of the rows give a bound, good prices a good one.
@@ -58,7 +58,7 @@ def lp_bound(program: Program, budget_bytes: int, levels: Sequence[int] = LEVELS
     Above `MOST_OPS` ops it is the cut bound.
 
     Args:
-        levels: how many cuts each frame has, ascending.
+        levels: how many breakpoints each frame has, ascending.
 
     Returns:
         The ratio; infinite if no plan keeps the budget.
@@ -66,10 +66,10 @@ def lp_bound(program: Program, budget_bytes: int, levels: Sequence[int] = LEVELS
     bound_ratio = cut_bound(program, budget_bytes)
     base_ns = program.cost_ns
     graph = Graph.of(program)
-    cuts = tight_ops(graph, budget_bytes, max(levels))
-    if math.isinf(bound_ratio) or not base_ns or not cuts or len(program.ops) > MOST_OPS:
+    breakpoints = tight_ops(graph, budget_bytes, max(levels))
+    if math.isinf(bound_ratio) or not base_ns or not breakpoints or len(program.ops) > MOST_OPS:
         return bound_ratio
-    frames = [Frame.of(graph, tuple(sorted(cuts[:count]))) for count in levels]
+    frames = [Frame.of(graph, tuple(sorted(breakpoints[:count]))) for count in levels]
     relaxed = joined(frames, budget_bytes, unit_bytes(graph, budget_bytes, UNITS))
     return max(bound_ratio, proved_ns(relaxed, prices_of(relaxed)) / base_ns)
 
@@ -88,30 +88,30 @@ def strengthened(program: Program, plan: Plan) -> Plan:
 def tight_ops(graph: Graph, budget_bytes: int, count: int) -> list[int]:
     """Up to `count` ops to cut at: the peak's, then the fullest in ever shorter stretches after it.
 
-    Re-runs come after the peak; only where the peak is near the end are there cuts before it.
+    Recomputes come after the peak; only where the peak is near the end are there breakpoints before it.
     """
     live = simulate_graph(graph, range(len(graph.cost_ns))).live_bytes
     over = [t for t in range(len(live)) if live[t] > budget_bytes]
     if not over:
         return []
-    cuts = [max(over, key=lambda t: (live[t], graph.local_bytes[t], t))]
-    after = [t for t in over if t >= cuts[0]]
+    breakpoints = [max(over, key=lambda t: (live[t], graph.local_bytes[t], t))]
+    after = [t for t in over if t >= breakpoints[0]]
     where = after if len(after) >= count else over
     parts = 2
-    while len(cuts) < min(count, len(where)):
+    while len(breakpoints) < min(count, len(where)):
         for k in range(parts):
             stretch = where[len(where) * k // parts : len(where) * (k + 1) // parts]
-            if stretch and not any(stretch[0] <= t <= stretch[-1] for t in cuts):
-                cuts.append(max(stretch, key=lambda t: (graph.local_bytes[t], live[t], t)))
+            if stretch and not any(stretch[0] <= t <= stretch[-1] for t in breakpoints):
+                breakpoints.append(max(stretch, key=lambda t: (graph.local_bytes[t], live[t], t)))
         parts *= 2
-    return cuts[:count]
+    return breakpoints[:count]
 
 
 def joined(frames: Sequence[Frame], budget_bytes: int, unit: int) -> LinearProgram:
-    """The relaxations of nested frames, coarsest first, as one program; the finest one's re-runs cost.
+    """The relaxations of nested frames, coarsest first, as one program; the finest one's recomputes cost.
 
     Args:
-        frames: each one's cuts contain those of the one before.
+        frames: each one's breakpoints contain those of the one before.
         unit: bytes to a unit.
     """
     cost_ns: list[int] = []
@@ -124,7 +124,7 @@ def joined(frames: Sequence[Frame], budget_bytes: int, unit: int) -> LinearProgr
         cost_ns += [0] * (1 + max(column, default=-1) - len(cost_ns))
         for terms, least in _relaxed_rows(made):
             rows.append(Row(terms=tuple((column[j], v) for j, v in terms), least=least))
-        fine = {key: column[literal.index] for key, literal in made.rerun.items()}
+        fine = {key: column[literal.index] for key, literal in made.recompute.items()}
         if level:
             rows += _links(frames[level - 1], frame, coarse, fine)
         coarse = fine
@@ -134,10 +134,10 @@ def joined(frames: Sequence[Frame], budget_bytes: int, unit: int) -> LinearProgr
 
 
 def _columns(made: Retention, kept: dict[tuple[int, int], int], n_columns: int) -> list[int]:
-    """The column of every variable of a model; `kept` has those of (cut, buffer) and is added to."""
+    """The column of every variable of a model; `kept` has those of (breakpoint, buffer) and is added to."""
     column = [-1] * len(made.model.proto.variables)
     for (block, buffer), literal in made.kept.items():
-        key = (made.frame.cuts[block - 1], buffer)
+        key = (made.frame.breakpoints[block - 1], buffer)
         if key not in kept:
             kept[key] = n_columns
             n_columns += 1
@@ -173,7 +173,7 @@ def _plain(terms: list[tuple[int, int]], least: int) -> tuple[list[tuple[int, in
 def _links(
     coarser: Frame, finer: Frame, coarse: dict[tuple[int, int], int], fine: dict[tuple[int, int], int]
 ) -> list[Row]:
-    """An op that is re-run in a block is re-run in some part of it."""
+    """An op that is recomputed in a block is recomputed in some part of it."""
     parts: dict[tuple[int, int], list[tuple[int, int]]] = {key: [] for key in coarse}
     for (block, op), j in fine.items():
         key = (coarser.block(finer.slots(block)[0]), op)

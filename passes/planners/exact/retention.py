@@ -1,7 +1,7 @@
-"""The 0-1 program of the exact mode: what is run again, and what is kept, in every block.
+"""The 0-1 program of the exact mode: what is recomputed, and what is kept, in every block.
 
 After Checkmate (MLSys 2020) and Moccasin (ICML 2023): the retention intervals of a value are its runs of
-`kept` blocks, each begun by its first run or by a re-run; there may be any number of them. One function
+`kept` blocks, each begun by its first run or by a recompute; there may be any number of them. One function
 per family of constraints. All but `add_ordered_memory` hold for every plan, so that without ordered slots
 the optimum is a lower bound for all plans. Sizes are rounded down to units: a relaxation, too.
 """
@@ -28,7 +28,7 @@ class Retention:
         model: the solver's model.
         capacity: the budget less the arguments, in units.
         unit: bytes to a unit.
-        rerun: (block, op): the op is run again in the block.
+        recompute: (block, op): the op is recomputed in the block.
         kept: (block, buffer): a copy is there when the block begins.
     """
 
@@ -36,7 +36,7 @@ class Retention:
     model: cp_model.CpModel
     capacity: int
     unit: int
-    rerun: dict[tuple[int, int], Literal] = field(default_factory=dict)
+    recompute: dict[tuple[int, int], Literal] = field(default_factory=dict)
     kept: dict[tuple[int, int], Literal] = field(default_factory=dict)
 
     def size(self, nbytes: int) -> int:
@@ -45,12 +45,15 @@ class Retention:
 
     def sources(self, block: int, buffer: int) -> list[Literal]:
         """What can bring a buffer that is not free into a block."""
-        found = (self.kept.get((block, buffer)), self.rerun.get((block, self.frame.graph.producer[buffer])))
+        found = (
+            self.kept.get((block, buffer)),
+            self.recompute.get((block, self.frame.graph.producer[buffer])),
+        )
         return [literal for literal in found if literal is not None]
 
 
 def build(frame: Frame, budget_bytes: int, unit: int) -> Retention:
-    """All families over one frame, minimizing the cost of the re-runs."""
+    """All families over one frame, minimizing the cost of the recomputes."""
     capacity = (budget_bytes - frame.graph.argument_bytes) // unit
     made = Retention(frame=frame, model=cp_model.CpModel(), capacity=capacity, unit=unit)
     add_variables(made)
@@ -58,20 +61,20 @@ def build(frame: Frame, budget_bytes: int, unit: int) -> Retention:
     add_inputs(made)
     add_outputs(made)
     add_moment_memory(made)
-    add_rerun_memory(made)
+    add_recompute_memory(made)
     add_ordered_memory(made)
     cost_ns = frame.graph.cost_ns
-    made.model.minimize(sum(cost_ns[op] * literal for (_, op), literal in made.rerun.items()))
+    made.model.minimize(sum(cost_ns[op] * literal for (_, op), literal in made.recompute.items()))
     return made
 
 
 def add_variables(made: Retention) -> None:
-    """One literal for every re-run and every copy that may be of use."""
+    """One literal for every recompute and every copy that may be of use."""
     frame = made.frame
     for block in range(1, frame.n_blocks):
         for op in range(frame.slots(block)[0]):
-            if frame.may_rerun(block, op):
-                made.rerun[block, op] = made.model.new_bool_var(f"rerun {op} in {block}")
+            if frame.may_recompute(block, op):
+                made.recompute[block, op] = made.model.new_bool_var(f"recompute {op} in {block}")
         for buffer in range(len(frame.graph.nbytes)):
             if frame.may_keep(block, buffer):
                 made.kept[block, buffer] = made.model.new_bool_var(f"keep {buffer} into {block}")
@@ -85,14 +88,14 @@ def add_carrying(made: Retention) -> None:
 
 
 def add_inputs(made: Retention) -> None:
-    """First runs and re-runs find their inputs in their block."""
+    """First runs and recomputes find their inputs in their block."""
     graph, frame = made.frame.graph, made.frame
     for op, inputs in enumerate(graph.inputs):
         block = frame.block(op)
         for buffer in inputs:
             if not frame.is_free(block, buffer):
                 made.model.add_bool_or(made.sources(block, buffer))
-    for (block, op), literal in made.rerun.items():
+    for (block, op), literal in made.recompute.items():
         for buffer in graph.inputs[op]:
             if not frame.is_free(block, buffer):
                 made.model.add_bool_or([*made.sources(block, buffer), ~literal])
@@ -107,9 +110,9 @@ def add_outputs(made: Retention) -> None:
 
 
 def add_moment_memory(made: Retention) -> None:
-    """When a cut's op runs, its own buffers and all that the next block finds are within the budget."""
+    """When a breakpoint's op runs, its own buffers and what the next block finds are within the budget."""
     graph = made.frame.graph
-    for block, op in enumerate(made.frame.cuts):
+    for block, op in enumerate(made.frame.breakpoints):
         own = {*graph.inputs[op], *graph.outputs[op]}
         saved = most_saved(made, op)
         terms = [made.size(graph.nbytes[b]) for b in sorted(own)]
@@ -125,10 +128,10 @@ def add_moment_memory(made: Retention) -> None:
         made.model.add(sum(held) <= made.capacity - sum(terms) - work)
 
 
-def add_rerun_memory(made: Retention) -> None:
-    """While an op is re-run, its own buffers and all that passes through the block are in the budget."""
+def add_recompute_memory(made: Retention) -> None:
+    """While an op is recomputed, its own buffers and all that passes through the block are in the budget."""
     through = _passing(made)
-    for (block, op), literal in made.rerun.items():
+    for (block, op), literal in made.recompute.items():
         own = {*made.frame.graph.inputs[op], *made.frame.graph.outputs[op]}
         held = [
             made.size(made.frame.graph.nbytes[b]) * passing
@@ -140,13 +143,13 @@ def add_rerun_memory(made: Retention) -> None:
 
 
 def add_ordered_memory(made: Retention) -> None:
-    """In ordered slots every op is re-run at most once, in schedule order, each within the budget."""
+    """In ordered slots every op is recomputed at most once, in schedule order, each within the budget."""
     for slot in made.frame.ordered:
         block = made.frame.block(slot)
         assert len(made.frame.slots(block)) == 1, f"slot {slot} shares block {block}"
         _add_one_copy(made, block)
         needed = _needed_from(made, slot, block)
-        ops = [op for (at, op) in made.rerun if at == block]
+        ops = [op for (at, op) in made.recompute if at == block]
         for op in [*ops, slot]:
             if op < len(made.frame.graph.cost_ns):
                 _add_event(made, block, op, slot, needed)
@@ -195,7 +198,7 @@ def _passing(made: Retention) -> list[dict[int, Literal]]:
         after = made.kept.get((block + 1, buffer))
         if after is None:
             continue
-        again = made.rerun.get((block, made.frame.graph.producer[buffer]))
+        again = made.recompute.get((block, made.frame.graph.producer[buffer]))
         if again is None:
             found[block][buffer] = after
         else:
@@ -206,8 +209,8 @@ def _passing(made: Retention) -> list[dict[int, Literal]]:
 
 
 def _add_one_copy(made: Retention, block: int) -> None:
-    """A buffer that is re-run in an ordered slot is not kept into it."""
-    for (at, op), literal in made.rerun.items():
+    """A buffer that is recomputed in an ordered slot is not kept into it."""
+    for (at, op), literal in made.recompute.items():
         if at == block:
             for b in made.frame.graph.outputs[op]:
                 if (block, b) in made.kept:
@@ -221,7 +224,7 @@ def _needed_from(made: Retention, slot: int, block: int) -> list[list[tuple[int,
     """
     graph = made.frame.graph
     readers: list[list[int]] = [[] for _ in graph.nbytes]
-    for op in [*(op for (at, op) in made.rerun if at == block), *range(slot, len(graph.cost_ns))[:1]]:
+    for op in [*(op for (at, op) in made.recompute if at == block), *range(slot, len(graph.cost_ns))[:1]]:
         for b in graph.inputs[op]:
             readers[b].append(op)
     last = block == made.frame.n_blocks - 1
@@ -241,7 +244,7 @@ def _need_at(made: Retention, block: int, op: int, slot: int, later: Need) -> Ne
     if op == slot or (isinstance(later, int) and later):
         return 1
     literal = made.model.new_bool_var(f"needed at {op} in {block}")
-    made.model.add_implication(made.rerun[block, op], literal)
+    made.model.add_implication(made.recompute[block, op], literal)
     if not isinstance(later, int):
         made.model.add_implication(later, literal)
     return literal
@@ -255,7 +258,7 @@ def _need(chain: list[tuple[int, Need]], op: int) -> Need:
 def _add_event(made: Retention, block: int, op: int, slot: int, needed: list[list[tuple[int, Need]]]) -> None:
     """Live units while `op` runs in an ordered slot."""
     graph = made.frame.graph
-    running: Need = made.rerun[block, op] if op < slot else 1
+    running: Need = made.recompute[block, op] if op < slot else 1
     own_units = sum(made.size(graph.nbytes[b]) for b in graph.outputs[op])
     terms = [(own_units + made.size(graph.workspace_bytes[op])) * running]
     for b, producer in enumerate(graph.producer):

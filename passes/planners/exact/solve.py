@@ -1,7 +1,7 @@
 """The exact planner: solve a coarse 0-1 program, see where its answer breaks the budget, refine there.
 
 Every model is a relaxation of the next, so their optima rise; the first answer that keeps the budget is
-optimal among all plans. Where only the order of the re-runs of one slot breaks it, that slot is ordered
+optimal among all plans. Where only the order of the recomputes of one slot breaks it, that slot is ordered
 (each op at most once, in schedule order): what is proved from then on holds for such plans only, and the
 lower bound stays where it was. Where that proves nothing in its part of the limit, the best plan is improved
 a few slots at a time. Never returns worse than the hint, the search's plan.
@@ -21,8 +21,8 @@ from passes.planners.cut import of_schedule
 from passes.planners.exact.expand import breaks, hint_of, steps_of
 from passes.planners.exact.frame import Frame, unit_bytes
 from passes.planners.exact.limits import Clock, ExactConfig
-from passes.planners.exact.neighbourhood import improve
 from passes.planners.exact.retention import Retention, build
+from passes.planners.exact.slots import improve
 from passes.planners.schedule import Schedule, reverse_delete
 from passes.simulate import simulate_graph
 
@@ -50,11 +50,11 @@ class _Known:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """What the solver said about one model; costs are of the re-runs alone."""
+    """What the solver said about one model; costs are of the recomputes alone."""
 
     status: Status
     bound_ns: int
-    rerun: frozenset[tuple[int, int]] = frozenset()
+    recompute: frozenset[tuple[int, int]] = frozenset()
     kept: frozenset[tuple[int, int]] = frozenset()
 
 
@@ -93,7 +93,7 @@ def solve_within(graph: Graph, budget_bytes: int, hint: Plan, clock: Clock, keep
 
 
 def bound_ns(graph: Graph, made: Plan) -> int:
-    """What a plan says that the re-runs of every plan cost at least."""
+    """What a plan says that the recomputes of every plan cost at least."""
     return max(0, math.ceil(made.lower_bound_ratio * sum(graph.cost_ns) - ROUNDING_NS))
 
 
@@ -128,16 +128,16 @@ class _Refinement:
             self._learn(answer)
             if not answer.status.found:
                 return
-            steps = steps_of(self.frame, answer.rerun, answer.kept)
+            steps = steps_of(self.frame, answer.recompute, answer.kept)
             self._offer(steps)
             if self._is_done() or answer.status is not Status.OPTIMAL:
                 return
 
     def _refine(self, steps: list[int]) -> bool:
         """A finer frame, or finer units; False if nothing is left to refine."""
-        cuts, ordered = breaks(self.frame, steps, self.budget_bytes)
-        if cuts or ordered:
-            merged = tuple(sorted({*self.frame.cuts, *cuts}))
+        breakpoints, ordered = breaks(self.frame, steps, self.budget_bytes)
+        if breakpoints or ordered:
+            merged = tuple(sorted({*self.frame.breakpoints, *breakpoints}))
             self.frame = Frame.of(self.graph, merged, (*self.frame.ordered, *ordered))
             return True
         if unit_bytes(self.graph, self.budget_bytes, self.units) > unit_bytes(self.graph, 0, 1):
@@ -151,7 +151,7 @@ class _Refinement:
         known_ns = self.known.cost_ns
         if known_ns is not None:
             cost_ns = self.graph.cost_ns
-            made.model.add(sum(cost_ns[op] * x for (_, op), x in made.rerun.items()) <= known_ns)
+            made.model.add(sum(cost_ns[op] * x for (_, op), x in made.recompute.items()) <= known_ns)
             _add_hint(made, self.known.steps)
         return self._ask(made)
 
@@ -160,7 +160,7 @@ class _Refinement:
         solver.parameters.linearization_level = 2
         solver.best_bound_callback = lambda bound: self._progress(bound)
         code = self.clock.solve(solver, made.model, keep=self.keep)
-        bound_ns = int(-(-solver.best_objective_bound // 1)) if made.rerun else 0
+        bound_ns = int(-(-solver.best_objective_bound // 1)) if made.recompute else 0
         if code == cp_model.INFEASIBLE:
             return _Answer(status=Status.INFEASIBLE, bound_ns=0)
         if code not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
@@ -168,7 +168,7 @@ class _Refinement:
         return _Answer(
             status=Status.OPTIMAL if code == cp_model.OPTIMAL else Status.FEASIBLE,
             bound_ns=max(0, bound_ns),
-            rerun=frozenset(k for k, x in made.rerun.items() if solver.boolean_value(x)),
+            recompute=frozenset(k for k, x in made.recompute.items() if solver.boolean_value(x)),
             kept=frozenset(k for k, x in made.kept.items() if solver.boolean_value(x)),
         )
 
@@ -205,9 +205,9 @@ class _Refinement:
 
 def _add_hint(made: Retention, steps: list[int]) -> None:
     """A known sequence as the place to start from."""
-    rerun, kept = hint_of(made.frame, steps)
-    for key, literal in made.rerun.items():
-        made.model.add_hint(literal, key in rerun)
+    recompute, kept = hint_of(made.frame, steps)
+    for key, literal in made.recompute.items():
+        made.model.add_hint(literal, key in recompute)
     for key, literal in made.kept.items():
         made.model.add_hint(literal, key in kept)
 

@@ -1,0 +1,88 @@
+"""What the jaxpr stage is asked for, and one way to run a program that it may answer with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from passes.cost import DeviceModel
+from passes.ir import OpId, Plan
+from passes.jaxpr.calibration import SCANS, UNCALIBRATED, Calibration
+from passes.jaxpr.emit import EmitConfig
+from passes.jaxpr.lifted import LiftedJaxpr
+from passes.jaxpr.scans.choice import Level
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JaxprRequest:
+    """What the jaxpr stage is asked for. Byte counts are of the whole XLA program where known.
+
+    Attributes:
+        budget_bytes: the whole program's budget.
+        argument_bytes, output_bytes, alias_bytes: storage of the whole program that no plan can shrink.
+        device: cost model.
+        planner: one of `passes.planners.config.PLANNERS`.
+        baseline_total_bytes: what the program needs without this stage, where that was compiled.
+        calibration: what XLA made of other plans of this program.
+        inside: True for a body of a program whose scans, inner ones, too, are rewritten already.
+    """
+
+    budget_bytes: int
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    device: DeviceModel
+    planner: str = "auto"
+    baseline_total_bytes: int | None = None
+    calibration: Calibration = UNCALIBRATED
+    inside: bool = False
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Arguments and results, donated storage counted once."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes
+
+    @property
+    def temp_budget_bytes(self) -> int:
+        """What the budget leaves for temporaries; negative if arguments and results exceed it."""
+        return self.budget_bytes - self.fixed_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One way to run the program, and what XLA is expected to make of it.
+
+    Attributes:
+        lifted: the program that `steps` are a plan of.
+        steps, config, emitted: what is run and how it is written.
+        peak_bytes: expected peak of XLA's temporaries.
+        cost_ns: expected time of what is run.
+        plan: None for a program without recomputes.
+        scans: how its pairs of scans were rewritten before it was planned.
+        rewritten: True if anything was done to it before it was planned.
+        bodies: True if bodies of control flow were planned.
+    """
+
+    lifted: LiftedJaxpr
+    steps: tuple[OpId, ...]
+    config: EmitConfig
+    emitted: Any
+    peak_bytes: int
+    cost_ns: int
+    plan: Plan | None = None
+    scans: Level = ()
+    rewritten: bool = False
+    bodies: bool = False
+
+    @property
+    def changed(self) -> bool:
+        """False for the program as it was."""
+        return self.plan is not None or self.rewritten
+
+    @property
+    def planner(self) -> str:
+        """What was done to scans and bodies, and whose plan is run."""
+        scans = f"{SCANS} segments" if any(choice.in_segments for choice in self.scans) else SCANS
+        names = [scans] * self.rewritten + ["bodies"] * self.bodies
+        names += [] if self.plan is None else [self.plan.planner]
+        return "+".join(names) or "none"

@@ -1,0 +1,29 @@
+"""A jaxpr and the program that it is: what the lift makes, and the emitter walks back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from passes.ir import BufferId, Program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiftedJaxpr:
+    """A jaxpr and the program that it is, with the way back.
+
+    Attributes:
+        program: ops in the order in which they should run; arguments and results have zero bytes.
+        jaxpr: the open jaxpr; its barriers hold variables only.
+        bodies: for every op the indices of its equations, producers first, its root last.
+        leaves: for every equation the buffers that it reads, through virtual values, sorted.
+        buffer_of: the buffer of every stored variable.
+        var_of: the variable of every buffer.
+    """
+
+    program: Program
+    jaxpr: Any
+    bodies: tuple[tuple[int, ...], ...]
+    leaves: tuple[tuple[BufferId, ...], ...]
+    buffer_of: dict[Any, BufferId]
+    var_of: tuple[Any, ...]

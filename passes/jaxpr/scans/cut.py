@@ -1,0 +1,195 @@
+"""What a pair of scans stacks and what its second half recomputes, for one price of a byte.
+
+One iteration of both bodies is one program (`passes.jaxpr.scans.pairs`). What the second half needs of the
+first is either stacked, which costs its bytes times the price and the traffic of writing and reading them, or
+made again in the second half from what is stacked, from the carry, and from the first scan's own operands.
+The cheapest choice is one minimum cut; a rising price gives a chain of choices from fast to small.
+
+Every iteration does the same, so one iteration decides; the number of iterations multiplies bytes and costs
+alike. Pairs inside the bodies are cut first, for the same price.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from passes.cost import DeviceModel
+from passes.ir import Op
+from passes.jaxpr import compat
+from passes.jaxpr.flops import flops_per_element
+from passes.jaxpr.lift import SLICE_PASSES, lift
+from passes.jaxpr.primitives import Kind
+from passes.jaxpr.purity import eqn_kind, has_effect
+from passes.jaxpr.rewrite import defined
+from passes.jaxpr.scans.choice import Choice
+from passes.jaxpr.scans.pairs import ScanPair
+from passes.outcome import Recomputed
+from passes.planners.closure import MadeBy, cheapest_to_keep
+
+PICO = 1000
+# What the last value's byte costs more than the first one's.
+TILT_RATIO = 0.1
+# Kernels that compute their operands.
+_FUSING = (Kind.FUSIBLE, Kind.VIEW, Kind.REDUCTION)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Iteration:
+    """One iteration of a pair of scans as a cut problem.
+
+    Attributes:
+        pair: the scans.
+        values: the first body's variables, inputs and then results of equations.
+        ops: its equations.
+        kernels: what the report says of those that are kernels.
+        demanded: indices of the values that the second body reads.
+        stacked_bytes: for every value what a slice adds to the stacks if it is kept.
+        traffic_ps: for every value the time of writing and reading one slice.
+    """
+
+    pair: ScanPair
+    values: tuple[Any, ...]
+    ops: tuple[MadeBy, ...]
+    kernels: dict[int, Recomputed]
+    demanded: tuple[int, ...]
+    stacked_bytes: tuple[int, ...]
+    traffic_ps: tuple[int, ...]
+
+
+def iteration_of(pair: ScanPair, device: DeviceModel) -> Iteration:
+    """The cut problem of one pair; costs are those of the kernels that both bodies make together."""
+    make, take = pair.make.jaxpr, pair.take.jaxpr
+    values = defined(make)
+    index = {v: k for k, v in enumerate(values)}
+    read = [v for eqn in take.eqns for v in eqn.invars] + list(take.outvars)
+    nbytes, traffic = _prices(pair, values, device)
+    ops, kernels = _ops(pair, index, device)
+    return Iteration(
+        pair=pair,
+        values=tuple(values),
+        ops=tuple(ops),
+        kernels=kernels,
+        demanded=tuple(sorted({index[v] for v in read if compat.is_variable(v) and v in index})),
+        stacked_bytes=tuple(nbytes),
+        traffic_ps=tuple(traffic),
+    )
+
+
+def choose(iteration: Iteration, ns_per_byte: float) -> Choice:
+    """The cheapest choice for one price of a byte, which is a little more for later values.
+
+    So values that are worth the same, as in equal layers of one body, are given up one after the other.
+    """
+    tilt = TILT_RATIO / len(iteration.values)
+    prices = [
+        round(PICO * ns_per_byte * (1 + tilt * k) * nbytes) + traffic
+        for k, (nbytes, traffic) in enumerate(zip(iteration.stacked_bytes, iteration.traffic_ps, strict=True))
+    ]
+    kept = cheapest_to_keep(prices, iteration.ops, iteration.demanded)
+    return Choice(
+        pair=iteration.pair,
+        kept=tuple(iteration.values[k] for k in kept),
+        stacked_bytes=iteration.pair.length * sum(iteration.stacked_bytes[k] for k in kept),
+        recomputed=_all_recomputed(iteration, kept),
+    )
+
+
+def joined_body(pair: ScanPair) -> Any:
+    """One iteration of both halves as one open jaxpr; the first half's equations come first."""
+    make, take = pair.make.jaxpr, pair.take.jaxpr
+    own = set(defined(make))
+    return compat.rebuild(
+        make,
+        eqns=[*make.eqns, *take.eqns],
+        outvars=[*make.outvars, *take.outvars],
+        invars=[*make.invars, *(v for v in take.invars if v not in own)],
+        constvars=[],
+    )
+
+
+def kernels_of(iteration: Iteration) -> tuple[Recomputed, ...]:
+    """All kernels of the first body."""
+    return tuple(iteration.kernels[k] for k in sorted(iteration.kernels))
+
+
+def _all_recomputed(iteration: Iteration, kept: tuple[int, ...]) -> tuple[Recomputed, ...]:
+    """The kernels that are recomputed if `kept` is kept."""
+    op_of = {v: k for k, op in enumerate(iteration.ops) for v in op.outputs}
+    there, stack, again = set(kept), list(iteration.demanded), set()
+    while stack:
+        v = stack.pop()
+        if v not in there:
+            there.add(v)
+            again.add(op_of[v])
+            stack.extend(iteration.ops[op_of[v]].inputs)
+    return tuple(iteration.kernels[k] for k in sorted(again) if k in iteration.kernels)
+
+
+def _prices(pair: ScanPair, values: list[Any], device: DeviceModel) -> tuple[list[int], list[int]]:
+    """Bytes and traffic of stacking one slice of every value; nothing for what is at hand anyway."""
+    make = pair.make
+    own = dict.fromkeys(make.jaxpr.invars[: make.n_consts], (False, 0))
+    for v, there in zip(make.slices_in, pair.at_hand, strict=True):
+        own[v] = (not there, SLICE_PASSES)
+    for k, v in enumerate(make.slices_out):
+        # A stack that something else reads is there at no price.
+        if k not in pair.only and compat.is_variable(v):
+            own.setdefault(v, (False, SLICE_PASSES))
+    nbytes, traffic = [], []
+    for v in values:
+        size = compat.aval_nbytes(v.aval)
+        priced, passes = own.get(v, (True, 2 * SLICE_PASSES))
+        nbytes.append(size if priced else 0)
+        moving_ps = round(PICO * 1e9 * passes * size / device.bytes_per_second)
+        # A slice is written to its stack by a kernel of its own.
+        traffic.append(moving_ps + PICO * device.launch_ns * (passes > SLICE_PASSES))
+    return nbytes, traffic
+
+
+def _ops(
+    pair: ScanPair, index: dict[Any, int], device: DeviceModel
+) -> tuple[list[MadeBy], dict[int, Recomputed]]:
+    """The first body's equations with what it costs to run them in the second half, too.
+
+    What is computed elementwise for kernels that compute their operands joins one that is there.
+    """
+    joined = joined_body(pair)
+    lifted = lift(compat.dce_jaxpr(joined, [True] * len(joined.outvars)), device, as_xla=False)
+    kernel_of: dict[Any, Op] = {}
+    for op, body in zip(lifted.program.ops, lifted.bodies, strict=True):
+        kernel_of.update(dict.fromkeys(lifted.jaxpr.eqns[body[-1]].outvars, op))
+    whole = {v for eqn in joined.eqns if eqn_kind(eqn) not in _FUSING for v in compat.variables(eqn.invars)}
+    ops: list[MadeBy] = []
+    kernels: dict[int, Recomputed] = {}
+    for eqn in pair.make.jaxpr.eqns:
+        outputs = tuple(index[v] for v in eqn.outvars if v in index)
+        if not outputs:
+            continue
+        kernel = next((kernel_of[v] for v in eqn.outvars if v in kernel_of), None)
+        cost = _fused_ps(eqn, device)
+        if kernel is not None:
+            joins = eqn_kind(eqn) is Kind.FUSIBLE and not whole & {*eqn.outvars}
+            cost = max(cost, PICO * (kernel.cost_ns - device.launch_ns * joins))
+            kernels[len(ops)] = _recomputed(eqn, kernel, pair.length)
+        once = has_effect(eqn) or (kernel is not None and not kernel.recomputable)
+        inputs = tuple(index[v] for v in eqn.invars if compat.is_variable(v))
+        ops.append(MadeBy(cost=None if once else cost, inputs=inputs, outputs=outputs))
+    return ops, kernels
+
+
+def _recomputed(eqn: Any, op: Op, iterations: int) -> Recomputed:
+    return Recomputed(
+        op=f"{op.name} in {iterations} iterations of a scan",
+        source=op.source,
+        nbytes=iterations * sum(compat.aval_nbytes(v.aval) for v in eqn.outvars),
+        cost_ns=iterations * op.cost_ns,
+        stage="jaxpr",
+    )
+
+
+def _fused_ps(eqn: Any, device: DeviceModel) -> int:
+    """Time of an equation that is computed inside another kernel; never nothing, so that it is avoided."""
+    size = max((int(getattr(v.aval, "size", 0)) for v in eqn.outvars), default=0)
+    flops = size * flops_per_element(eqn)
+    return 1 + round(PICO * 1e9 * flops / device.vector_flops)

@@ -1,0 +1,167 @@
+"""The frontier of a program with scans: choices from fast to small, at rising prices of a byte.
+
+One price holds for all pairs of scans of a program and for those inside their bodies, so that bytes are
+given up where they cost least. Below the lowest level there are segments (`passes.jaxpr.scans.segments`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from passes.cost import DeviceModel
+from passes.jaxpr import compat
+from passes.jaxpr.primitives import Kind
+from passes.jaxpr.purity import eqn_kind
+from passes.jaxpr.scans.choice import Choice, Inside, Level
+from passes.jaxpr.scans.cut import TILT_RATIO, choose, iteration_of, joined_body, kernels_of
+from passes.jaxpr.scans.emit import rewrite, with_inner
+from passes.jaxpr.scans.pairs import Enclosure, ScanPair, find_enclosures, find_pairs
+from passes.jaxpr.scans.segments import Segments, segment_counts, segment_program
+
+Site = Callable[[float], Choice | Inside]
+
+# Prices of a byte, in units of the time that the device takes to move one.
+FIRST_PRICE = 0.02
+GROWTH = 1.35
+PRICES = 45
+REFINEMENTS = 5
+STEP_RATIO = 0.04
+SEGMENT_LEVELS = 4
+
+
+def frontier(jaxpr: Any, device: DeviceModel) -> list[Level]:
+    """Choices for all pairs of an open jaxpr at rising prices of a byte, from fast to small.
+
+    The first one stacks what is faster to read than to make; the last one as little as possible.
+    """
+    sites = _sites(jaxpr, device)
+    if not sites:
+        return []
+
+    def level(price: float) -> Level:
+        ns_per_byte = price * 1e9 / device.bytes_per_second
+        return tuple(site(ns_per_byte * (1 + TILT_RATIO * k / len(sites))) for k, site in enumerate(sites))
+
+    prices = [0.0, *(FIRST_PRICE * GROWTH**k for k in range(PRICES))]
+    found = {price: level(price) for price in prices}
+    step_bytes = STEP_RATIO * _bytes(found[0.0])
+    for low, high in itertools.pairwise(prices):
+        _refine(found, low, high, step_bytes, level)
+    levels = [found[price] for price in sorted(found)]
+    return [r for k, r in enumerate(levels) if k == 0 or _signatures(r) != _signatures(levels[k - 1])]
+
+
+def _refine(
+    found: dict[float, Level],
+    low: float,
+    high: float,
+    step_bytes: float,
+    level: Callable[[float], Level],
+    depth: int = REFINEMENTS,
+) -> None:
+    """Look between two prices while their choices lie far apart."""
+    if depth and _bytes(found[low]) - _bytes(found[high]) > step_bytes:
+        middle = (low + high) / 2
+        found[middle] = level(middle)
+        _refine(found, low, middle, step_bytes, level, depth - 1)
+        _refine(found, middle, high, step_bytes, level, depth - 1)
+
+
+def _bytes(level: Level) -> int:
+    return sum(c.stacked_bytes for c in level)
+
+
+def _signatures(level: Level) -> list[Any]:
+    return [c.signature for c in level]
+
+
+def segment_frontier(level: Level, device: DeviceModel) -> list[Level]:
+    """Levels below `level`, the lowest of the frontier: one pair after the other runs in segments.
+
+    The pair with the largest stacks comes first. One pair in segments says nothing of the others: each
+    keeps its stacks until its own second scan, and what they are together is what counts.
+    """
+    found: list[Level] = []
+    left = sorted(range(len(level)), key=lambda k: (-level[k].stacked_bytes, k))
+    for k in left:
+        lower = [(*level[:k], site, *level[k + 1 :]) for site in _segmented(level[k], device)]
+        found += lower
+        level = lower[-1] if lower else level
+    return found
+
+
+def _segmented(choice: Choice | Inside, device: DeviceModel) -> list[Choice | Inside]:
+    """One site in segments, with fewer and fewer bytes; none if it cannot be, or if that saves nothing."""
+    found: list[Choice | Inside] = []
+    if isinstance(choice, Inside):
+        bodies = choice.bodies
+        for b in sorted(range(len(bodies)), key=lambda b: (-_bytes(bodies[b]), b)):
+            for lower in segment_frontier(bodies[b], device):
+                bodies = (*bodies[:b], lower, *bodies[b + 1 :])
+                found.append(dataclasses.replace(choice, bodies=bodies))
+    else:
+        for count in segment_counts(choice.pair.length):
+            found += _in_segments(choice.pair, count, device)
+    found = [site for site in found if site.stacked_bytes < choice.stacked_bytes]
+    return sorted(found, key=lambda site: -site.stacked_bytes)
+
+
+def _in_segments(pair: ScanPair, count: int, device: DeviceModel) -> list[Choice]:
+    """The pair in `count` segments, with a few choices of what is stacked within one.
+
+    None for a pair with anything inside that must not be recomputed, as the first pass would.
+    """
+    if any(eqn_kind(half.eqn) is Kind.OPAQUE for half in (pair.make, pair.take)):
+        return []
+    program = segment_program(pair, count)
+    levels = frontier(program, device)
+    n_consts, n_carry = pair.make.n_consts, pair.make.n_carry
+    carry = pair.make.jaxpr.invars[n_consts : n_consts + n_carry]
+    start_bytes = sum(compat.aval_nbytes(v.aval) for v in carry)
+    again = kernels_of(iteration_of(pair, device))
+    iterations = pair.length // count
+    return [
+        Choice(
+            pair=pair,
+            kept=(),
+            stacked_bytes=count * start_bytes + _bytes(level),
+            recomputed=again,
+            inner=level,
+            segments=Segments(count=count, iterations=iterations, body=rewrite(program, level)),
+        )
+        for level in levels[-1 :: -max(1, len(levels) // SEGMENT_LEVELS)]
+    ]
+
+
+def _sites(jaxpr: Any, device: DeviceModel) -> list[Site]:
+    """The places of an open jaxpr where something is chosen: (ns per byte) -> what is cheapest there."""
+    pairs = find_pairs(jaxpr)
+    sites = [_pair_site(pair, device) for pair in pairs]
+    for enclosure in find_enclosures(jaxpr, pairs):
+        inner = [_sites(body, device) for body in enclosure.bodies]
+        if any(inner):
+            sites.append(partial(_choose_inside, enclosure, inner))
+    return sites
+
+
+def _pair_site(pair: ScanPair, device: DeviceModel) -> Site:
+    inner = _sites(joined_body(pair), device)
+    return (
+        partial(_choose_nested, pair, inner, device) if inner else partial(choose, iteration_of(pair, device))
+    )
+
+
+def _choose_inside(enclosure: Enclosure, sites: Sequence[Sequence[Site]], ns_per_byte: float) -> Inside:
+    bodies = tuple(tuple(site(ns_per_byte) for site in body) for body in sites)
+    return Inside(enclosure=enclosure, bodies=bodies)
+
+
+def _choose_nested(pair: ScanPair, sites: Sequence[Site], device: DeviceModel, ns_per_byte: float) -> Choice:
+    """The choice for one pair after what is inside its bodies has been rewritten for the same price."""
+    inner = tuple(site(ns_per_byte) for site in sites)
+    pair = with_inner(pair, joined_body(pair), inner)
+    return dataclasses.replace(choose(iteration_of(pair, device), ns_per_byte), inner=inner)

@@ -1,0 +1,229 @@
+"""Pairs of scans: one stacks values, a later one reads the stacks slice by slice.
+
+After differentiation a scan over layers is such a pair: the first runs forward and stacks what the second,
+which runs the other way, needs of every iteration. XLA cannot shrink the stacks. Here the two bodies become
+one straight-line program, in which a stacked value is an ordinary value that passes from the first half
+to the second.
+
+    first                                second
+    carry, stacks = scan(f, c0, xs)      carry, grads = scan(b, c1, (stacks, ys), reverse)
+
+    joined body of iteration i           inputs: consts and slices of both, both carries
+      f's equations                      `boundary` is where they end
+      b's equations                      reading f's variables instead of slices of the stacks
+
+Iteration i of the one meets iteration i of the other whatever way each of them runs, because stacks are
+indexed by i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from passes.jaxpr import compat
+from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.primitives import CONTROL_FLOW
+from passes.jaxpr.rewrite import bodies_of, consts_as_literals, renewed
+from passes.jaxpr.scans.sink import sink_into_scans
+from passes.jaxpr.scans.views import view_inside_scans
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Body:
+    """A scan and its body, calls inlined, constants written in.
+
+    Attributes:
+        eqn: the scan.
+        jaxpr: its body, open: (*consts, *carry, *slices) -> (*carry, *slices), variables of its own.
+        n_consts, n_carry: how many of the inputs are constants, and carried.
+        length: the number of iterations.
+    """
+
+    eqn: Any
+    jaxpr: Any
+    n_consts: int
+    n_carry: int
+    length: int
+
+    @property
+    def slices_in(self) -> list[Any]:
+        """The body's variables of sliced operands."""
+        return list(self.jaxpr.invars[self.n_consts + self.n_carry :])
+
+    @property
+    def stacks_in(self) -> list[Any]:
+        """The operands that are sliced."""
+        return list(self.eqn.invars[self.n_consts + self.n_carry :])
+
+    @property
+    def slices_out(self) -> list[Any]:
+        """The body's results that are stacked."""
+        return list(self.jaxpr.outvars[self.n_carry :])
+
+    @property
+    def stacks_out(self) -> list[Any]:
+        """The scan's results that are stacks."""
+        return list(self.eqn.outvars[self.n_carry :])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScanPair:
+    """Two scans of one program, where the second reads stacks of the first.
+
+    Attributes:
+        first, second: their places among the program's equations.
+        make, take: their bodies; `take`'s reads variables of `make`'s where it read slices of its stacks.
+        passed: indices of `make`'s stacks that `take` reads.
+        only: those of `passed` that nothing else reads.
+        at_hand: for every sliced operand of `make` whether its stack is there for `take` at no price.
+    """
+
+    first: int
+    second: int
+    make: Body
+    take: Body
+    passed: tuple[int, ...]
+    only: frozenset[int]
+    at_hand: tuple[bool, ...]
+
+    @property
+    def length(self) -> int:
+        """The number of iterations."""
+        return self.make.length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Enclosure:
+    """Control flow that is in no pair, but may have pairs in its bodies, such as microbatches over layers.
+
+    Attributes:
+        place: its place among the program's equations.
+        bodies: open jaxprs, calls inlined, constants written in.
+        iterations: how often they are known to run.
+    """
+
+    place: int
+    bodies: tuple[Any, ...]
+    iterations: int
+
+
+def find_enclosures(jaxpr: Any, pairs: Sequence[ScanPair]) -> list[Enclosure]:
+    """The control flow of an open jaxpr, calls inlined, that is in none of `pairs` and has some inside."""
+    paired = {place for pair in pairs for place in (pair.first, pair.second)}
+    found = []
+    for i, eqn in enumerate(jaxpr.eqns):
+        has_refs = any(compat.is_ref(v.aval) for v in eqn.invars)
+        if i in paired or eqn.primitive.name not in CONTROL_FLOW or has_refs:
+            continue
+        bodies = tuple(map(_flat, bodies_of(eqn)))
+        if any(inner.primitive.name in CONTROL_FLOW for body in bodies for inner in body.eqns):
+            found.append(Enclosure(place=i, bodies=bodies, iterations=int(eqn.params.get("length") or 1)))
+    return found
+
+
+def find_pairs(jaxpr: Any) -> list[ScanPair]:
+    """Pairs of an open jaxpr, calls inlined, in the order of their second scan; no scan is in two.
+
+    Of the pairs that could be, those that pass most bytes come first.
+    """
+    producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    readers: dict[Any, list[int]] = {}
+    for i, eqn in enumerate(jaxpr.eqns):
+        for v in filter(compat.is_variable, eqn.invars):
+            readers.setdefault(v, []).append(i)
+    results = {v for v in jaxpr.outvars if compat.is_variable(v)}
+    possible = [
+        (nbytes, second, first)
+        for second, eqn in enumerate(jaxpr.eqns)
+        if _is_plain_scan(eqn)
+        for first, nbytes in _sources(jaxpr, second, producer).items()
+    ]
+    chosen: dict[int, int] = {}
+    used: set[int] = set()
+    for _, second, first in sorted(possible, key=lambda p: (-p[0], p[1], -p[2])):
+        if not used & {first, second}:
+            used |= {first, second}
+            chosen[second] = first
+    return [_pair(jaxpr, chosen[second], second, readers, results) for second in sorted(chosen)]
+
+
+def _is_plain_scan(eqn: Any) -> bool:
+    """True for a scan that may be written anew: it carries no references."""
+    return eqn.primitive.name == "scan" and not any(compat.is_ref(v.aval) for v in eqn.invars)
+
+
+def _sources(jaxpr: Any, second: int, producer: dict[Any, int]) -> dict[int, int]:
+    """Earlier scans of as many iterations, each with the bytes of its stacks that the second one reads."""
+    eqn = jaxpr.eqns[second]
+    nbytes: dict[int, int] = {}
+    for v in eqn.invars[sum(compat.scan_sizes(eqn)) :]:
+        i = producer.get(v) if compat.is_variable(v) else None
+        if i is None or not _is_plain_scan(jaxpr.eqns[i]):
+            continue
+        source = jaxpr.eqns[i]
+        stacks = source.outvars[compat.scan_sizes(source)[1] :]
+        if source.params["length"] == eqn.params["length"] and v in stacks:
+            nbytes[i] = nbytes.get(i, 0) + compat.aval_nbytes(v.aval)
+    return nbytes
+
+
+def body_of(eqn: Any) -> Body:
+    """A scan's body in variables of its own."""
+    n_consts, n_carry = compat.scan_sizes(eqn)
+    return Body(
+        eqn=eqn,
+        jaxpr=renewed(_flat(eqn.params["jaxpr"])),
+        n_consts=n_consts,
+        n_carry=n_carry,
+        length=int(eqn.params["length"]),
+    )
+
+
+def _flat(body: Any) -> Any:
+    """A closed body as an open jaxpr, calls inlined, constants written in, what comes from little sunk."""
+    return sink_into_scans(view_inside_scans(consts_as_literals(inline_calls(body))))
+
+
+def _pair(jaxpr: Any, first: int, second: int, readers: dict[Any, list[int]], results: set[Any]) -> ScanPair:
+    make, take = body_of(jaxpr.eqns[first]), body_of(jaxpr.eqns[second])
+    place = {v: k for k, v in enumerate(make.stacks_out)}
+    known, passed = {}, []
+    for operand, variable in zip(take.stacks_in, take.slices_in, strict=True):
+        k = place.get(operand) if compat.is_variable(operand) else None
+        if k is not None and compat.is_variable(make.slices_out[k]):
+            known[variable] = make.slices_out[k]
+            passed.append(k)
+    # A stack that is also a whole operand of the second scan, or read by anything else, stays.
+    whole = {v for v in take.eqn.invars[: take.n_consts + take.n_carry] if compat.is_variable(v)}
+    only = frozenset(
+        k
+        for k in passed
+        if set(readers[make.stacks_out[k]]) == {second}
+        and make.stacks_out[k] not in results
+        and make.stacks_out[k] not in whole
+    )
+    arguments = {*jaxpr.constvars, *jaxpr.invars}
+    at_hand = tuple(
+        not compat.is_variable(v)
+        or v in arguments
+        or v in results
+        or any(reader >= second for reader in readers.get(v, []))
+        for v in make.stacks_in
+    )
+    return ScanPair(
+        first=first,
+        second=second,
+        make=make,
+        take=Body(
+            eqn=take.eqn,
+            jaxpr=renewed(take.jaxpr, known),
+            n_consts=take.n_consts,
+            n_carry=take.n_carry,
+            length=take.length,
+        ),
+        passed=tuple(dict.fromkeys(passed)),
+        only=only,
+        at_hand=at_hand,
+    )

@@ -1,0 +1,173 @@
+"""Two levels: a pair of scans in segments, when even one value per iteration is too much.
+
+The first scan keeps its carry at the start of every segment only. The second runs each segment of the
+first again from there, stacks what that segment's iterations need, and goes back through it. With L
+iterations in segments of M, L/M carries and M slices are there at a time instead of L of each; the first
+scan's work is done twice.
+
+    first    scan over segments( keep the carry; scan over the segment's iterations )
+    second   scan over segments( first's scan again, with stacks; second's scan )
+
+The body of the second's outer scan is a program with a pair of scans in it, which is cut as any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from passes.jaxpr import compat
+from passes.jaxpr.rewrite import consts_as_literals, run_scan, splice
+from passes.jaxpr.scans.pairs import Body, ScanPair, body_of
+
+MOST_COUNTS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segments:
+    """How a pair is run in segments.
+
+    Attributes:
+        count: how many segments.
+        iterations: how many iterations each has.
+        body: an open jaxpr, what the second scan does for one segment: (first's consts, carry, slices,
+            second's consts, carry, other slices) -> second's results.
+    """
+
+    count: int
+    iterations: int
+    body: Any
+
+
+def segment_counts(length: int) -> list[int]:
+    """Numbers of equal segments worth trying: the divisors of `length` nearest to its square root."""
+    divisors = [k for k in range(2, length) if length % k == 0]
+    return sorted(sorted(divisors, key=lambda k: (abs(k * k - length), k))[:MOST_COUNTS])
+
+
+def segment_program(pair: ScanPair, count: int) -> Any:
+    """The pair on one segment as an open jaxpr, nothing chosen yet; see `Segments.body`."""
+    make, second, iterations = body_of(pair.make.eqn), body_of(pair.take.eqn), pair.length // count
+    other = _other_slices(pair, second)
+    place = {v: k for k, v in enumerate(make.stacks_out)}
+    n_first = len(make.jaxpr.invars)
+    n_fixed = n_first + second.n_consts + second.n_carry
+
+    def run(*values: Any) -> Sequence[Any]:
+        made = run_scan(make.eqn, make.jaxpr, values[:n_first], make.n_consts, make.n_carry, iterations)
+        stacks = made[make.n_carry :]
+        given = dict(zip(other, values[n_fixed:], strict=True))
+        slices = [given[k] if k in given else stacks[place[v]] for k, v in enumerate(second.stacks_in)]
+        operands = [*values[n_first:n_fixed], *slices]
+        return run_scan(second.eqn, second.jaxpr, operands, second.n_consts, second.n_carry, iterations)
+
+    fixed = second.n_consts + second.n_carry
+    avals = [
+        *(v.aval for v in make.jaxpr.invars[: make.n_consts + make.n_carry]),
+        *_segment_avals(make.stacks_in, count),
+        *(v.aval for v in second.jaxpr.invars[:fixed]),
+        *_segment_avals([second.stacks_in[k] for k in other], count),
+    ]
+    return consts_as_literals(compat.trace(run, avals))
+
+
+def write_first(
+    pair: ScanPair, segments: Segments, operands: Sequence[Any], staying: Sequence[int]
+) -> tuple[list[Any], list[Any]]:
+    """Equations of the first scan in segments; atoms of its carry, of its stacks that are `staying`, and of
+    the carry at the start of every segment.
+
+    Args:
+        operands: the scan's.
+        staying: indices of stacks that others read.
+    """
+    make = body_of(pair.make.eqn)
+    results = [*make.jaxpr.outvars[: make.n_carry], *(make.slices_out[k] for k in staying)]
+    body = compat.rebuild(make.jaxpr, eqns=make.jaxpr.eqns, outvars=results)
+    body = compat.dce_jaxpr(body, [True] * len(results))
+    n_fixed = make.n_consts + make.n_carry
+
+    def run(values: list[Any]) -> list[Any]:
+        consts = values[: make.n_consts]
+
+        def segment(carry: Any, slices: Any) -> tuple[Any, Any]:
+            given = [*consts, *carry, *slices]
+            found = run_scan(make.eqn, body, given, make.n_consts, make.n_carry, segments.iterations)
+            return found[: make.n_carry], [found[make.n_carry :], list(carry)]
+
+        xs = [_folded(x, segments.count) for x in values[n_fixed:]]
+        init, reverse = values[make.n_consts : n_fixed], make.eqn.params["reverse"]
+        carry, (stacks, starts) = jax.lax.scan(segment, init, xs, length=segments.count, reverse=reverse)
+        return [*carry, *map(_unfolded, stacks), *starts]
+
+    return splice(run, operands, make.eqn)
+
+
+def write_second(
+    pair: ScanPair, segments: Segments, first: Sequence[Any], starts: Sequence[Any], second: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Equations and results of the second scan in segments.
+
+    Args:
+        first, second: operands of the two scans.
+        starts: stacks of the first scan's carry at the start of every segment.
+    """
+    make, take = body_of(pair.make.eqn), body_of(pair.take.eqn)
+    fixed = take.n_consts + take.n_carry
+    other = [second[fixed + k] for k in _other_slices(pair, take)]
+    lengths = [make.n_consts, len(make.stacks_in), len(starts), take.n_consts, take.n_carry, len(other)]
+    atoms = [
+        *first[: make.n_consts],
+        *first[make.n_consts + make.n_carry :],
+        *starts,
+        *second[:fixed],
+        *other,
+    ]
+    closed = compat.close_jaxpr(segments.body, [])
+
+    def run(values: list[Any]) -> list[Any]:
+        parts, at = [], 0
+        for n in lengths:
+            parts.append(values[at : at + n])
+            at += n
+        consts, xs, begin, take_consts, init, rest = parts
+
+        def segment(carry: Any, slices: Any) -> tuple[Any, Any]:
+            mine, start, others = slices
+            found = compat.evaluate(closed, [*consts, *start, *mine, *take_consts, *carry, *others])
+            return found[: take.n_carry], found[take.n_carry :]
+
+        folded = [[_folded(x, segments.count) for x in part] for part in (xs, rest)]
+        carry, stacks = jax.lax.scan(
+            segment,
+            init,
+            [folded[0], begin, folded[1]],
+            length=segments.count,
+            reverse=take.eqn.params["reverse"],
+        )
+        return [*carry, *map(_unfolded, stacks)]
+
+    return splice(run, atoms, take.eqn)
+
+
+def _other_slices(pair: ScanPair, second: Body) -> list[int]:
+    """Which sliced operands of the second scan are not stacks of the first."""
+    stacks = {v for v in pair.make.stacks_out if not isinstance(v, compat.DropVar)}
+    return [k for k, v in enumerate(second.stacks_in) if not compat.is_variable(v) or v not in stacks]
+
+
+def _segment_avals(stacks: Sequence[Any], count: int) -> list[Any]:
+    avals = [v.aval for v in stacks]
+    return list(compat.trace(lambda *xs: [_folded(x, count)[0] for x in xs], avals).out_avals)
+
+
+def _folded(stack: Any, count: int) -> Any:
+    return jnp.reshape(stack, (count, stack.shape[0] // count, *stack.shape[1:]))
+
+
+def _unfolded(stack: Any) -> Any:
+    return jnp.reshape(stack, (stack.shape[0] * stack.shape[1], *stack.shape[2:]))

@@ -1,0 +1,118 @@
+"""Move what is small outside a scan and large inside it into the scan's body.
+
+JAX computes what does not change from one iteration to the next once, outside: a scalar that is broadcast to
+the shape of an activation becomes an array that is alive through the whole loop. Inside the body the
+broadcast is part of the kernel that reads it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from passes.jaxpr import compat
+from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.primitives import Kind, kind_of
+from passes.jaxpr.purity import has_effect
+from passes.jaxpr.rewrite import consts_as_literals, renewed, run_scan, splice
+
+GROWTH = 8
+
+
+@compat.cached_by_jaxpr
+def sink_into_scans(jaxpr: Any) -> Any:
+    """An open jaxpr whose scans' constants are made in their bodies where they come from much less."""
+    producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    rename: dict[Any, Any] = {}
+    eqns: list[Any] = []
+    for eqn in jaxpr.eqns:
+        moved = _moved(jaxpr, eqn, producer) if eqn.primitive.name == "scan" else []
+        if not moved:
+            eqns.append(compat.rename_inputs(eqn, rename))
+            continue
+        new, found = _with_moved(eqn, moved, rename)
+        eqns += new
+        rename.update(zip(eqn.outvars, found, strict=True))
+    if not rename:
+        return jaxpr
+    outvars = [compat.renamed(v, rename) for v in jaxpr.outvars]
+    return compat.dce_jaxpr(compat.rebuild(jaxpr, eqns=eqns, outvars=outvars), [True] * len(outvars))
+
+
+def _moved(jaxpr: Any, scan: Any, producer: dict[Any, int]) -> list[Any]:
+    """Equations to recompute in the body, in order: those of large constants that come from little."""
+    n_consts, _ = compat.scan_sizes(scan)
+    if any(compat.is_ref(v.aval) for v in scan.invars):
+        return []
+    chains: set[int] = set()
+    for v in scan.invars[:n_consts]:
+        if compat.is_variable(v):
+            chains |= _chain(jaxpr, v, producer)
+    return [jaxpr.eqns[i] for i in sorted(chains)]
+
+
+def _chain(jaxpr: Any, v: Any, producer: dict[Any, int]) -> set[int]:
+    """The equations that make `v` from inputs of an eighth of its bytes at most; none if there are none."""
+    chain: set[int] = set()
+    limit = compat.aval_nbytes(v.aval) // GROWTH
+    pending = [v]
+    while pending:
+        u = pending.pop()
+        if u is not v and compat.aval_nbytes(u.aval) <= limit:
+            continue
+        i = producer.get(u)
+        if i is None or has_effect(jaxpr.eqns[i]) or not _is_cheap(jaxpr.eqns[i]):
+            return set()
+        if i not in chain:
+            chain.add(i)
+            pending.extend(x for x in jaxpr.eqns[i].invars if compat.is_variable(x))
+    return chain if limit else set()
+
+
+def _is_cheap(eqn: Any) -> bool:
+    return kind_of(eqn.primitive.name) in (Kind.FUSIBLE, Kind.VIEW)
+
+
+def _with_moved(scan: Any, moved: list[Any], rename: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
+    """The scan's equations and results, with `moved` made in its body."""
+    n_consts, n_carry = compat.scan_sizes(scan)
+    body = renewed(consts_as_literals(inline_calls(scan.params["jaxpr"])))
+    made = {v for eqn in moved for v in eqn.outvars}
+    outside = dict.fromkeys(x for eqn in moved for x in eqn.invars if compat.is_variable(x) and x not in made)
+    inside = {x: compat.fresh_var(x) for x in outside}
+    known = dict(inside)
+    for v, variable in zip(scan.invars[:n_consts], body.invars[:n_consts], strict=True):
+        if compat.is_variable(v) and v in made:
+            known.setdefault(v, variable)
+    again = _renamed_eqns(moved, known)
+    kept = [
+        k for k in range(n_consts) if not compat.is_variable(scan.invars[k]) or scan.invars[k] not in made
+    ]
+    twice = {
+        variable: known[v]
+        for v, variable in zip(scan.invars[:n_consts], body.invars[:n_consts], strict=True)
+        if compat.is_variable(v) and v in made and known[v] is not variable
+    }
+    new = compat.rebuild(
+        body,
+        eqns=[*again, *(compat.rename_inputs(eqn, twice) for eqn in body.eqns)],
+        outvars=[compat.renamed(v, twice) for v in body.outvars],
+        invars=[*inside.values(), *(body.invars[k] for k in kept), *body.invars[n_consts:]],
+        constvars=[],
+    )
+    atoms = [*outside, *(scan.invars[k] for k in kept), *scan.invars[n_consts:]]
+    atoms = [compat.renamed(v, rename) for v in atoms]
+    count = len(inside) + len(kept)
+    return splice(lambda values: run_scan(scan, new, values, count, n_carry), atoms, scan)
+
+
+def _renamed_eqns(eqns: list[Any], known: dict[Any, Any]) -> list[Any]:
+    """Copies of `eqns` with other variables; `known` gives some of them and receives the others."""
+    copies = []
+    for eqn in eqns:
+        invars = [compat.renamed(v, known) for v in eqn.invars]
+        for v in eqn.outvars:
+            if not isinstance(v, compat.DropVar):
+                known.setdefault(v, compat.fresh_var(v))
+        outvars = [v if isinstance(v, compat.DropVar) else known[v] for v in eqn.outvars]
+        copies.append(eqn.replace(invars=invars, outvars=outvars))
+    return copies

@@ -1,0 +1,117 @@
+"""Let scans stack what is read of them: a cast or reshaped stack is a stack of cast or reshaped slices.
+
+    ys = scan(f)                         zs = scan(f, then view on each slice)
+    zs = view(ys)              ->
+    scan(b, zs)                          scan(b, zs)
+
+Both scans are a pair afterwards (`passes.jaxpr.scans.pairs`), and of two stacks one is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from passes.jaxpr import compat
+from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.purity import has_effect
+from passes.jaxpr.rewrite import consts_as_literals, renewed, run_scan, splice
+from passes.saved import is_saved
+
+Slicewise = Callable[[Any], Any]
+
+# Elementwise in their only operand, with parameters that hold for a slice as they are.
+ELEMENTWISE = frozenset({"convert_element_type", "reduce_precision", "copy", "neg", "name"})
+
+
+@compat.cached_by_jaxpr
+def view_inside_scans(jaxpr: Any) -> Any:
+    """An open jaxpr, calls inlined, whose scans make the views of their stacks that later scans slice."""
+    producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    wanted: dict[int, dict[Any, list[Any]]] = {}
+    for eqn in jaxpr.eqns:
+        for v in _sliced(eqn):
+            chain = _chain(jaxpr, v, producer)
+            if chain:
+                wanted.setdefault(producer[chain[0].invars[0]], {})[v] = chain
+    if not wanted:
+        return jaxpr
+    rename: dict[Any, Any] = {}
+    eqns: list[Any] = []
+    for i, eqn in enumerate(jaxpr.eqns):
+        if i not in wanted:
+            eqns.append(compat.rename_inputs(eqn, rename))
+            continue
+        new, found = _with_views(compat.rename_inputs(eqn, rename), eqn.outvars, list(wanted[i].values()))
+        eqns += new
+        rename.update(zip([*eqn.outvars, *wanted[i]], found, strict=True))
+    outvars = [compat.renamed(v, rename) for v in jaxpr.outvars]
+    return compat.dce_jaxpr(compat.rebuild(jaxpr, eqns=eqns, outvars=outvars), [True] * len(outvars))
+
+
+def _sliced(eqn: Any) -> list[Any]:
+    """The variables that a scan reads slice by slice."""
+    if eqn.primitive.name != "scan":
+        return []
+    return [v for v in eqn.invars[sum(compat.scan_sizes(eqn)) :] if compat.is_variable(v)]
+
+
+def _chain(jaxpr: Any, v: Any, producer: dict[Any, int]) -> list[Any]:
+    """The equations from a scan's stack to `v`, in order; none if it is something else, or a stack itself."""
+    chain: list[Any] = []
+    while (i := producer.get(v)) is not None:
+        eqn = jaxpr.eqns[i]
+        if eqn.primitive.name == "scan":
+            plain = not has_effect(eqn) and not any(compat.is_ref(u.aval) for u in eqn.invars)
+            return chain[::-1] if plain and v in eqn.outvars[compat.scan_sizes(eqn)[1] :] else []
+        if on_slice(eqn) is None:
+            return []
+        chain.append(eqn)
+        v = eqn.invars[0]
+    return []
+
+
+def on_slice(eqn: Any) -> Slicewise | None:
+    """What an equation does to each slice of its operand's first axis; None if slices do not stay apart."""
+    name, params = eqn.primitive.name, eqn.params
+    if len(eqn.invars) != 1 or not compat.is_variable(eqn.invars[0]) or not eqn.invars[0].aval.ndim:
+        return None
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    if is_saved(compat.checkpoint_name_of(eqn)):
+        return None
+    if name in ELEMENTWISE:
+        return lambda x: eqn.primitive.bind(x, **params)
+    if name == "transpose" and params["permutation"][0] == 0:
+        return lambda x: jax.lax.transpose(x, [axis - 1 for axis in params["permutation"][1:]])
+    same_rows = after[:1] == before[:1] and eqn.outvars[0].aval.size == eqn.invars[0].aval.size
+    # None of these changes the order of elements in memory, if sizes are equal and axes are not reordered.
+    axes = params.get("broadcast_dimensions", ()) if name == "broadcast_in_dim" else ()
+    in_order = list(axes) == sorted(axes) and not (name == "reshape" and params["dimensions"])
+    if name in ("reshape", "squeeze", "broadcast_in_dim") and same_rows and in_order:
+        return lambda x: jax.lax.reshape(x, after[1:])
+    return None
+
+
+def _with_views(scan: Any, stacks: Any, chains: list[list[Any]]) -> tuple[list[Any], list[Any]]:
+    """Equations of `scan` with the end of each chain as further stacks, and all its results."""
+    n_consts, n_carry = compat.scan_sizes(scan)
+    body = renewed(consts_as_literals(inline_calls(scan.params["jaxpr"])))
+    closed = compat.close_jaxpr(body, [])
+    places = [list(stacks).index(chain[0].invars[0]) for chain in chains]
+
+    def iteration(values: list[Any]) -> list[Any]:
+        found = list(compat.evaluate(closed, values))
+        for place, chain in zip(places, chains, strict=True):
+            x = found[place]
+            for eqn in chain:
+                step = on_slice(eqn)
+                assert step is not None, "a chain holds nothing else"
+                x = step(x)
+            found.append(x)
+        return found
+
+    eqns, outvars = splice(iteration, body.invars, scan)
+    new = compat.rebuild(body, eqns=eqns, outvars=outvars)
+    return splice(lambda values: run_scan(scan, new, values, n_consts, n_carry), scan.invars, scan)

@@ -1,0 +1,97 @@
+"""Programs taken as straight lines: as they are, and planned to a depth at which they are expected to fit.
+
+A candidate is evaluated by lifting what was emitted once more, as XLA will see it, so that what XLA stores by
+itself counts. Even a plan without recomputes changes the program: values that XLA would store for the
+backward pass are recomputed inside the kernels that read them there, which saves their bytes and their
+traffic.
+"""
+
+from __future__ import annotations
+
+import math
+
+from passes.cost import DeviceModel
+from passes.ir import OpId, Plan
+from passes.jaxpr.candidate import Candidate, JaxprRequest
+from passes.jaxpr.emit import EmitConfig, emit
+from passes.jaxpr.freedom import emit_config
+from passes.jaxpr.lift import lift
+from passes.jaxpr.lifted import LiftedJaxpr
+from passes.planners import PlannerConfig, plan
+from passes.simulate import simulate
+
+LEVEL_RATIO = 0.97
+MAX_CANDIDATES = 8
+
+
+def as_it_is(as_is: LiftedJaxpr) -> Candidate:
+    """A program without recomputes."""
+    steps = _identity(as_is)
+    return Candidate(
+        lifted=as_is,
+        steps=steps,
+        config=EmitConfig(),
+        emitted=as_is.jaxpr,
+        peak_bytes=simulate(as_is.program, steps).peak_bytes,
+        cost_ns=as_is.program.cost_ns,
+    )
+
+
+def search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate:
+    """Evaluate candidates of growing depth until one fits `scale` times what the budget leaves.
+
+    The depths are steps of a fixed frontier below the peak without recomputes, whatever the budget is, so
+    that a larger budget takes the same level or a higher one.
+    """
+    lifted = lift(as_is.jaxpr, request.device, as_xla=False)
+    peak_bytes = simulate(lifted.program, _identity(lifted)).peak_bytes
+    target_bytes = max(int(request.temp_budget_bytes * scale), 1)
+    written = emit_config(lifted, as_is, request.device, strict=request.calibration.strict)
+    config = PlannerConfig(planner=request.planner, bound=False, quick=True)
+    best: Candidate | None = None
+    level = _levels_down(target_bytes / max(peak_bytes, 1))
+    for _ in range(MAX_CANDIDATES):
+        level_bytes = int(peak_bytes * LEVEL_RATIO**level)
+        made = plan(lifted.program, level_bytes, config)
+        candidate = evaluate(lifted, made, written, request.device)
+        if best is None or candidate.peak_bytes < best.peak_bytes:
+            best = candidate
+        if candidate.peak_bytes <= target_bytes:
+            break
+        if not made.status.found:
+            break
+        # What XLA is expected to need beyond the plan changes little from level to level.
+        beyond_bytes = candidate.peak_bytes - made.peak_bytes
+        level = max(level + 1, _levels_down(max(target_bytes - beyond_bytes, 1) / max(peak_bytes, 1)))
+    assert best is not None, "at least one candidate is evaluated"
+    return best
+
+
+def _levels_down(ratio: float) -> int:
+    """How many levels of the frontier lie between 1 and `ratio`, at least none."""
+    return max(0, math.ceil(math.log(ratio) / math.log(LEVEL_RATIO) - 1e-9))
+
+
+def evaluate(lifted: LiftedJaxpr, made: Plan, config: EmitConfig, device: DeviceModel) -> Candidate:
+    """Emit a plan and estimate what XLA will need for it.
+
+    The plan assumes that XLA stores no value that it could compute in each reader; lifting what was emitted
+    as XLA would by itself assumes that it stores all that it shares. The truth lies between, on
+    a 12-layer GPT within 2 % of the middle at six depths.
+    """
+    emitted = emit(lifted, made.steps, config)
+    seen = lift(emitted, device, as_xla=True)
+    seen_bytes = simulate(seen.program, _identity(seen)).peak_bytes
+    return Candidate(
+        lifted=lifted,
+        steps=made.steps,
+        config=config,
+        emitted=emitted,
+        peak_bytes=(made.peak_bytes + max(seen_bytes, made.peak_bytes)) // 2,
+        cost_ns=seen.program.cost_ns,
+        plan=made,
+    )
+
+
+def _identity(lifted: LiftedJaxpr) -> tuple[OpId, ...]:
+    return tuple(op.id for op in lifted.program.ops)

@@ -1,0 +1,230 @@
+"""Keep, recompute or page: the cheapest of the three for every value, on the real schedule.
+
+Several ways lead to sequences of steps, and for each of them the pager says which copies go to the host:
+
+alone     recompute alone, so that a plan with pages never costs more than one without.
+carried   the link's own share first: what it carries for nothing has no bytes in the program that the cuts
+          then bring within the budget. The dearest values are paged, the cheapest recomputed.
+plain     no recompute: pages alone, the only way below what recompute can reach.
+levels    recompute down to some level between the budget and the peak, pages for the rest.
+again     as `carried`, with what the best sequence pages at last, where it does.
+around    a search around the best: some recomputes are taken out, and pages or cuts make up for them.
+
+All are compared by the time of their steps and of waiting for the link, replayed in both queues.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from passes.liveness import Graph
+from passes.planners.cut import SCHEDULE_UNITS, Candidate, Style, Work, descend, lower_to, of_schedule
+from passes.planners.neighbourhood import alike, pick
+from passes.planners.paging.carried import carried, first_pages, relieved
+from passes.planners.paging.pager import Host, Paged, Pager
+from passes.planners.schedule import HOLE, Schedule, prune
+
+SHARES = (1.0, 1.15, 0.85, 1.3, 0.7, 2.0, 0.5)
+TILTS = (0.1, -0.1)
+LEVELS = 6
+ROUNDS = 4
+PATIENCE = 60
+STEP_UNITS, PAGE_UNITS = 15, 120
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixed:
+    """A sequence with its pages.
+
+    Attributes:
+        candidate: the sequence.
+        paged: its pages.
+        page_offsets: where each page's copy comes back, if it is placed.
+        end_bytes: the end of the highest copy then.
+        energy_pj: of all steps and copies, if that is the objective.
+    """
+
+    candidate: Candidate
+    paged: Paged
+    page_offsets: tuple[int, ...] = ()
+    end_bytes: int = 0
+    energy_pj: int = 0
+
+    @property
+    def total_ns(self) -> int:
+        """Time of all steps, and of waiting."""
+        return self.candidate.cost_ns + self.paged.waiting_ns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Energy:
+    """The objective energy.
+
+    Attributes:
+        op_pj: energy of a run of every op.
+        limit_ns: no plan may take more time.
+    """
+
+    op_pj: list[int]
+    limit_ns: float
+
+
+class Director:
+    """One program, its budgets, and the best sequence with pages so far.
+
+    Attributes:
+        best: None until something keeps the budgets.
+    """
+
+    def __init__(
+        self, graph: Graph, budget_bytes: int, host: Host, work: Work, energy: Energy | None = None
+    ) -> None:
+        self.graph, self.budget_bytes, self.host, self.work = graph, budget_bytes, host, work
+        self.energy = energy
+        self.start = of_schedule(Schedule(graph, range(len(graph.cost_ns))))
+        self.pager = Pager(graph, self.start.steps, host)
+        self.best: Mixed | None = None
+
+    def direct(self, alone: Candidate, floor_ns: int) -> Mixed | None:
+        """The cheapest sequence with pages that is found; None if none keeps the budgets.
+
+        Args:
+            alone: recompute alone for the same budget.
+            floor_ns: nothing cheaper is looked for.
+        """
+        self.offer(alone)
+        for _ in self._ways():
+            near = self.energy is None and self.best is not None and self.best.total_ns <= floor_ns
+            if near or (self.best is not None and not self.work.left):
+                break
+        return self.best
+
+    def offer(self, candidate: Candidate, preferred: Collection[int] = ()) -> Mixed | None:
+        """Page a sequence, and keep it if it is the best."""
+        paged = Pager(self.graph, candidate.steps, self.host).within(self.budget_bytes, preferred)
+        self.work.done += SCHEDULE_UNITS + STEP_UNITS * len(candidate.steps)
+        if paged is None:
+            return None
+        self.work.done += PAGE_UNITS * len(paged.pages)
+        found = Mixed(candidate=candidate, paged=paged)
+        if self.energy is not None:
+            found = self._with_energy(found, self.energy)
+        if self.best is None or self.rank(found) < self.rank(self.best):
+            self.best = found
+        return found
+
+    def rank(self, found: Mixed) -> tuple[bool, int, int, int]:
+        """The cheaper the better; then fewer pages, on a link that others may use."""
+        late = self.energy is not None and found.total_ns > self.energy.limit_ns
+        price = found.total_ns if self.energy is None or late else found.energy_pj
+        return late, price, len(found.paged.pages), found.paged.host_peak_bytes
+
+    def _with_energy(self, found: Mixed, energy: Energy) -> Mixed:
+        """The same with its energy, and with its time where cuts have put prices in energy."""
+        steps = found.candidate.steps
+        moved_bytes = found.paged.moved_bytes
+        energy_pj = sum([energy.op_pj[op] for op in steps])
+        energy_pj += round(self.host.link.picojoules_per_byte * moved_bytes)
+        cost_ns = sum([self.graph.cost_ns[op] for op in steps])
+        return replace(found, candidate=replace(found.candidate, cost_ns=cost_ns), energy_pj=energy_pj)
+
+    def _priced(self, graph: Graph) -> Graph:
+        """The graph whose costs the cuts weigh: time, or energy."""
+        return graph if self.energy is None else replace(graph, cost_ns=self.energy.op_pj)
+
+    def _ways(self) -> Iterator[None]:
+        yield from self._carried(SHARES[:1])
+        self.offer(self.start)
+        yield
+        yield from self._carried(SHARES[1:])
+        yield from self._levels()
+        yield from self._again()
+        yield from self._around()
+
+    def _carried(self, shares: Sequence[float]) -> Iterator[None]:
+        """What the link carries for nothing is free, for several shares of its rate."""
+        seen: set[bytes] = set()
+        for share in shares:
+            rows = carried(self.pager, share)
+            self.work.done += STEP_UNITS * len(self.start.steps)
+            if len(rows) and rows.tobytes() not in seen:
+                seen.add(rows.tobytes())
+                pages = self.pager.timed(rows, self.start.peak_bytes).pages
+                graph = relieved(self.pager.schedule, pages)
+                preferred = frozenset(page.buffer for page in pages)
+                yield from self._lowered(graph, self.start, self.budget_bytes, preferred)
+
+    def _levels(self) -> Iterator[None]:
+        """Recompute alone down to levels, pages from there."""
+        over_bytes = self.start.peak_bytes - self.budget_bytes
+        for k in range(1, LEVELS):
+            level_bytes = self.budget_bytes + over_bytes * k // LEVELS
+            yield from self._lowered(self.graph, self.start, level_bytes, frozenset())
+
+    def _again(self) -> Iterator[None]:
+        """Plan around what the best sequence pages, until that does not help any more."""
+        for _ in range(ROUNDS):
+            before = self.best
+            if before is None or not before.paged.pages:
+                break
+            graph, preferred = self._relieved(before)
+            yield from self._lowered(graph, self.start, self.budget_bytes, preferred)
+            if self.best is before:
+                break
+
+    def _lowered(
+        self, graph: Graph, start: Candidate, level_bytes: int, preferred: Collection[int]
+    ) -> Iterator[None]:
+        graph = self._priced(graph)
+        begin = of_schedule(Schedule(graph, start.steps))
+        for tilt_ratio in TILTS:
+            lowered = begin
+            if begin.peak_bytes > level_bytes:
+                part = Work(self.work.limit)
+                lowered = descend(graph, begin, level_bytes, part, Style(tilt_ratio=tilt_ratio))
+                self.work.done += part.done
+            self.offer(lowered, preferred)
+            yield
+            if lowered is begin:
+                break
+
+    def _relieved(self, found: Mixed) -> tuple[Graph, frozenset[int]]:
+        """The graph in which what a sequence pages has no bytes, and the buffers that it pages."""
+        pages = first_pages(Schedule(self.graph, found.candidate.steps), found.paged.pages)
+        return relieved(self.pager.schedule, pages), frozenset(page.buffer for page in pages)
+
+    def _around(self) -> Iterator[None]:
+        """Large-neighbourhood search: take recomputes out, let pages or cuts make up for them."""
+        random_number = random.Random(0)
+        kinds = alike(self.graph)
+        current, stale = self.best, 0
+        while current is not None and stale < PATIENCE:
+            schedule = Schedule(self.graph, current.candidate.steps)
+            recomputes = schedule.recompute_positions()
+            if not recomputes:
+                break
+            for position in pick(schedule, recomputes, kinds, random_number):
+                if schedule.steps[position] != HOLE:
+                    schedule.try_delete(position, 1 << 62)
+            prune(schedule)
+            found = self._repaired(schedule, current, random_number)
+            better = found is not None and self.rank(found) < self.rank(current)
+            stale = 0 if better else stale + 1
+            if found is not None and self.rank(found)[:2] <= self.rank(current)[:2]:
+                current = found
+            yield
+
+    def _repaired(self, schedule: Schedule, current: Mixed, random_number: random.Random) -> Mixed | None:
+        """A sequence that lacks some recomputes, with pages in their place, or cut again around the pages."""
+        steps = schedule.compact()
+        if random_number.random() < 0.5:
+            return self.offer(of_schedule(schedule), [page.buffer for page in current.paged.pages])
+        graph, preferred = self._relieved(current)
+        style = Style(
+            reserve_ratio=random_number.choice((0.0, 0.0, 0.02)),
+            tilt_ratio=random_number.choice((0.0, 0.1, -0.1)),
+        )
+        lowered = lower_to(self._priced(graph), steps, self.budget_bytes, self.work, style)
+        return self.offer(lowered, preferred)
