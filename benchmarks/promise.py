@@ -29,7 +29,8 @@ import numpy as np
 
 import coop_jax as coop
 from coop_jax import aot, tpu
-from coop_jax.errors import InfeasibleBudgetError, error_from_text
+from coop_jax.errors import BudgetExceededError, InfeasibleBudgetError, error_from_text
+from coop_jax.planning import MOST_COMPILES
 from coop_jax.text import format_bytes, format_table
 from examples.models import (
     ConvConfig,
@@ -154,6 +155,19 @@ def cases(problem: Problem, form: str, device: str, fractions: list[float]) -> l
     return found
 
 
+def within(problem: Problem, form: str, device: str, budget: int) -> Any:
+    """The compiled program; one that fell short is compiled again, as its message says."""
+    for left in reversed(range(MOST_COMPILES)):
+        jitted, specs = build(problem, form, budget)
+        lowered = aot.lower_for(jitted, specs, device=None if device == "cpu" else device)
+        try:
+            return lowered.compile(compiler_options=options(device))
+        except BudgetExceededError as over:
+            if over.held_bytes is None or not left:
+                raise
+    raise AssertionError("the last compile returns or raises")
+
+
 def one_case(
     problem: Problem,
     form: str,
@@ -164,15 +178,13 @@ def one_case(
 ) -> Case:
     """Compile one program within `fraction` of the plain total."""
     budget = int(fraction * plain.total_bytes)
-    jitted, specs = build(problem, form, budget)
     start = time.perf_counter()
     facts: dict[str, Any] = {
         "model": problem.name, "form": form, "device": device, "fraction": fraction,
         "plain_bytes": plain.total_bytes, "fixed_bytes": plain.fixed_bytes, "budget_bytes": budget,
     }  # fmt: skip
     try:
-        lowered = aot.lower_for(jitted, specs, device=None if device == "cpu" else device)
-        compiled = lowered.compile(compiler_options=options(device))
+        compiled = within(problem, form, device, budget)
     except (InfeasibleBudgetError, jax.errors.JaxRuntimeError) as error:
         refused = error if isinstance(error, InfeasibleBudgetError) else error_from_text(str(error))
         if not isinstance(refused, InfeasibleBudgetError):

@@ -62,7 +62,7 @@ class Rescue:
 
 
 def sized(name: str, chip: str, batch: int | None = None) -> Model:
-    """A program with an H200's sizes but for the batch; None for the batch that it begins with."""
+    """A program with an H200's sizes but for the batch, which is a fourth of that where it is None."""
     model = PROGRAMS[name]() if name in ("gpt", "gpt_scan") else find(name)
     sizes = dict(model.sizes.get("h200") or model.sizes[chip])
     return dataclasses.replace(model, sizes={chip: {**sizes, "batch": batch or max(1, sizes["batch"] // 4)}})
