@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import NoReturn
 
 PLANNERS = ("auto", "window", "cut", "exact", "dtr", "dtr-eq", "dte", "coop-online", "chen", "delta")
 DEVICES = ("h200", "h100", "a100", "b200", "v4", "v5e", "v5p", "v6e", "tpu7x")
+SLICE = re.compile(r"(v4|v5e|v5p|v6e|tpu7x):\d+(x\d+){1,2}")
 PLANNER_HELP = (
     "auto (default), window or cut: search; exact: prove the optimum (OR-Tools); dtr, dtr-eq, dte, "
     "coop-online, chen, delta (with --host): what others do, replayed"
@@ -85,6 +87,14 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
+def _device(text: str) -> str:
+    name = text.lower()
+    if name in DEVICES or SLICE.fullmatch(name):
+        return name
+    known = ", ".join(DEVICES)
+    raise argparse.ArgumentTypeError(f"{text!r} is not one of {known}, nor a slice of TPUs such as v6e:2x4")
+
+
 def _add_target(command: argparse.ArgumentParser) -> None:
     command.add_argument("target", metavar="MODULE:FUNCTION", help="train.py:step, or package.module:step")
     command.add_argument(
@@ -93,8 +103,10 @@ def _add_target(command: argparse.ArgumentParser) -> None:
         "function without arguments that gives one)",
     )  # fmt: skip
     command.add_argument(
-        "--device", choices=DEVICES, help="compile for this GPU or TPU, here or not (default: as JAX)"
-    )
+        "--device", type=_device, metavar="DEVICE",
+        help="compile for this GPU or TPU, here or not (default: as JAX); over a slice such as v6e:2x4 "
+        "what --spec names is spread as its shardings say, and each device is held to the budget",
+    )  # fmt: skip
     command.add_argument(
         "--donate",
         action="append",

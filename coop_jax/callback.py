@@ -191,7 +191,8 @@ def check_total(record: Record, memory: Any) -> None:
         raise BudgetExceededError(budget_bytes=budget.host, compiled_bytes=counted.host, memory="host")
     if record.hlo is None:
         raise refused_before(record, memory)
-    if BACKENDS[DEVICES[record.device_name].platform].fast_bytes:
-        missed_bytes = REGISTRY.of(record).short_bytes + counted.total - budget.total
-        REGISTRY.update(record, short_bytes=missed_bytes)
-    raise over_budget(record, counted.total)
+    if not BACKENDS[DEVICES[record.device_name].platform].fast_bytes:
+        raise over_budget(record, counted.total)
+    missed_bytes = REGISTRY.of(record).short_bytes + counted.total - budget.total
+    REGISTRY.update(record, short_bytes=missed_bytes)
+    raise over_budget(record, counted.total, budget.total - missed_bytes)

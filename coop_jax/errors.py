@@ -86,22 +86,38 @@ class BudgetExceededError(CoopError):
         budget_bytes: what was asked for.
         compiled_bytes: what XLA counted.
         memory: whose bytes these are, "device" or "host".
+        held_bytes: what the next compile of the program in this process is held to, so that it keeps the
+            budget; None where that would not help.
     """
 
     kind = "BudgetExceededError"
     page = "errors/budget-exceeded"
 
-    def __init__(self, *, budget_bytes: int, compiled_bytes: int, memory: str = "device") -> None:
+    def __init__(
+        self,
+        *,
+        budget_bytes: int,
+        compiled_bytes: int,
+        memory: str = "device",
+        held_bytes: int | None = None,
+    ) -> None:
         self.budget_bytes = budget_bytes
         self.compiled_bytes = compiled_bytes
         self.memory = memory
+        self.held_bytes = held_bytes
+        remedy = (
+            "Another budget, smaller or larger, leads to another plan, which may be kept; please report "
+            "this program."
+            if held_bytes is None
+            else "Compile it again in this process: it is planned for "
+            f"{format_bytes(held_bytes)} then, so that it keeps the budget."
+        )
         where = "" if memory == "device" else f" on the {memory}"
         super().__init__(
             f"the compiled program needs {format_bytes(compiled_bytes)}{where}, which is "
             f"{format_bytes(compiled_bytes - budget_bytes)} over its budget of {format_bytes(budget_bytes)}"
             f"{where}. "
-            "XLA made something larger of the plan than was foreseen. Another budget, smaller or larger, "
-            "leads to another plan, which may be kept; please report this program."
+            f"XLA made something larger of the plan than was foreseen. {remedy}"
         )
 
     def fields(self) -> dict[str, Any]:
@@ -110,6 +126,7 @@ class BudgetExceededError(CoopError):
             "budget_bytes": self.budget_bytes,
             "compiled_bytes": self.compiled_bytes,
             "memory": self.memory,
+            "held_bytes": self.held_bytes,
         }
 
     @classmethod

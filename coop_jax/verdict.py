@@ -31,11 +31,17 @@ def of_the_program(outcome: StageOutcome) -> StageOutcome:
     return dataclasses.replace(outcome, status=Status.UNKNOWN, least_proved=False)
 
 
-def over_budget(record: Record, total_bytes: int) -> CoopError:
-    """What to say of a program that needs more than its budget by XLA's count."""
+def over_budget(record: Record, total_bytes: int, held_bytes: int | None = None) -> CoopError:
+    """What to say of a program that needs more than its budget by XLA's count.
+
+    Args:
+        held_bytes: what its next compile is held to; None for the budget.
+    """
     if record.hlo is not None and not record.hlo.status.found:
         return InfeasibleBudgetError.from_outcome(of_the_program(record.hlo))
-    return BudgetExceededError(budget_bytes=record.budget_bytes, compiled_bytes=total_bytes)
+    return BudgetExceededError(
+        budget_bytes=record.budget_bytes, compiled_bytes=total_bytes, held_bytes=held_bytes
+    )
 
 
 def refused_before(record: Record, memory: Any) -> InfeasibleBudgetError:

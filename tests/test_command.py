@@ -67,9 +67,18 @@ def test_help_is_quick_because_nothing_is_imported_for_it() -> None:
 
 def test_words_that_are_written_twice_are_the_same() -> None:
     from coop_jax.aot import TARGETS
+    from coop_jax.tpu import CHIPS
 
     assert coop_cli.PLANNERS == PLANNERS
     assert coop_cli.DEVICES == TARGETS
+    assert {name for name in TARGETS if coop_cli.SLICE.fullmatch(f"{name}:2x4")} == set(CHIPS)
+
+
+def test_a_slice_of_tpus_is_a_device_and_nonsense_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert coop_cli._device("v6e:2x4") == "v6e:2x4"
+    with pytest.raises(SystemExit):
+        main(["plan", "train.py:step", "--budget", "1GiB", "--device", "v6e:two"])
+    assert "'v6e:two' is not one of h200," in capsys.readouterr().err
 
 
 def test_explain_prints_tables_and_writes_a_page(

@@ -132,13 +132,16 @@ def test_an_exceeded_budget_names_the_numbers() -> None:
         "the compiled program needs 101.0 MiB (105906176 B), which is 1.00 MiB (1048576 B) over its budget "
         "of 100.0 MiB (104857600 B)."
     )
+    assert "please report this program" in str(error)
+    again = BudgetExceededError(budget_bytes=100 * MIB, compiled_bytes=101 * MIB, held_bytes=99 * MIB)
+    assert "Compile it again in this process: it is planned for 99.00 MiB (103809024 B) then" in str(again)
 
 
 ERRORS = [
     CoopError("something"),
     BudgetError("budget '8g' is refused"),
     UnsupportedError('no "plugin" [here] {or there}\nsecond line'),
-    BudgetExceededError(budget_bytes=5, compiled_bytes=6),
+    BudgetExceededError(budget_bytes=5, compiled_bytes=6, held_bytes=4),
     InfeasibleBudgetError.from_outcome(OUTCOME),
     InfeasibleBudgetError.from_outcome(dataclasses.replace(OUTCOME, least_total_bytes=None, tightest=())),
 ]

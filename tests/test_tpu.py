@@ -126,6 +126,22 @@ def test_a_program_that_fell_short_is_held_to_less_the_next_time(v5e: str) -> No
     assert aot.memory(lowered().compile(compiler_options=IN_HBM)).total_bytes < kept
 
 
+def test_a_plan_that_fell_short_is_made_again(v5e: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    budget, check, checked = 32 << 20, xla.check_total, []
+
+    def check_more(record: Any, memory: Any) -> None:
+        total = budget + 4096 if not checked else memory.total_allocation_bytes
+        checked.append(total)
+        nothing_on_host = {
+            f"host_{part}_size_in_bytes": 0 for part in ("argument", "output", "temp", "alias")
+        }
+        check(record, SimpleNamespace(total_allocation_bytes=total, **nothing_on_host))
+
+    monkeypatch.setattr(xla, "check_total", check_more)
+    assert plan_scanned(1 << 10, budget, v5e).compiled_total_bytes == checked[1] < budget < checked[0]
+    assert len(checked) == 2
+
+
 def test_xlas_refusal_of_a_program_it_was_left_with_is_ours() -> None:
     text = (
         "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required "
