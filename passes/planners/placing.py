@@ -15,17 +15,8 @@ import numpy as np
 from passes.liveness import Graph, IntArray
 from passes.offsets.best_fit import Stacked, place_graph, stack_graph
 from passes.offsets.skyline import Bottleneck
-from passes.planners.cut import (
-    SCHEDULE_UNITS,
-    Candidate,
-    Style,
-    Work,
-    descend,
-    lower_to,
-    of_schedule,
-    rank,
-    relax,
-)
+from passes.planners.candidate import Candidate, WorkLimit, rank
+from passes.planners.cut import SCHEDULE_UNITS, Style, descend, lower_to, relax
 from passes.planners.neighbourhood import alike, improve
 from passes.planners.schedule import Schedule, reverse_delete
 from passes.planners.window import Walked, walk
@@ -59,13 +50,13 @@ def with_offsets(graph: Graph, found: Candidate, budget_bytes: int) -> Candidate
     return dataclasses.replace(found, offsets=placement.offsets)
 
 
-def walks(graph: Graph, budget_bytes: int, work: Work) -> list[Candidate]:
+def walks(graph: Graph, budget_bytes: int, work: WorkLimit) -> list[Candidate]:
     """Walks in a pool of the budget's size, with offsets."""
     found = [walk(graph, budget_bytes, exponent, work) for exponent in WINDOW_EXPONENTS]
     return [_with_offsets(graph, walked, budget_bytes) for walked in found if walked is not None]
 
 
-def windows(graph: Graph, planner: str, budget_bytes: int, best: Candidate, work: Work) -> Candidate:
+def windows(graph: Graph, planner: str, budget_bytes: int, best: Candidate, work: WorkLimit) -> Candidate:
     """The best of a few walks over the pool; larger pools only if the budget's own is too small."""
     if planner == "auto" and WINDOW_UNITS_PER_OP * len(graph.cost_ns) > work.limit:
         return best
@@ -88,12 +79,12 @@ def _trimmed(graph: Graph, walked: Walked, budget_bytes: int) -> Candidate:
     """A walk after reverse delete."""
     schedule = Schedule(graph, walked.steps)
     reverse_delete(schedule, max(budget_bytes, schedule.peak_bytes))
-    return of_schedule(schedule)
+    return Candidate.of(schedule)
 
 
 def _with_offsets(graph: Graph, walked: Walked, budget_bytes: int) -> Candidate:
     """A walk after reverse delete if best fit still places it, else the walk at its own offsets."""
-    raw = dataclasses.replace(of_schedule(Schedule(graph, walked.steps)), offsets=walked.offsets)
+    raw = dataclasses.replace(Candidate.of(Schedule(graph, walked.steps)), offsets=walked.offsets)
     shorter = _trimmed(graph, walked, budget_bytes)
     limit_bytes = max(budget_bytes, shorter.peak_bytes)
     placement = place_graph(graph, shorter.steps, limit_bytes)
@@ -103,7 +94,7 @@ def _with_offsets(graph: Graph, walked: Walked, budget_bytes: int) -> Candidate:
 
 
 def with_room(
-    graph: Graph, start: Candidate, found: Candidate, budget_bytes: int, work: Work
+    graph: Graph, start: Candidate, found: Candidate, budget_bytes: int, work: WorkLimit
 ) -> Candidate | None:
     """A sequence with offsets, planned with room in the slots in which packing got stuck, ever more of it.
 
@@ -128,7 +119,7 @@ def with_room(
         schedule = Schedule(graph, found.steps)
         reserved_bytes = _more_room(schedule, stacked.bottlenecks, 1 + rounds, budget_bytes, reserved_bytes)
         roomy = dataclasses.replace(graph, reserved_bytes=reserved_bytes)
-        whole = of_schedule(Schedule(roomy, start.steps))
+        whole = Candidate.of(Schedule(roomy, start.steps))
         lower = min(
             lower_to(roomy, found.steps, budget_bytes, work),
             descend(roomy, whole, budget_bytes, work, Style(tilt_ratio=0.1)),
@@ -147,7 +138,7 @@ def _with_less_room(
     best: Candidate,
     budget_bytes: int,
     reserved_bytes: IntArray,
-    work: Work,
+    work: WorkLimit,
 ) -> Candidate:
     """The cheapest placed sequence found while some of the slots, time and again others, lose their room."""
     random_number = random.Random(0)
@@ -171,16 +162,16 @@ def _with_less_room(
 
 
 def _around(
-    roomy: Graph, kinds: Sequence[int], found: Candidate, budget_bytes: int, work: Work, seed: int = 0
+    roomy: Graph, kinds: Sequence[int], found: Candidate, budget_bytes: int, work: WorkLimit, seed: int = 0
 ) -> Candidate:
     """The best of a short search around a sequence."""
-    part = Work(max(0, min(AROUND_UNITS, work.limit - work.done)))
+    part = WorkLimit(max(0, min(AROUND_UNITS, work.limit - work.done)))
     found = improve(roomy, found, budget_bytes, 0, part, kinds, seed)
     work.done += part.done
     return found
 
 
-def _stacked(graph: Graph, found: Candidate, budget_bytes: int, work: Work) -> Stacked:
+def _stacked(graph: Graph, found: Candidate, budget_bytes: int, work: WorkLimit) -> Stacked:
     """What packing a sequence from the ground up comes to."""
     stacked = stack_graph(graph, found.steps, budget_bytes, PASSES)
     work.done += stacked.work + SCHEDULE_UNITS + UNITS_PER_STEP * len(found.steps)

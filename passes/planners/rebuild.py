@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from passes.liveness import Graph
-from passes.planners.cut import DELETE_UNITS, Candidate, Work, of_schedule
+from passes.planners.candidate import Candidate, WorkLimit
+from passes.planners.cut import DELETE_UNITS
 from passes.planners.proof import Backwards, mask_of
 from passes.planners.schedule import Schedule, absent_closure, reverse_delete
 
@@ -47,7 +48,7 @@ class _Tree:
         return found
 
 
-def rebuild(graph: Graph, found: Candidate, budget_bytes: int, work: Work) -> Candidate:
+def rebuild(graph: Graph, found: Candidate, budget_bytes: int, work: WorkLimit) -> Candidate:
     """A sequence within the budget, or `found` where none is found.
 
     Args:
@@ -73,7 +74,7 @@ def rebuild(graph: Graph, found: Candidate, budget_bytes: int, work: Work) -> Ca
     if schedule.peak_bytes > budget_bytes:
         return found
     work.done += DELETE_UNITS * reverse_delete(schedule, budget_bytes)
-    return of_schedule(schedule)
+    return Candidate.of(schedule)
 
 
 def _blocks(steps: Sequence[int]) -> list[list[int]]:
@@ -125,7 +126,7 @@ def _run(graph: Graph, op: int, present: list[bool], steps: list[int]) -> None:
 class _Ways(Backwards):
     """Ways from nothing to a set of buffers that is alive at once."""
 
-    def __init__(self, graph: Graph, budget_bytes: int, work: Work) -> None:
+    def __init__(self, graph: Graph, budget_bytes: int, work: WorkLimit) -> None:
         super().__init__(graph, budget_bytes)
         self.work = work
         self._known: dict[int, list[int] | None] = {}

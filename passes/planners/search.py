@@ -22,8 +22,9 @@ from passes.ir import OpId, Plan, Program, Status
 from passes.liveness import Graph
 from passes.offsets.sweep import MOST_ITEMS
 from passes.planners.bounds import Bound, least_bytes
+from passes.planners.candidate import Candidate, WorkLimit, rank
 from passes.planners.config import PlannerConfig
-from passes.planners.cut import Candidate, Style, Work, deepen, descend, lower_to, of_schedule, rank, relax
+from passes.planners.cut import Style, deepen, descend, lower_to, relax
 from passes.planners.greedy import evict_one_by_one
 from passes.planners.neighbourhood import alike, improve
 from passes.planners.placing import end_of, walks, windows, with_offsets, with_room
@@ -90,11 +91,11 @@ class Search:
         self.config = config
         self.graph = Graph.of(program)
         schedule = Schedule(self.graph, range(len(program.ops)))
-        self.start = of_schedule(schedule)
+        self.start = Candidate.of(schedule)
         self.working_set_bytes = least_bytes(self.graph, schedule)
         self.effort = 1.0
         self.impossible_bytes = self.working_set_bytes - 1
-        self._clocks: list[Work] = []
+        self._clocks: list[WorkLimit] = []
         self._deepest: Candidate | None = None
         self._bound: Bound | None = None
         self._kinds: list[int] | None = None
@@ -124,16 +125,16 @@ class Search:
                 self.impossible_bytes = budget_bytes
         return budget_bytes <= self.impossible_bytes
 
-    def work(self, limits: float = 1.0) -> Work:
+    def work(self, limits: float = 1.0) -> WorkLimit:
         """A fresh clock, of what all clocks together may still use."""
         limit = self.config.units(len(self.graph.cost_ns)) * self.effort
         left = TOTAL_LIMITS * limit - self.done
-        self._clocks.append(Work(int(max(0.0, min(limits * limit, left)))))
+        self._clocks.append(WorkLimit(int(max(0.0, min(limits * limit, left)))))
         return self._clocks[-1]
 
-    def _own_work(self, limits: float) -> Work:
+    def _own_work(self, limits: float) -> WorkLimit:
         """A fresh clock of its own, whatever was used before."""
-        self._clocks.append(Work(int(limits * self.config.units(len(self.graph.cost_ns)) * self.effort)))
+        self._clocks.append(WorkLimit(int(limits * self.config.units(len(self.graph.cost_ns)) * self.effort)))
         return self._clocks[-1]
 
     @property
@@ -201,7 +202,7 @@ class Search:
         fitting = (d.cost_ns for d in placed if end_of(self.graph, d) <= budget_bytes)
         return min(fitting, default=math.inf)
 
-    def _tighter(self, found: Candidate, budget_bytes: int, ratio: float, work: Work) -> Candidate:
+    def _tighter(self, found: Candidate, budget_bytes: int, ratio: float, work: WorkLimit) -> Candidate:
         """A sequence for a share of the budget, or near it, with offsets."""
         target_bytes = int(budget_bytes * ratio)
         lower = lower_to(self.graph, found.steps, target_bytes, work)
@@ -267,7 +268,9 @@ class Search:
             return best
         return windows(self.graph, "auto", budget_bytes, best, self.work(WINDOWS_LIMITS))
 
-    def _improved(self, target_bytes: int, best: Candidate, tried: list[Candidate], work: Work) -> Candidate:
+    def _improved(
+        self, target_bytes: int, best: Candidate, tried: list[Candidate], work: WorkLimit
+    ) -> Candidate:
         """A search around the best candidates."""
         floor_ns = self._floor_ns(target_bytes)
         others = sorted((d for d in tried if d.steps != best.steps), key=lambda d: rank(d, target_bytes))
@@ -278,7 +281,7 @@ class Search:
             best = min(best, found, key=lambda d: rank(d, target_bytes))
         return best
 
-    def _from_levels(self, budget_bytes: int, levels: tuple[int, ...], work: Work) -> list[Candidate]:
+    def _from_levels(self, budget_bytes: int, levels: tuple[int, ...], work: WorkLimit) -> list[Candidate]:
         """Candidates to levels below the budget, and up to it again; stops at the first that keeps it.
 
         Level `k` leaves `LEVEL_RATIO ** k` of the bytes between the working set and the program's own peak.
@@ -299,7 +302,7 @@ class Search:
                 break
         return found
 
-    def _lowest(self, target_bytes: int, best: Candidate, work: Work) -> Candidate:
+    def _lowest(self, target_bytes: int, best: Candidate, work: WorkLimit) -> Candidate:
         """Bisect for the lowest level that a candidate from the start, or from the best so far, reaches."""
         low_bytes = target_bytes
         while best.peak_bytes - low_bytes > NEAR_RATIO * best.peak_bytes and work.left:
@@ -315,18 +318,18 @@ class Search:
                 low_bytes = level_bytes
         return best
 
-    def _attempts(self, target_bytes: int, work: Work) -> list[Candidate]:
+    def _attempts(self, target_bytes: int, work: WorkLimit) -> list[Candidate]:
         """Candidates in several styles until the work limit; the first one may take more."""
         found: list[Candidate] = []
         for style in PORTFOLIO:
-            part = Work(work.limit // 3 if found else FIRST_LIMITS * work.limit)
+            part = WorkLimit(work.limit // 3 if found else FIRST_LIMITS * work.limit)
             found.append(descend(self.graph, self.start, target_bytes, part, style))
             work.done += part.done
             best = min(found, key=lambda d: rank(d, target_bytes))
             if not work.left or self._is_near(best, target_bytes):
                 return found
         if GREEDY_UNITS_PER_OP * len(self.graph.cost_ns) <= work.limit - work.done:
-            part = Work((work.limit - work.done) // 2)
+            part = WorkLimit((work.limit - work.done) // 2)
             found.append(evict_one_by_one(self.graph, self.start, target_bytes, part))
             work.done += part.done
         return found
