@@ -6,6 +6,7 @@ time. Work is counted, not timed: a plan must not depend on the machine or on it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -59,26 +60,35 @@ class CandidatePool:
 
     Attributes:
         budget_bytes: what they are for.
+        first: the one that was there first.
         best: the one of lowest rank; of equals the first.
     """
 
     def __init__(self, budget_bytes: int, first: Candidate) -> None:
         self.budget_bytes = budget_bytes
-        self.best = first
+        self.first = self.best = first
         self._found = [first]
+
+    def rank(self, candidate: Candidate) -> tuple[bool, int, int]:
+        """Whether it is over the budget, then what it costs, or by how much it is over; smaller is better."""
+        return rank(candidate, self.budget_bytes)
+
+    @property
+    def least_ns(self) -> float:
+        """The cost of the best candidate, infinite if it does not keep the budget."""
+        return math.inf if self.rank(self.best)[0] else self.best.cost_ns
 
     @property
     def keeps_budget(self) -> bool:
         """Whether the best candidate does."""
-        return self.best.peak_bytes <= self.budget_bytes
+        return self.least_ns < math.inf
 
     def offer(self, candidates: Iterable[Candidate]) -> None:
         """Add candidates; they may be made one by one, with `best` up to date each time."""
         for candidate in candidates:
             self._found.append(candidate)
-            self.best = min(self.best, candidate, key=lambda c: rank(c, self.budget_bytes))
+            self.best = min(self.best, candidate, key=self.rank)
 
     def others(self, most: int) -> list[Candidate]:
         """The best of those with other steps than the best one."""
-        others = [c for c in self._found if c.steps != self.best.steps]
-        return sorted(others, key=lambda c: rank(c, self.budget_bytes))[:most]
+        return sorted((c for c in self._found if c.steps != self.best.steps), key=self.rank)[:most]

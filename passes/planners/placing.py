@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from passes.liveness import Graph, IntArray
 from passes.offsets.best_fit import Stacked, place_graph, stack_graph
 from passes.offsets.skyline import Bottleneck
-from passes.planners.candidate import Candidate, WorkLimit, rank
+from passes.planners.candidate import Candidate, CandidatePool, WorkLimit, rank
 from passes.planners.cut import SCHEDULE_UNITS, Style, descend, lower_to, relax
 from passes.planners.neighbourhood import alike, improve
 from passes.planners.schedule import Schedule, reverse_delete
@@ -23,7 +23,6 @@ from passes.planners.window import Walked, walk
 
 WINDOW_EXPONENTS = (0.0, 1.0, 0.5)
 WINDOW_EXCESS = (1.0, 1.06, 1.2, 1.5)
-WINDOW_UNITS_PER_OP = 250
 PASSES = 10
 UNITS_PER_STEP = 10
 MOST_ROUNDS = 60
@@ -50,29 +49,39 @@ def with_offsets(graph: Graph, found: Candidate, budget_bytes: int) -> Candidate
     return dataclasses.replace(found, offsets=placement.offsets)
 
 
-def walks(graph: Graph, budget_bytes: int, work: WorkLimit) -> list[Candidate]:
-    """Walks in a pool of the budget's size, with offsets."""
-    found = [walk(graph, budget_bytes, exponent, work) for exponent in WINDOW_EXPONENTS]
-    return [_with_offsets(graph, walked, budget_bytes) for walked in found if walked is not None]
+class PlacedPool(CandidatePool):
+    """Candidates with offsets, for a budget of addresses.
+
+    Args:
+        near_ns: what the budget is kept at only if a plan costs no more; dearer ones are not searched on.
+    """
+
+    def __init__(self, graph: Graph, budget_bytes: int, first: Candidate, near_ns: int) -> None:
+        super().__init__(budget_bytes, first)
+        self._graph, self._near_ns = graph, near_ns
+
+    def rank(self, candidate: Candidate) -> tuple[bool, int, int]:
+        """As for live bytes, by the end of the highest live range."""
+        end_bytes = end_of(self._graph, candidate)
+        return rank(dataclasses.replace(candidate, peak_bytes=end_bytes), self.budget_bytes)
+
+    @property
+    def keeps_budget(self) -> bool:
+        """Whether the best candidate does at hardly any cost."""
+        return self.least_ns <= self._near_ns
 
 
-def windows(graph: Graph, planner: str, budget_bytes: int, best: Candidate, work: WorkLimit) -> Candidate:
-    """The best of a few walks over the pool; larger pools only if the budget's own is too small."""
-    if planner == "auto" and WINDOW_UNITS_PER_OP * len(graph.cost_ns) > work.limit:
-        return best
+def walks(graph: Graph, pool: CandidatePool, work: WorkLimit) -> Iterator[Candidate]:
+    """A few walks over an address-ordered pool; a larger one only if the budget's own is too small."""
     for excess in WINDOW_EXCESS:
         for exponent in WINDOW_EXPONENTS:
-            walked = walk(graph, int(budget_bytes * excess), exponent, work)
-            if walked is not None and planner == "auto":
-                best = min(best, _trimmed(graph, walked, budget_bytes), key=lambda d: rank(d, budget_bytes))
-            elif walked is not None:
-                placed = _with_offsets(graph, walked, budget_bytes)
-                best = min(best, placed, key=lambda d: rank(d, budget_bytes))
+            walked = walk(graph, int(pool.budget_bytes * excess), exponent, work)
+            if walked is not None:
+                yield _with_offsets(graph, walked, pool.budget_bytes)
             if not work.left:
-                return best
-        if planner == "auto" or best.peak_bytes <= budget_bytes:
-            break
-    return best
+                return
+        if pool.keeps_budget:
+            return
 
 
 def _trimmed(graph: Graph, walked: Walked, budget_bytes: int) -> Candidate:
