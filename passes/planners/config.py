@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from passes.ir import BufferId
 from passes.link import Link
+from passes.registry import PLANNERS as PLANNERS
 
-PLANNERS = ("auto", "window", "cut", "exact", "dtr", "dtr-eq", "dte", "coop-online", "chen", "delta")
-SEARCHING = ("auto", "window", "cut")
+SEARCHING = tuple(name for name, planner in PLANNERS.items() if planner.searches)
 UNITS_PER_OP = 100
 LEAST_UNITS = 1_000_000
 QUICK_UNITS = 200_000
