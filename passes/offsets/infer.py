@@ -1,6 +1,6 @@
 """What follows from placing one item: for several candidates of a node at once, in numpy.
 
-The rules are in the head of `passes.offsets.sweep`. Arrays have a row for each candidate.
+The rules are in the head of `passes.offsets.solver`. Arrays have a row for each candidate.
 """
 
 from __future__ import annotations
