@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from passes.liveness import BoolArray, IntArray
-from passes.offsets.sections import NONE_LEFT, Sections
+from passes.offsets.sweep import NONE_LEFT, Sections
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

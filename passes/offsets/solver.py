@@ -30,7 +30,7 @@ import numpy.typing as npt
 from passes.liveness import IntArray
 from passes.offsets.infer import Left, Rules
 from passes.offsets.packing import Item
-from passes.offsets.sections import NONE_LEFT, Sections
+from passes.offsets.sweep import NONE_LEFT, Sections
 
 MOST_ITEMS = 400
 FIRST_TRIES = 300
