@@ -1,6 +1,7 @@
 """An exact packer: depth-first search over items in the order of their offsets, section by section.
 
-After MiniMalloc (ASPLOS 2023), with more inference. Time is cut into sections in which the same items are
+After MiniMalloc (ASPLOS 2023), with more inference; `passes.offsets.infer.RuleSet` switches each rule off.
+Time is cut into sections in which the same items are
 alive. Items are placed from low to high offsets, each at the lowest offset that what is placed leaves it:
 
 canonical   offsets never fall from one placement to the next, ties in the order of `rank`; every item
@@ -28,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from passes.liveness import IntArray
-from passes.offsets.infer import Left, Rules
+from passes.offsets.infer import ALL, Left, Rules, RuleSet
 from passes.offsets.packing import Item
 from passes.offsets.sweep import NONE_LEFT, Sections
 
@@ -63,7 +64,11 @@ class Sweep:
     """
 
     def __init__(
-        self, items: Sequence[Item], capacity_bytes: int, stop: Callable[[], bool] = lambda: False
+        self,
+        items: Sequence[Item],
+        capacity_bytes: int,
+        stop: Callable[[], bool] = lambda: False,
+        on: RuleSet = ALL,
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.stop = stop
@@ -71,7 +76,7 @@ class Sweep:
         self._sections = Sections.of(items)
         n_sections = self._sections.held.shape[1]
         failures = np.zeros(n_sections, dtype=np.int64)
-        self._rules = Rules(sections=self._sections, capacity_bytes=capacity_bytes, failures=failures)
+        self._rules = Rules(sections=self._sections, capacity_bytes=capacity_bytes, failures=failures, on=on)
         self._weights = np.zeros(n_sections)
         self._limit = 0
         self._order, self._anew = ORDERS[0]
@@ -206,13 +211,13 @@ class Sweep:
         """Whether a part can be placed, searched once; offsets are kept if it is one `among` others."""
         key = part.key()
         index = self._sections.index[part.items].tolist()
-        if key in self._found:
+        if self._rules.on.memory and key in self._found:
             for i, offset in zip(index, self._found[key], strict=True):
                 self._offsets[i] = offset
             return True
         at = (part.least, part.last_rank)
         failed = self._failed.get(key)
-        if failed is not None and failed <= at:
+        if self._rules.on.memory and failed is not None and failed <= at:
             return False
         if not (yield part):
             if len(self._failed) < MOST_REMEMBERED:
@@ -227,7 +232,7 @@ class Sweep:
         items = left.items
         reach = np.maximum.accumulate(self._sections.last[items])
         breaks = np.flatnonzero(self._sections.first[items[1:]] > reach[:-1]) + 1
-        if not len(breaks):
+        if not len(breaks) or not self._rules.on.parts:
             return [left] if len(items) else []
         found = [self._part(left, some) for some in np.split(items, breaks)]
         return sorted(found, key=lambda part: (self._slack(part), len(part.items)))
