@@ -277,7 +277,7 @@ def test_scans_without_a_backward_are_no_pair() -> None:
 def test_what_is_made_again_is_reported_with_its_line() -> None:
     jaxpr, _ = opened(jax.grad(plain), WS, X)
     again = [r for choice in frontier(jaxpr, CPU)[-1] for r in all_recomputed(choice)]
-    assert any("dot_general in 6 turns" in r.op and "test_scan.py" in r.source for r in again)
+    assert any("dot_general in 6 iterations" in r.op and "test_scan.py" in r.source for r in again)
     assert all(r.cost_ns > 0 for r in again)
 
 
@@ -380,3 +380,34 @@ def test_an_absent_gpu_keeps_the_budget_of_a_scanned_program(h200: str) -> None:
     limited = jax.jit(jax.grad(remat(plain, budget=budget, device=h200)))
     memory = aot.memory(aot.lower_for(limited, specs, device=h200).compile())
     assert memory.total_bytes <= budget
+
+
+def gated(ws: Any, xs: Any) -> Any:
+    """Two equal recurrent layers in one body, with four gates each from one dot."""
+
+    def cell(w: Any, c: Any, x: Any, h: Any) -> Any:
+        i, f, g, o = jnp.split(jnp.concatenate([x, h], 1) @ w, 4, axis=1)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        return c, jax.nn.sigmoid(o) * jnp.tanh(c)
+
+    def body(carry: Any, x: Any) -> Any:
+        (c0, h0), (c1, h1) = carry
+        c0, h0 = cell(ws[0], c0, x, h0)
+        c1, h1 = cell(ws[1], c1, h0, h1)
+        return ((c0, h0), (c1, h1)), h1
+
+    zero = jnp.zeros(xs.shape[1:])
+    return lax.scan(body, ((zero, zero), (zero, zero)), xs)[1].mean()
+
+
+def test_the_dot_of_four_gates_is_stacked_once_and_equal_layers_give_theirs_up_one_by_one() -> None:
+    """haiku's LSTM on an H200: eight small stacks cost 2.4 % more than `dots_saveable`, and in its bytes there
+    was no level with the dot of one layer only: now -3.8 %."""
+    size = 256
+    jaxpr, _ = opened(jax.grad(gated), jnp.ones((2, 2 * size, 4 * size)), jnp.ones((16, 8, size)))
+    levels = frontier(jaxpr, DEVICES["h200"])
+    dots = [sum(v.aval.shape == (8, 4 * size) for v in choice.kept) for (choice,) in levels]
+    assert dots[0] == 2
+    assert {0, 1, 2} <= set(dots)
+    gates = [v for v in levels[0][0].kept if v.aval.shape == (8, size)]
+    assert len(gates) <= 4, "the carries, which the backward pass reads anyway"

@@ -19,7 +19,8 @@ from passes.ir import Op
 from passes.jaxpr import compat
 from passes.jaxpr.flops import flops_per_element
 from passes.jaxpr.lift import SLICE_PASSES, lift
-from passes.jaxpr.purity import has_effect
+from passes.jaxpr.primitives import Kind
+from passes.jaxpr.purity import eqn_kind, has_effect
 from passes.jaxpr.rewrite import defined
 from passes.jaxpr.scans.choice import Choice
 from passes.jaxpr.scans.pairs import ScanPair
@@ -27,6 +28,10 @@ from passes.outcome import Recomputed
 from passes.planners.closure import MadeBy, cheapest_to_keep
 
 PICO = 1000
+# What the last value's byte costs more than the first one's.
+TILT_RATIO = 0.1
+# Kernels that compute their operands.
+_FUSING = (Kind.FUSIBLE, Kind.VIEW, Kind.REDUCTION)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +77,14 @@ def iteration_of(pair: ScanPair, device: DeviceModel) -> Iteration:
 
 
 def choose(iteration: Iteration, ns_per_byte: float) -> Choice:
-    """The cheapest choice for one price of a byte."""
+    """The cheapest choice for one price of a byte, which is a little more for later values.
+
+    So values that are worth the same, as in equal layers of one body, are given up one after the other.
+    """
+    tilt = TILT_RATIO / len(iteration.values)
     prices = [
-        round(PICO * ns_per_byte * nbytes) + traffic
-        for nbytes, traffic in zip(iteration.stacked_bytes, iteration.traffic_ps, strict=True)
+        round(PICO * ns_per_byte * (1 + tilt * k) * nbytes) + traffic
+        for k, (nbytes, traffic) in enumerate(zip(iteration.stacked_bytes, iteration.traffic_ps, strict=True))
     ]
     kept = cheapest_to_keep(prices, iteration.ops, iteration.demanded)
     return Choice(
@@ -141,12 +150,16 @@ def _prices(pair: ScanPair, values: list[Any], device: DeviceModel) -> tuple[lis
 def _ops(
     pair: ScanPair, index: dict[Any, int], device: DeviceModel
 ) -> tuple[list[MadeBy], dict[int, Recomputed]]:
-    """The first body's equations with what it costs to run them in the second half, too."""
+    """The first body's equations with what it costs to run them in the second half, too.
+
+    What is computed elementwise for kernels that compute their operands joins one that is there.
+    """
     joined = joined_body(pair)
     lifted = lift(compat.dce_jaxpr(joined, [True] * len(joined.outvars)), device, as_xla=False)
     kernel_of: dict[Any, Op] = {}
     for op, body in zip(lifted.program.ops, lifted.bodies, strict=True):
         kernel_of.update(dict.fromkeys(lifted.jaxpr.eqns[body[-1]].outvars, op))
+    whole = {v for eqn in joined.eqns if eqn_kind(eqn) not in _FUSING for v in compat.variables(eqn.invars)}
     ops: list[MadeBy] = []
     kernels: dict[int, Recomputed] = {}
     for eqn in pair.make.jaxpr.eqns:
@@ -154,8 +167,10 @@ def _ops(
         if not outputs:
             continue
         kernel = next((kernel_of[v] for v in eqn.outvars if v in kernel_of), None)
-        cost = _fused_ps(eqn, device) if kernel is None else PICO * kernel.cost_ns
+        cost = _fused_ps(eqn, device)
         if kernel is not None:
+            joins = eqn_kind(eqn) is Kind.FUSIBLE and not whole & {*eqn.outvars}
+            cost = max(cost, PICO * (kernel.cost_ns - device.launch_ns * joins))
             kernels[len(ops)] = _recomputed(eqn, kernel, pair.length)
         once = has_effect(eqn) or (kernel is not None and not kernel.recomputable)
         inputs = tuple(index[v] for v in eqn.invars if compat.is_variable(v))

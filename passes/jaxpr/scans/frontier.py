@@ -17,7 +17,7 @@ from passes.jaxpr import compat
 from passes.jaxpr.primitives import Kind
 from passes.jaxpr.purity import eqn_kind
 from passes.jaxpr.scans.choice import Choice, Inside, Level
-from passes.jaxpr.scans.cut import choose, iteration_of, joined_body, kernels_of
+from passes.jaxpr.scans.cut import TILT_RATIO, choose, iteration_of, joined_body, kernels_of
 from passes.jaxpr.scans.emit import rewrite, with_inner
 from passes.jaxpr.scans.pairs import Enclosure, ScanPair, find_enclosures, find_pairs
 from passes.jaxpr.scans.segments import Segments, segment_counts, segment_program
@@ -44,7 +44,7 @@ def frontier(jaxpr: Any, device: DeviceModel) -> list[Level]:
 
     def level(price: float) -> Level:
         ns_per_byte = price * 1e9 / device.bytes_per_second
-        return tuple(site(ns_per_byte) for site in sites)
+        return tuple(site(ns_per_byte * (1 + TILT_RATIO * k / len(sites))) for k, site in enumerate(sites))
 
     prices = [0.0, *(FIRST_PRICE * GROWTH**k for k in range(PRICES))]
     found = {price: level(price) for price in prices}
