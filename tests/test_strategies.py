@@ -34,6 +34,14 @@ def test_without_a_strategy_a_plan_costs_more_or_is_not_found(strategy: str, see
     assert is_worse(plan(program, budget_bytes, without), made)
 
 
+def test_without_evictions_a_small_irregular_program_costs_more():
+    program = random_program(random.Random(112), 30)
+    budget_bytes = share_of_peak(program, 0.8)
+    made = plan(program, budget_bytes, PlannerConfig(quick=True))
+    without = PlannerConfig(quick=True, without=frozenset({"evictions"}))
+    assert is_worse(plan(program, budget_bytes, without), made)
+
+
 @pytest.mark.parametrize(("strategy", "seed", "n_ops"), [("bisection", 1, 30), ("small steps", 2, 40)])
 def test_without_a_strategy_the_least_peak_is_higher(strategy: str, seed: int, n_ops: int):
     program = random_program(random.Random(seed), n_ops)

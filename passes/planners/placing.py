@@ -1,6 +1,6 @@
 """Sequences with offsets: by best fit, by the window planner, or planned with room where packing gets stuck.
 
-Room is a number of bytes in each slot that a plan leaves free (`Graph.reserved_bytes`). It grows where
+Slack is a number of bytes in each slot that a plan leaves free (`Graph.slack_bytes`). It grows where
 packing from the ground up gets stuck most often, a little at a time, until a plan's copies can be packed.
 """
 
@@ -114,7 +114,7 @@ def with_room(
     Returns:
         None if work or bytes do not suffice.
     """
-    reserved_bytes: IntArray = np.zeros(len(graph.cost_ns) + 1, dtype=np.int64)
+    slack_bytes: IntArray = np.zeros(len(graph.cost_ns) + 1, dtype=np.int64)
     kinds = alike(graph)
     for rounds in range(MOST_ROUNDS):
         if not work.left:
@@ -122,12 +122,12 @@ def with_room(
         stacked = _stacked(graph, found, budget_bytes, work)
         if stacked.offsets is not None:
             placed = dataclasses.replace(found, offsets=stacked.offsets)
-            return _with_less_room(graph, kinds, placed, budget_bytes, reserved_bytes, work)
+            return _with_less_room(graph, kinds, placed, budget_bytes, slack_bytes, work)
         if not stacked.bottlenecks:
             break
         schedule = Schedule(graph, found.steps)
-        reserved_bytes = _more_room(schedule, stacked.bottlenecks, 1 + rounds, budget_bytes, reserved_bytes)
-        roomy = dataclasses.replace(graph, reserved_bytes=reserved_bytes)
+        slack_bytes = _more_room(schedule, stacked.bottlenecks, 1 + rounds, budget_bytes, slack_bytes)
+        roomy = dataclasses.replace(graph, slack_bytes=slack_bytes)
         whole = Candidate.of(Schedule(roomy, start.steps))
         lower = min(
             lower_to(roomy, found.steps, budget_bytes, work),
@@ -135,7 +135,7 @@ def with_room(
             key=lambda d: rank(d, budget_bytes),
         )
         if lower.peak_bytes > budget_bytes:
-            reserved_bytes = reserved_bytes // 2
+            slack_bytes = slack_bytes // 2
         else:
             found = _around(roomy, kinds, lower, budget_bytes, work)
     return None
@@ -146,19 +146,19 @@ def _with_less_room(
     kinds: Sequence[int],
     best: Candidate,
     budget_bytes: int,
-    reserved_bytes: IntArray,
+    slack_bytes: IntArray,
     work: WorkLimit,
 ) -> Candidate:
     """The cheapest placed sequence found while some of the slots, time and again others, lose their room."""
     random_number = random.Random(0)
-    slots = np.flatnonzero(reserved_bytes).tolist()
+    slots = np.flatnonzero(slack_bytes).tolist()
     stale = 0
     while work.left and slots and stale < PATIENCE:
         count = max(1, random_number.randrange(len(slots) + 1) // 2)
         first = random_number.randrange(len(slots) - count + 1)
-        less_bytes = reserved_bytes.copy()
+        less_bytes = slack_bytes.copy()
         less_bytes[slots[first : first + count]] = 0
-        roomy = dataclasses.replace(graph, reserved_bytes=less_bytes)
+        roomy = dataclasses.replace(graph, slack_bytes=less_bytes)
         found = _around(roomy, kinds, relax(roomy, best, budget_bytes), budget_bytes, work, stale)
         stale += 1
         if found.cost_ns < best.cost_ns:
@@ -166,7 +166,7 @@ def _with_less_room(
             if stacked.offsets is not None:
                 best = dataclasses.replace(found, offsets=stacked.offsets)
                 slots = [*slots[:first], *slots[first + count :]]
-                reserved_bytes, stale = less_bytes, 0
+                slack_bytes, stale = less_bytes, 0
     return dataclasses.replace(best, peak_bytes=Schedule(graph, best.steps).peak_bytes)
 
 
@@ -192,7 +192,7 @@ def _more_room(
     bottlenecks: Sequence[Bottleneck],
     most: int,
     budget_bytes: int,
-    reserved_bytes: IntArray,
+    slack_bytes: IntArray,
 ) -> IntArray:
     """Reserved bytes with which the sequence is over the budget where packing got stuck most often.
 
@@ -202,7 +202,7 @@ def _more_room(
     lacking: dict[tuple[int, int], list[int]] = {}
     for bottleneck in bottlenecks:
         lacking.setdefault((bottleneck.start, bottleneck.stop), []).append(bottleneck.lacking_bytes)
-    found = reserved_bytes.copy()
+    found = slack_bytes.copy()
     for start, stop in sorted(lacking, key=lambda section: (-len(lacking[section]), section))[:most]:
         lacks = sorted(lacking[start, stop])
         lacking_bytes = lacks[len(lacks) // 2]
