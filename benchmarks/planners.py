@@ -37,8 +37,8 @@ from passes.hlo import graph, proto
 from passes.hlo.lift import lift
 from passes.ir import Program, Status
 from passes.planners import PlannerConfig, plan
-from passes.planners.config import PLANNERS
 from passes.planners.exact.linear import strengthened
+from passes.registry import PLANNERS
 from passes.simulate import simulate
 from passes.validate import validate
 
@@ -217,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--graphs", type=Path, required=True, help="folder of coop-program/1 files")
     parser.add_argument("--gpt", type=int, default=0, metavar="LAYERS", help="compile a GPT's kernels, too")
-    parser.add_argument("--only", default=",".join(p for p in PLANNERS if p not in ("window", "cut")))
+    parser.add_argument("--only", default=",".join(name for name, p in PLANNERS.items() if p.measured))
     parser.add_argument("--budgets", default=",".join(map(str, BUDGETS)))
     parser.add_argument("--time-limit", type=float, default=120.0, help="seconds for each exact plan")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/planners.json"))

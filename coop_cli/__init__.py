@@ -8,24 +8,32 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
-PLANNERS = ("auto", "window", "cut", "exact", "dtr", "dtr-eq", "dte", "coop-online", "chen", "delta")
 DEVICES = ("h200", "h100", "a100", "b200", "v4", "v5e", "v5p", "v6e", "tpu7x")
 SLICE = re.compile(r"(v4|v5e|v5p|v6e|tpu7x):\d+(x\d+){1,2}")
-PLANNER_HELP = (
-    "auto (default), window or cut: search; exact: prove the optimum (OR-Tools); dtr, dtr-eq, dte, "
-    "coop-online, chen, delta (with --host): what others do, replayed"
-)
+PLANNER_HELP = "auto (default), exact to prove the optimum (OR-Tools), or one of %(choices)s"
 EXAMPLES = """examples:
   coop explain train.py:step --spec params --spec 'f32[64,1024]' --device h200
   coop pareto train.py:step --spec params --spec batch --device h200 --out curve.svg
   coop plan train.py:step --spec params --spec batch --budget 8GiB --device h200 --out report.html
   coop inspect /tmp/xla_dump --out memory.html
 """
+
+
+class _Planners:
+    """The planners' names, looked up when they are asked for and no sooner."""
+
+    def __iter__(self) -> Iterator[str]:
+        from passes.registry import PLANNERS
+
+        return iter(PLANNERS)
+
+    def __contains__(self, name: str) -> bool:
+        return name in tuple(self)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -141,7 +149,7 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--host", metavar="BYTES", help='how much may wait in the host\'s memory, such as "64GiB"'
     )
-    command.add_argument("--planner", default="auto", choices=PLANNERS, help=PLANNER_HELP)
+    command.add_argument("--planner", default="auto", choices=_Planners(), metavar="NAME", help=PLANNER_HELP)
 
 
 def _add_pareto(command: argparse.ArgumentParser) -> None:
@@ -195,7 +203,7 @@ def _add_solve(command: argparse.ArgumentParser) -> None:
         required=True,
         help='bytes, such as 1048576 or "8GiB", or a fraction of the live peak, such as 0.8',
     )
-    command.add_argument("--planner", default="auto", choices=PLANNERS, help=PLANNER_HELP)
+    command.add_argument("--planner", default="auto", choices=_Planners(), metavar="NAME", help=PLANNER_HELP)
     command.add_argument(
         "--time-limit", metavar="S",
         help="about how many seconds to search (a work limit: the plan does not depend on the machine; "

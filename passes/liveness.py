@@ -102,7 +102,7 @@ class Graph:
         is_output: whether a buffer must survive the last op.
         argument_bytes: bytes of all arguments, alive throughout.
         arrays: the same as arrays.
-        reserved_bytes: bytes that planners leave free in every slot and at the end, shape (ops + 1,).
+        slack_bytes: bytes that planners leave free in every slot and at the end, shape (ops + 1,).
     """
 
     program: Program
@@ -117,7 +117,7 @@ class Graph:
     is_output: list[bool]
     argument_bytes: int
     arrays: Arrays
-    reserved_bytes: IntArray | None = None
+    slack_bytes: IntArray | None = None
 
     @classmethod
     def of(cls, program: Program) -> Graph:

@@ -15,7 +15,6 @@ import coop_cli
 from coop_cli import main
 from coop_jax import doctor
 from coop_jax.screen import as_text
-from passes.planners.config import PLANNERS
 
 SCRIPT = """
 import jax, jax.numpy as jnp
@@ -65,11 +64,10 @@ def test_help_is_quick_because_nothing_is_imported_for_it() -> None:
     assert used < MOST_HELP_SECONDS
 
 
-def test_words_that_are_written_twice_are_the_same() -> None:
+def test_devices_that_are_written_twice_are_the_same() -> None:
     from coop_jax.aot import TARGETS
     from coop_jax.tpu import CHIPS
 
-    assert coop_cli.PLANNERS == PLANNERS
     assert coop_cli.DEVICES == TARGETS
     assert {name for name in TARGETS if coop_cli.SLICE.fullmatch(f"{name}:2x4")} == set(CHIPS)
 

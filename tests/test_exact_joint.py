@@ -19,7 +19,7 @@ from passes.liveness import Graph
 from passes.offsets.best_fit import place_graph
 from passes.offsets.packing import Span, disjoint
 from passes.planners import PlannerConfig, plan, search
-from passes.planners.cut import Candidate, of_schedule
+from passes.planners.candidate import Candidate
 from passes.planners.exact import lifetimes, placed
 from passes.planners.exact.axis import Axis
 from passes.planners.exact.limits import Clock, ExactConfig
@@ -86,7 +86,7 @@ def unproved() -> tuple[Graph, int, Candidate]:
     hint = search.plan(program, 34, PlannerConfig(work_limit=200_000))
     graph = Graph.of(program)
     assert hint.status.found
-    return graph, 34, of_schedule(Schedule(graph, hint.steps))
+    return graph, 34, Candidate.of(Schedule(graph, hint.steps))
 
 
 def test_slots_that_are_chosen_anew_cost_less():

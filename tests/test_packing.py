@@ -14,7 +14,7 @@ from strategies import items_to_pack
 from benchmarks.pack import cut_up
 from coop_cli import main
 from passes.offsets.packing import Item, Span, apart, check_packing, height_bytes, live_bytes
-from passes.offsets.sweep import LimitError, Sweep
+from passes.offsets.solver import LimitError, Sweep
 from passes.planners.exact.rectangles import model_of, pack
 
 

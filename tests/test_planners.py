@@ -25,7 +25,8 @@ from passes.planners import PlannerConfig, cut_bound, frontier, least_peak, plan
 from passes.planners.neighbourhood import alike
 from passes.planners.proof import is_impossible
 from passes.planners.schedule import Schedule
-from passes.planners.search import TOTAL_LIMITS, Search
+from passes.planners.search import Search
+from passes.planners.state import SEARCH
 from passes.simulate import simulate
 from passes.validate import validate
 
@@ -535,4 +536,4 @@ def test_a_call_that_fails_does_a_bounded_amount_of_work(limit: int):
     budget_bytes = search.working_set_bytes
     found = search.best(budget_bytes)
     assert found.peak_bytes > budget_bytes
-    assert limit < search.done < 2 * TOTAL_LIMITS * limit
+    assert limit < search.done < 2 * SEARCH.total_limits * limit

@@ -110,7 +110,7 @@ def test_room_is_counted_as_alive_in_its_slot():
     plain = Schedule(graph, range(20))
     room = np.zeros(21, dtype=np.int64)
     room[19] = 7
-    roomy = dataclasses.replace(graph, reserved_bytes=room)
+    roomy = dataclasses.replace(graph, slack_bytes=room)
     assert (Schedule(roomy, range(20)).live - plain.live).tolist() == [0] * 19 + [7]
 
 

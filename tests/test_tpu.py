@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import coop_jax as coop
 from benchmarks.promise import build
-from coop_jax import aot, mark, tpu
+from coop_jax import aot, callback, mark, tpu
 from coop_jax.callback import check_total
 from coop_jax.errors import BudgetExceededError, InfeasibleBudgetError, UnsupportedError
 from passes.backend import TPU
@@ -29,7 +29,7 @@ GIB = 1 << 30
 
 
 def scanned_step(weights: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Gradient candidate on twelve layers in a scan."""
+    """Gradient descent on twelve layers in a scan."""
 
     def loss(weights: jax.Array) -> jax.Array:
         last, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w) + x, None), x, weights)
@@ -127,7 +127,7 @@ def test_a_program_that_fell_short_is_held_to_less_the_next_time(v5e: str) -> No
 
 
 def test_a_plan_that_fell_short_is_made_again(v5e: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    budget, check, checked = 32 << 20, xla.check_total, []
+    budget, check, checked = 32 << 20, callback.check_total, []
 
     def check_more(record: Any, memory: Any) -> None:
         total = budget + 4096 if not checked else memory.total_allocation_bytes
@@ -137,7 +137,7 @@ def test_a_plan_that_fell_short_is_made_again(v5e: str, monkeypatch: pytest.Monk
         }
         check(record, SimpleNamespace(total_allocation_bytes=total, **nothing_on_host))
 
-    monkeypatch.setattr(xla, "check_total", check_more)
+    monkeypatch.setattr(callback, "check_total", check_more)
     assert plan_scanned(1 << 10, budget, v5e).compiled_total_bytes == checked[1] < budget < checked[0]
     assert len(checked) == 2
 

@@ -20,7 +20,7 @@ from passes.ir import OpId, Page, Program
 from passes.liveness import Copies, Graph, IntArray, copies_of
 from passes.offsets.packing import Span, disjoint
 from passes.offsets.skyline import Bottleneck, Skyline
-from passes.offsets.sweep import MOST_ITEMS, LimitError, Sweep
+from passes.offsets.solver import MOST_ITEMS, LimitError, Sweep
 
 MOST_TRIES = 1_000_000
 MOST_STACKED = 4000

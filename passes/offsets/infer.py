@@ -1,6 +1,6 @@
 """What follows from placing one item: for several candidates of a node at once, in numpy.
 
-The rules are in the head of `passes.offsets.sweep`. Arrays have a row for each candidate.
+The rules are in the head of `passes.offsets.solver`. Arrays have a row for each candidate.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from passes.liveness import BoolArray, IntArray
-from passes.offsets.sections import NONE_LEFT, Sections
+from passes.offsets.sweep import NONE_LEFT, Sections
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,17 +42,45 @@ class Left:
         return b"".join(array.tobytes() for array in (self.items, *of_items))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleSet:
+    """Which rules are used; each only leaves out what cannot be, or need not be looked at.
+
+    Attributes:
+        canonical: what was passed over, or cannot stand on what is placed, stands on something that is left.
+        dominance: no item is placed so high that another one would fit below it.
+        heads: in every section what is left fits above any height which it cannot go below.
+        not_first: an item above whose lowest offset its section does not fit has another one below it.
+        hatless: an item with nothing left above it is placed once.
+        parts: what shares no section is solved apart.
+        memory: what is left is searched once.
+    """
+
+    canonical: bool = True
+    dominance: bool = True
+    heads: bool = True
+    not_first: bool = True
+    hatless: bool = True
+    parts: bool = True
+    memory: bool = True
+
+
+ALL = RuleSet()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rules:
     """The rules of one problem.
 
     Attributes:
+        on: which of them are used.
         failures: how often what is left did not fit in a section; counted up in place.
     """
 
     sections: Sections
     capacity_bytes: int
     failures: IntArray
+    on: RuleSet = ALL
 
     def candidates(self, left: Left) -> IntArray:
         """The items that can be placed next, the lowest first."""
@@ -60,18 +88,20 @@ class Rules:
         low, stand, ranks = left.low[items], left.stand[items], left.rank[items]
         first, last = self.sections.first[items[0]], self.sections.last[items].max()
         highest = self.capacity_bytes - int(left.total[first : last + 1].max())
-        below = int((stand + self.sections.size[items]).min())
+        below = int((stand + self.sections.size[items]).min()) if self.on.dominance else NONE_LEFT
         later = (low > left.least) | (ranks > left.last_rank)
         chosen = np.flatnonzero(later & (low == stand) & (low < below) & (low <= highest))
         chosen = chosen[np.lexsort((ranks[chosen], low[chosen]))]
         hats = (self.sections.lift[np.ix_(items[chosen], items)] > 0).any(axis=1)
-        if not hats.all():
+        if self.on.hatless and not hats.all():
             chosen = chosen[: int(hats.argmin()) + 1]
         return items[chosen]
 
     def roomy(self, left: Left, chosen: IntArray) -> IntArray:
         """The candidates in whose own sections what is left would fit above the lowest of it."""
         sections = self.sections
+        if not self.on.heads:
+            return chosen
         rows = [sections.rows[k] for k in chosen.tolist()]
         which = np.repeat(np.arange(len(chosen)), [len(row) for row in rows])
         row, item = np.concatenate(rows), chosen[which]
@@ -137,7 +167,8 @@ class _Batch:
         while changed.any():
             start = self.low.copy()
             self._fill_sections(changed, dead)
-            self._stand_on_others(dead)
+            if self.rules.on.canonical:
+                self._stand_on_others(dead)
             changed = (self.low != start) & ~dead[:, None]
         return np.flatnonzero(~dead)
 
@@ -159,10 +190,13 @@ class _Batch:
         order = reach.argsort(axis=1) + held.shape[1] * np.arange(len(full))[:, None]
         held = held.ravel()[order]
         ends = reach.ravel()[order] + held[:, ::-1].cumsum(axis=1)[:, ::-1]
-        over = ((ends > capacity_bytes) & (held > 0)).any(axis=1) | (first_end >= NONE_LEFT)
+        over = first_end >= NONE_LEFT
+        if self.rules.on.heads:
+            over |= ((ends > capacity_bytes) & (held > 0)).any(axis=1)
         np.add.at(self.rules.failures, row[over], 1)
         dead[which[over]] = True
-        np.maximum.at(low, at[late], np.repeat(first_end, late.sum(axis=1)))
+        if self.rules.on.not_first:
+            np.maximum.at(low, at[late], np.repeat(first_end, late.sum(axis=1)))
 
     def _stand_on_others(self, dead: BoolArray) -> None:
         """What was passed over or cannot stand on what is placed stands on something that is left."""

@@ -1,247 +1,116 @@
-"""An exact packer: depth-first search over items in the order of their offsets, section by section.
+"""Time cut into sections in which the same items are alive: the tables that the exact packer searches over.
 
-After MiniMalloc (ASPLOS 2023), with more inference. Time is cut into sections in which the same items are
-alive. Items are placed from low to high offsets, each at the lowest offset that what is placed leaves it:
-
-canonical   offsets never fall from one placement to the next, ties in the order of `rank`; every item
-            stands on the ground or on another one. An item that is passed over, or that can no longer stand
-            on what is placed, will stand on one that is left: that raises the lowest offset it can have.
-dominance   no item is placed so high that another one that is left would fit below it.
-heads       in every section the items that are left fit above any height which they cannot go below.
-not first   an item above whose lowest offset a section's items do not fit has one below it that is not such.
-hatless     an item with nothing left above it is placed once: no other choice can be better.
-parts       sections that no item that is left joins any more are solved one by one, the tightest first.
-memory      what is left, and how high it must lie, is searched once.
-
-A search that ends without a placement is a proof. Parts that are apart from the start are searched one
-after another. For each some orders of `rank` take turns, each with a growing limit of tries; three of them
-have learned from the turns before in which sections the search fails (as dom/wdeg, Boussemart et al. 2004).
+Items are numbered by the first section in which they are alive. Every table has one more item at the end,
+which is never left to place: the padding of rows of unequal length points at it.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from passes.liveness import IntArray
-from passes.offsets.infer import Left, Rules
+from passes.liveness import BoolArray, IntArray
 from passes.offsets.packing import Item
-from passes.offsets.sections import NONE_LEFT, Sections
 
-MOST_ITEMS = 400
-FIRST_TRIES = 300
-MORE = 5
-# Keys of `Sweep._keys`, and whether parts that come apart during the search are ordered anew.
-ORDERS = (
-    (("total", "time", "space"), False),
-    (("failures", "time", "space"), False),
-    (("total", "space", "time"), True),
-    (("burden", "time", "space"), False),
-    (("total", "time", "space"), True),
-    (("failures", "space", "time"), False),
-)
-TURN_TRIES = len(ORDERS) * FIRST_TRIES
-# What a turn's failures still count after each later turn.
-FADING = 0.9
-FIRST_LOOK = 8
-MOST_REMEMBERED = 20_000
+NONE_LEFT = 1 << 60
 
 
-class LimitError(Exception):
-    """The limit of tries is reached, or somebody else has the answer."""
-
-
-class Sweep:
-    """One problem in sections.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sections:
+    """One problem; n items, the padding included, S sections.
 
     Attributes:
-        tries: placements tried so far, without those that fail at first sight.
+        index: of every number the item's place in the sequence of items.
+        held: bytes of every item in every section, shape (n, S).
+        alive: where they are not 0, shape (n, S), 32-bit floats to multiply with.
+        size: the most bytes that an item holds, shape (n,).
+        first, last: the first and the last section of every item.
+        time: how long every item is alive.
+        lift: how far above item i's offset item j must lie, shape (n, n); very negative if they never meet.
+        rows: for every item its sections.
+        crowd, load: the items of every section and their bytes in it, shape (S, most alive at once).
+        near, rise: the items that every item meets and how far above their offsets it must lie.
     """
 
-    def __init__(
-        self, items: Sequence[Item], capacity_bytes: int, stop: Callable[[], bool] = lambda: False
-    ) -> None:
-        self.capacity_bytes = capacity_bytes
-        self.stop = stop
-        self.tries = 0
-        self._sections = Sections.of(items)
-        n_sections = self._sections.held.shape[1]
-        failures = np.zeros(n_sections, dtype=np.int64)
-        self._rules = Rules(sections=self._sections, capacity_bytes=capacity_bytes, failures=failures)
-        self._weights = np.zeros(n_sections)
-        self._limit = 0
-        self._order, self._anew = ORDERS[0]
-        self._offsets = [0] * len(items)
-        self._failed: dict[bytes, tuple[int, int]] = {}
-        self._found: dict[bytes, list[int]] = {}
+    index: IntArray
+    held: IntArray
+    alive: npt.NDArray[np.float32]
+    size: IntArray
+    first: IntArray
+    last: IntArray
+    time: IntArray
+    lift: IntArray
+    rows: tuple[IntArray, ...]
+    crowd: IntArray
+    load: IntArray
+    near: IntArray
+    rise: IntArray
 
-    def solve(self, max_tries: int, first_turn: int = 0) -> list[int] | None:
-        """Offsets of all items; None if it is proved that there are none.
-
-        Args:
-            max_tries: of all calls together.
-            first_turn: the turn of the orders to begin with.
-
-        Raises:
-            LimitError: neither is known after `max_tries` placements, or `stop` says so.
-        """
-        sections = self._sections
-        total = sections.held.sum(axis=0)
-        if total.max(initial=0) > self.capacity_bytes:
-            return None
-        ground = np.zeros_like(sections.size)
-        start = Left(
-            items=np.flatnonzero(sections.size > 0),
-            low=np.where(sections.size > 0, 0, NONE_LEFT),
-            stand=ground,
-            watch=np.full_like(ground, len(ground) - 1),
-            total=total,
-            rank=ground,
-            least=0,
-            last_rank=-1,
+    @classmethod
+    def of(cls, items: Sequence[Item]) -> Sections:
+        """The tables of some items; those that hold nothing have no section."""
+        held = _held(items)
+        alive = held > 0
+        index = np.argsort((held > 0).argmax(axis=0), kind="stable")
+        held = np.append(held[:, index], np.zeros((len(held), 1), dtype=np.int64), axis=1).T
+        alive = held > 0
+        lives = [sum(span.stop - span.start for span in items[i]) for i in index.tolist()]
+        lift = _lift(held)
+        crowd = _padded(alive.T)
+        near = _padded(lift > 0)
+        return cls(
+            index=index,
+            held=held,
+            alive=alive.astype(np.float32),
+            size=held.max(axis=1, initial=0),
+            first=alive.argmax(axis=1),
+            last=alive.shape[1] - 1 - alive[:, ::-1].argmax(axis=1),
+            time=np.asarray([*lives, 0], dtype=np.int64),
+            lift=lift,
+            rows=tuple(np.flatnonzero(row) for row in alive),
+            crowd=crowd,
+            load=np.take_along_axis(held.T, crowd, axis=1),
+            near=near,
+            rise=np.maximum(np.take_along_axis(lift.T, near, axis=1), 0),
         )
-        if not all(self._solve_part(part, max_tries, first_turn) for part in self._parts(start)):
-            return None
-        return list(self._offsets)
 
-    def _solve_part(self, part: Left, max_tries: int, first_turn: int) -> bool:
-        """Whether a part that was apart from the start can be placed; `_offsets` then says how."""
-        for turn in itertools.count(first_turn):
-            for self._order, self._anew in ORDERS:
-                self._limit = min(max_tries, self.tries + FIRST_TRIES * MORE**turn)
-                self._failed.clear()
-                self._found.clear()
-                try:
-                    return self._placed(dataclasses.replace(part, rank=self._ranked(part)))
-                except LimitError:
-                    if self.stop() or self.tries >= max_tries:
-                        raise
-                self._learn()
-        raise AssertionError("turns do not end")
 
-    def _learn(self) -> None:
-        """Weigh the sections by the failures of a turn, and of those before."""
-        failures = self._rules.failures
-        self._weights = FADING * self._weights + failures / max(1, int(failures.sum()))
-        failures[:] = 0
+def _held(items: Sequence[Item]) -> IntArray:
+    """Bytes of every item at every time at which one begins, without times that another one includes.
 
-    def _keys(self, left: Left) -> dict[str, IntArray | npt.NDArray[np.float64]]:
-        """What can make an item hard to place: the larger the harder."""
-        sections, items = self._sections, left.items
-        held = sections.held[items]
-        return {
-            "total": np.where(held > 0, left.total, 0).max(axis=1),
-            "failures": np.where(held > 0, self._weights, 0).max(axis=1),
-            "burden": held @ self._weights,
-            "time": sections.time[items],
-            "space": sections.time[items] * sections.size[items],
-        }
+    The shape is (sections, items); there is one section if nothing is ever alive.
+    """
+    times = sorted({span.start for item in items for span in item if span.start < span.stop})
+    held = np.zeros((len(times), len(items)), dtype=np.int64)
+    at = np.asarray(times, dtype=np.int64)
+    for i, item in enumerate(items):
+        for span in item:
+            alive = (span.start <= at) & (at < span.stop)
+            held[alive, i] = np.maximum(held[alive, i], span.nbytes)
+    kept = [k for k in range(len(times)) if k + 1 == len(times) or (held[k] > held[k + 1]).any()]
+    return held[kept] if kept else np.zeros((1, len(items)), dtype=np.int64)
 
-    def _ranked(self, left: Left) -> IntArray:
-        """The rank of every item that is left in the turn's order."""
-        keys = self._keys(left)
-        rank = np.full_like(left.rank, len(left.rank))
-        rank[left.items[np.lexsort([-keys[key] for key in reversed(self._order)])]] = np.arange(
-            len(left.items)
-        )
-        return rank
 
-    def _placed(self, start: Left) -> bool:
-        """Whether all can be placed; the stack of searches is kept here, as it may be deep."""
-        stack = [self._search(start)]
-        answer: bool | None = None
-        while True:
-            try:
-                stack.append(self._search(stack[-1].send(answer)))
-                answer = None
-            except StopIteration as done:
-                answer = bool(done.value)
-                stack.pop()
-                if not stack:
-                    return answer
+def _lift(held: IntArray) -> IntArray:
+    """How far above one item another must lie, from what they hold, shape (items, sections)."""
+    alive = held > 0
+    meet = alive.astype(np.float32) @ alive.T.astype(np.float32) > 0
+    size = held.max(axis=1, initial=0)
+    lift = np.where(meet, size[:, None], -NONE_LEFT)
+    for i in np.flatnonzero((alive & (held < size[:, None])).any(axis=1)).tolist():
+        lift[i] = np.where(meet[i], (held[i] * alive).max(axis=1), -NONE_LEFT)
+    np.fill_diagonal(lift, -NONE_LEFT)
+    # What stands on the padding lies as high as that: nowhere.
+    lift[-1] = 0
+    return lift
 
-    def _search(self, part: Left) -> Generator[Left, bool | None, bool]:
-        """Place one of the items, and then the others, part by part where sections have come apart.
 
-        Yields what is to be searched next, and is sent whether that can be placed.
-        """
-        chosen = self._rules.candidates(part)
-        if len(part.items) == 1 and len(chosen):
-            self._settle(part, int(chosen[0]))
-            return True
-        for rest in self._rests(part, chosen):
-            parts = self._parts(rest)
-            for one in parts:
-                if not (yield from self._solved(one, among=len(parts) > 1)):
-                    break
-            else:
-                (item,) = np.setdiff1d(part.items, rest.items, assume_unique=True).tolist()
-                self._settle(part, item)
-                return True
-        return False
-
-    def _settle(self, left: Left, item: int) -> None:
-        self._offsets[int(self._sections.index[item])] = int(left.low[item])
-
-    def _rests(self, left: Left, chosen: IntArray) -> Iterator[Left]:
-        """What is left after each of the candidates: one by one at first, later several at a time."""
-        count = 1
-        for look in (chosen[:FIRST_LOOK], chosen[FIRST_LOOK:]):
-            if not len(look):
-                break
-            chosen = self._rules.roomy(left, look)
-            while len(chosen):
-                now, chosen = chosen[:count], chosen[count:]
-                self.tries += len(now)
-                if self.tries > self._limit or self.stop():
-                    raise LimitError
-                yield from self._rules.after(left, now)
-                count = min(2 * count, FIRST_LOOK)
-
-    def _solved(self, part: Left, *, among: bool) -> Generator[Left, bool | None, bool]:
-        """Whether a part can be placed, searched once; offsets are kept if it is one `among` others."""
-        key = part.key()
-        index = self._sections.index[part.items].tolist()
-        if key in self._found:
-            for i, offset in zip(index, self._found[key], strict=True):
-                self._offsets[i] = offset
-            return True
-        at = (part.least, part.last_rank)
-        failed = self._failed.get(key)
-        if failed is not None and failed <= at:
-            return False
-        if not (yield part):
-            if len(self._failed) < MOST_REMEMBERED:
-                self._failed[key] = at
-            return False
-        if among:
-            self._found[key] = [self._offsets[i] for i in index]
-        return True
-
-    def _parts(self, left: Left) -> list[Left]:
-        """Groups of items that share no section, the one with the least slack first."""
-        items = left.items
-        reach = np.maximum.accumulate(self._sections.last[items])
-        breaks = np.flatnonzero(self._sections.first[items[1:]] > reach[:-1]) + 1
-        if not len(breaks):
-            return [left] if len(items) else []
-        found = [self._part(left, some) for some in np.split(items, breaks)]
-        return sorted(found, key=lambda part: (self._slack(part), len(part.items)))
-
-    def _part(self, left: Left, items: IntArray) -> Left:
-        """Some of what is left, without the others."""
-        low = np.full_like(left.low, NONE_LEFT)
-        low[items] = left.low[items]
-        part = dataclasses.replace(left, items=items, low=low, last_rank=-1)
-        return dataclasses.replace(part, rank=self._ranked(part)) if self._anew else part
-
-    def _slack(self, left: Left) -> int:
-        """Bytes to spare in the fullest section."""
-        first, last = self._sections.first[left.items[0]], self._sections.last[left.items].max()
-        floor = left.low[self._sections.crowd[first : last + 1]].min(axis=1)
-        spare = self.capacity_bytes - left.total[first : last + 1] - floor
-        return int(spare[floor < NONE_LEFT].min())
+def _padded(chosen: BoolArray) -> IntArray:
+    """The columns that are chosen in every row, padded with the last column."""
+    counts = chosen.sum(axis=1)
+    columns = np.full((len(chosen), int(counts.max(initial=1))), chosen.shape[1] - 1, dtype=np.int64)
+    columns[np.arange(columns.shape[1]) < counts[:, None]] = np.nonzero(chosen)[1]
+    return columns

@@ -8,7 +8,7 @@ machine.
 from __future__ import annotations
 
 from passes.offsets.packing import Item, Span, disjoint
-from passes.offsets.sweep import MOST_ITEMS, LimitError, Sweep
+from passes.offsets.solver import MOST_ITEMS, LimitError, Sweep
 from passes.offsets.xla_heap import HeapLayout, Interval, best_fit, xla_order
 
 MAX_ROUNDS = 128

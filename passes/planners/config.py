@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from passes.ir import BufferId
 from passes.link import Link
+from passes.registry import PLANNERS as PLANNERS
 
-PLANNERS = ("auto", "window", "cut", "exact", "dtr", "dtr-eq", "dte", "coop-online", "chen", "delta")
-SEARCHING = ("auto", "window", "cut")
+SEARCHING = tuple(name for name, planner in PLANNERS.items() if planner.searches)
 UNITS_PER_OP = 100
 LEAST_UNITS = 1_000_000
 QUICK_UNITS = 200_000
@@ -24,8 +24,9 @@ class PlannerConfig:
     """What to plan with.
 
     Attributes:
-        planner: "auto" (the cheaper of both), "window" or "cut"; "exact" (a 0-1 program, from `auto`'s plan
-            on); or a baseline: "dtr", "dtr-eq", "dte", "coop-online", "chen"; "delta" with a host.
+        planner: "auto"; "cut" (cuts without a search around them) or "window" (walks over addresses);
+            "exact" (a 0-1 program, from `auto`'s plan on); or a baseline: "dtr", "dtr-eq", "dte",
+            "coop-online", "chen"; "delta" with a host.
         work_limit: how much work a search may do, in units of about a microsecond; None scales with the
             program (about a second, and 100 us an op from 10,000 ops on; a fifth of a second, and 100 us an
             op from 2000 ops on, if `quick`). It ends sooner near the bound; far from it, or where the first
@@ -41,6 +42,7 @@ class PlannerConfig:
         exact_work_limit: what the exact mode may use, in its solver's deterministic seconds.
         time_limit_s: wall clock for the exact mode instead; its plan then depends on the machine.
         joint: whether the exact mode also places the plan, so that it fits without any fragmentation.
+        without: names of strategies (`passes.planners.strategies`) to leave out, to see what they give.
         host_bytes: bytes that pages may take on the host at once; 0 for no paging.
         link: what carries them; needed where `host_bytes` is not 0.
         must_page: buffers that spend the longest gap between their uses on the host, whatever it costs.
@@ -61,6 +63,7 @@ class PlannerConfig:
     exact_work_limit: float = 20.0
     time_limit_s: float | None = None
     joint: bool = False
+    without: frozenset[str] = frozenset()
     host_bytes: int = 0
     link: Link | None = None
     must_page: frozenset[BufferId] = frozenset()

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from passes.liveness import Graph
+from passes.planners.candidate import Candidate, WorkLimit
 from passes.planners.flow import cheapest_within, cut_problem_at, filled_up, missing_runs
 from passes.planners.schedule import Schedule, prune, reverse_delete
 
@@ -19,36 +20,6 @@ BEND_RATIO = 0.02
 DELETE_UNITS = 20
 CUT_UNITS = 400
 SCHEDULE_UNITS = 300
-
-
-@dataclass(slots=True)
-class Work:
-    """A deterministic clock: work done so far against a limit, in units of about a microsecond."""
-
-    limit: int
-    done: int = 0
-
-    @property
-    def left(self) -> bool:
-        """True while the limit has not been reached."""
-        return self.done < self.limit
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """Where a candidate ended.
-
-    Attributes:
-        steps: the sequence of lowest peak, or the one that reached the level.
-        peak_bytes: its peak.
-        cost_ns: cost of all its steps.
-        offsets: where every step's outputs lie, if a planner placed them.
-    """
-
-    steps: tuple[int, ...]
-    peak_bytes: int
-    cost_ns: int
-    offsets: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,13 +52,6 @@ class Style:
 PLAIN = Style()
 
 
-def of_schedule(schedule: Schedule) -> Candidate:
-    """What a schedule is now."""
-    return Candidate(
-        steps=tuple(schedule.compact()), peak_bytes=schedule.peak_bytes, cost_ns=schedule.cost_ns
-    )
-
-
 def insert(steps: Sequence[int], position_ops: dict[int, list[int]]) -> list[int]:
     """The sequence with ops put in just before positions."""
     result: list[int] = []
@@ -98,7 +62,7 @@ def insert(steps: Sequence[int], position_ops: dict[int, list[int]]) -> list[int
     return result
 
 
-def cut_once(schedule: Schedule, level_bytes: int, style: Style, work: Work) -> list[int] | None:
+def cut_once(schedule: Schedule, level_bytes: int, style: Style, work: WorkLimit) -> list[int] | None:
     """Cut at the peak so that it fits `level_bytes`; the new sequence, None if nothing can be evicted."""
     position = schedule.tightest_position(level_bytes)
     reserve_bytes = int(style.reserve_ratio * level_bytes)
@@ -117,11 +81,11 @@ def cut_once(schedule: Schedule, level_bytes: int, style: Style, work: Work) -> 
 
 
 def lower_to(
-    graph: Graph, steps: Sequence[int], level_bytes: int, work: Work, style: Style = PLAIN
+    graph: Graph, steps: Sequence[int], level_bytes: int, work: WorkLimit, style: Style = PLAIN
 ) -> Candidate:
     """Cut at the peak until it fits, or until `style.patience` cuts have taken off none of its tops."""
     schedule = Schedule(graph, steps)
-    best, lowest = of_schedule(schedule), schedule.tops
+    best, lowest = Candidate.of(schedule), schedule.tops
     stale = 0
     while schedule.peak_bytes > level_bytes and stale < style.patience and work.left:
         found = cut_once(schedule, level_bytes, style.bent(stale), work)
@@ -130,7 +94,7 @@ def lower_to(
         schedule = Schedule(graph, found)
         work.done += SCHEDULE_UNITS + 2 * len(found) // 3
         prune(schedule)
-        now = of_schedule(schedule)
+        now = Candidate.of(schedule)
         schedule = Schedule(graph, now.steps) if len(now.steps) < len(schedule.steps) else schedule
         reached = schedule.tops
         stale = 0 if reached < lowest else stale + 1
@@ -139,11 +103,13 @@ def lower_to(
     if best.peak_bytes <= level_bytes:
         final = Schedule(graph, best.steps)
         work.done += len(best.steps) // 2 + DELETE_UNITS * reverse_delete(final, level_bytes)
-        best = of_schedule(final)
+        best = Candidate.of(final)
     return best
 
 
-def descend(graph: Graph, start: Candidate, budget_bytes: int, work: Work, style: Style = PLAIN) -> Candidate:
+def descend(
+    graph: Graph, start: Candidate, budget_bytes: int, work: WorkLimit, style: Style = PLAIN
+) -> Candidate:
     """Lower the peak to the budget, or below it and up again, through the style's geometric levels."""
     best = start
     target_bytes = int(budget_bytes * (1 - style.below_ratio))
@@ -164,10 +130,10 @@ def relax(graph: Graph, found: Candidate, budget_bytes: int) -> Candidate:
         return found
     schedule = Schedule(graph, found.steps)
     reverse_delete(schedule, budget_bytes)
-    return of_schedule(schedule) if schedule.cost_ns < found.cost_ns else found
+    return Candidate.of(schedule) if schedule.cost_ns < found.cost_ns else found
 
 
-def deepen(graph: Graph, best: Candidate, budget_bytes: int, work: Work) -> Candidate:
+def deepen(graph: Graph, best: Candidate, budget_bytes: int, work: WorkLimit) -> Candidate:
     """Lower the peak towards the budget in small steps, smaller ones where it gets stuck."""
     step_ratio = 0.03
     while best.peak_bytes > budget_bytes and step_ratio > 0.001 and work.left:
@@ -178,9 +144,3 @@ def deepen(graph: Graph, best: Candidate, budget_bytes: int, work: Work) -> Cand
         if found.peak_bytes > level_bytes:
             step_ratio /= 3
     return best
-
-
-def rank(found: Candidate, budget_bytes: int) -> tuple[bool, int, int]:
-    """Within the budget by cost, else by peak; smaller is better."""
-    over = found.peak_bytes > budget_bytes
-    return (over, found.peak_bytes, found.cost_ns) if over else (over, found.cost_ns, found.peak_bytes)

@@ -1,7 +1,6 @@
-"""The entry of the planners: which code a planner's name stands for.
+"""The entry of the planners: calls the one that a config names, as `passes.registry` says.
 
-The exact mode and the baselines are imported here; OR-Tools' CP-SAT only when the exact mode, or its
-linear bound, is called.
+What OR-Tools' CP-SAT is needed for, the exact mode and the linear bound, is imported when it is called.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from collections.abc import Sequence
 
 from passes.ir import Plan, Program
 from passes.planners import search
-from passes.planners.baselines.plans import BASELINES, PAGING_BASELINES, baseline, paging_baseline
-from passes.planners.config import PlannerConfig
+from passes.planners.config import SEARCHING, PlannerConfig
 from passes.planners.paging.energy import plan_energy
-from passes.planners.paging.plans import frontier_paged, least_peak_paged, plan_paged
+from passes.planners.paging.plans import frontier_paged, least_peak_paged
+from passes.registry import PLANNERS
 
 
 def plan(program: Program, budget_bytes: int, config: PlannerConfig | None = None) -> Plan:
@@ -31,21 +30,12 @@ def plan(program: Program, budget_bytes: int, config: PlannerConfig | None = Non
     config = config or PlannerConfig()
     if config.objective == "energy":
         return plan_energy(program, budget_bytes, config)
-    if config.planner in PAGING_BASELINES:
-        assert config.link is not None, "PlannerConfig asks for a link"
-        return paging_baseline(program, budget_bytes, config.host_bytes, config.link)
-    if config.host_bytes and config.planner not in BASELINES:
-        made = plan_paged(program, budget_bytes, config)
-        return _exact_paged(program, made, config) if config.planner == "exact" else made
-    if config.planner in BASELINES:
-        made = baseline(program, budget_bytes, config.planner)
-    elif config.planner == "exact":
-        made = _exact(program, budget_bytes, config)
-    else:
-        made = search.plan(program, budget_bytes, config)
-    if config.strong_bound or config.planner == "exact":
-        return _strengthened(program, made)
-    return made
+    planner = PLANNERS[config.planner]
+    paged = planner.paged if config.host_bytes else ""
+    module, _, function = (paged or planner.entry).partition(":")
+    made: Plan = getattr(importlib.import_module(module), function)(program, budget_bytes, config)
+    bounded = config.strong_bound or planner.proves
+    return _strengthened(program, made) if bounded and not paged else made
 
 
 def _strengthened(program: Program, made: Plan) -> Plan:
@@ -74,36 +64,4 @@ def frontier(
 def _searched(config: PlannerConfig | None) -> PlannerConfig:
     """The same config with a planner that searches."""
     config = config or PlannerConfig()
-    if config.planner == "exact" or config.planner in (*BASELINES, *PAGING_BASELINES):
-        return dataclasses.replace(config, planner="auto")
-    return config
-
-
-def _exact_paged(program: Program, hint: Plan, config: PlannerConfig) -> Plan:
-    """The director's plan as a hint, then the solver."""
-    begin = time.perf_counter()
-    solver = importlib.import_module("passes.planners.exact.pages")
-    limits = importlib.import_module("passes.planners.exact.limits")
-    settings = limits.ExactConfig(
-        work_limit=config.exact_work_limit, time_limit_s=config.time_limit_s, report=config.report
-    )
-    made: Plan = solver.solve_paged(program, hint.budget_bytes, hint, config.link, settings)
-    return dataclasses.replace(made, seconds=hint.seconds + time.perf_counter() - begin)
-
-
-def _exact(program: Program, budget_bytes: int, config: PlannerConfig) -> Plan:
-    """The search's plan as a hint, then the solver."""
-    begin = time.perf_counter()
-    hint = search.plan(
-        program, budget_bytes, dataclasses.replace(config, planner="auto", placed=config.joint)
-    )
-    solver = importlib.import_module("passes.planners.exact.solve")
-    settings = solver.ExactConfig(
-        work_limit=config.exact_work_limit, time_limit_s=config.time_limit_s, report=config.report
-    )
-    if config.joint:
-        solve = importlib.import_module("passes.planners.exact.placed").solve_jointly
-    else:
-        solve = solver.solve_exact
-    made: Plan = solve(program, budget_bytes, hint, settings)
-    return dataclasses.replace(made, seconds=time.perf_counter() - begin)
+    return config if config.planner in SEARCHING else dataclasses.replace(config, planner="auto")

@@ -11,7 +11,8 @@ import dataclasses
 import numpy as np
 
 from passes.liveness import Graph
-from passes.planners.cut import Candidate, Work, insert, of_schedule
+from passes.planners.candidate import Candidate, WorkLimit
+from passes.planners.cut import insert
 from passes.planners.flow import CutProblem, cut_problem_at, missing_runs
 from passes.planners.schedule import Schedule, prune, reverse_delete
 
@@ -19,7 +20,7 @@ TRIED = 8
 MAX_EVICTIONS = 400
 
 
-def evict_one_by_one(graph: Graph, start: Candidate, budget_bytes: int, work: Work) -> Candidate:
+def evict_one_by_one(graph: Graph, start: Candidate, budget_bytes: int, work: WorkLimit) -> Candidate:
     """Lower the peak to the budget by single evictions; the lowest state if none helps any more."""
     schedule = Schedule(graph, start.steps)
     for _ in range(MAX_EVICTIONS):
@@ -30,10 +31,10 @@ def evict_one_by_one(graph: Graph, start: Candidate, budget_bytes: int, work: Wo
             break
         schedule = found
     reverse_delete(schedule, max(budget_bytes, schedule.peak_bytes))
-    return of_schedule(schedule)
+    return Candidate.of(schedule)
 
 
-def _best_eviction(schedule: Schedule, budget_bytes: int, work: Work) -> Schedule | None:
+def _best_eviction(schedule: Schedule, budget_bytes: int, work: WorkLimit) -> Schedule | None:
     """The eviction that takes off the most excess for its cost; None if none takes off any."""
     graph = schedule.graph
     position = schedule.peak_position

@@ -11,7 +11,8 @@ import random
 from collections.abc import Iterable, Sequence
 
 from passes.liveness import Graph
-from passes.planners.cut import SCHEDULE_UNITS, Candidate, Style, Work, lower_to, rank
+from passes.planners.candidate import Candidate, WorkLimit, rank
+from passes.planners.cut import SCHEDULE_UNITS, Style, lower_to
 from passes.planners.schedule import HOLE, Schedule, prune
 
 USUAL_DROP = 8
@@ -26,7 +27,7 @@ def improve(
     best: Candidate,
     budget_bytes: int,
     floor_ns: int,
-    work: Work,
+    work: WorkLimit,
     kinds: Sequence[int],
     seed: int = 0,
 ) -> Candidate:

@@ -1,6 +1,6 @@
 """Sequences with offsets: by best fit, by the window planner, or planned with room where packing gets stuck.
 
-Room is a number of bytes in each slot that a plan leaves free (`Graph.reserved_bytes`). It grows where
+Slack is a number of bytes in each slot that a plan leaves free (`Graph.slack_bytes`). It grows where
 packing from the ground up gets stuck most often, a little at a time, until a plan's copies can be packed.
 """
 
@@ -8,31 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from passes.liveness import Graph, IntArray
 from passes.offsets.best_fit import Stacked, place_graph, stack_graph
 from passes.offsets.skyline import Bottleneck
-from passes.planners.cut import (
-    SCHEDULE_UNITS,
-    Candidate,
-    Style,
-    Work,
-    descend,
-    lower_to,
-    of_schedule,
-    rank,
-    relax,
-)
+from passes.planners.candidate import Candidate, CandidatePool, WorkLimit, rank
+from passes.planners.cut import SCHEDULE_UNITS, Style, descend, lower_to, relax
 from passes.planners.neighbourhood import alike, improve
 from passes.planners.schedule import Schedule, reverse_delete
 from passes.planners.window import Walked, walk
 
 WINDOW_EXPONENTS = (0.0, 1.0, 0.5)
 WINDOW_EXCESS = (1.0, 1.06, 1.2, 1.5)
-WINDOW_UNITS_PER_OP = 250
 PASSES = 10
 UNITS_PER_STEP = 10
 MOST_ROUNDS = 60
@@ -59,41 +49,51 @@ def with_offsets(graph: Graph, found: Candidate, budget_bytes: int) -> Candidate
     return dataclasses.replace(found, offsets=placement.offsets)
 
 
-def walks(graph: Graph, budget_bytes: int, work: Work) -> list[Candidate]:
-    """Walks in a pool of the budget's size, with offsets."""
-    found = [walk(graph, budget_bytes, exponent, work) for exponent in WINDOW_EXPONENTS]
-    return [_with_offsets(graph, walked, budget_bytes) for walked in found if walked is not None]
+class PlacedPool(CandidatePool):
+    """Candidates with offsets, for a budget of addresses.
+
+    Args:
+        near_ns: what the budget is kept at only if a plan costs no more; dearer ones are not searched on.
+    """
+
+    def __init__(self, graph: Graph, budget_bytes: int, first: Candidate, near_ns: int) -> None:
+        super().__init__(budget_bytes, first)
+        self._graph, self._near_ns = graph, near_ns
+
+    def rank(self, candidate: Candidate) -> tuple[bool, int, int]:
+        """As for live bytes, by the end of the highest live range."""
+        end_bytes = end_of(self._graph, candidate)
+        return rank(dataclasses.replace(candidate, peak_bytes=end_bytes), self.budget_bytes)
+
+    @property
+    def keeps_budget(self) -> bool:
+        """Whether the best candidate does at hardly any cost."""
+        return self.least_ns <= self._near_ns
 
 
-def windows(graph: Graph, planner: str, budget_bytes: int, best: Candidate, work: Work) -> Candidate:
-    """The best of a few walks over the pool; larger pools only if the budget's own is too small."""
-    if planner == "auto" and WINDOW_UNITS_PER_OP * len(graph.cost_ns) > work.limit:
-        return best
+def walks(graph: Graph, pool: CandidatePool, work: WorkLimit) -> Iterator[Candidate]:
+    """A few walks over an address-ordered pool; a larger one only if the budget's own is too small."""
     for excess in WINDOW_EXCESS:
         for exponent in WINDOW_EXPONENTS:
-            walked = walk(graph, int(budget_bytes * excess), exponent, work)
-            if walked is not None and planner == "auto":
-                best = min(best, _trimmed(graph, walked, budget_bytes), key=lambda d: rank(d, budget_bytes))
-            elif walked is not None:
-                placed = _with_offsets(graph, walked, budget_bytes)
-                best = min(best, placed, key=lambda d: rank(d, budget_bytes))
+            walked = walk(graph, int(pool.budget_bytes * excess), exponent, work)
+            if walked is not None:
+                yield _with_offsets(graph, walked, pool.budget_bytes)
             if not work.left:
-                return best
-        if planner == "auto" or best.peak_bytes <= budget_bytes:
-            break
-    return best
+                return
+        if pool.keeps_budget:
+            return
 
 
 def _trimmed(graph: Graph, walked: Walked, budget_bytes: int) -> Candidate:
     """A walk after reverse delete."""
     schedule = Schedule(graph, walked.steps)
     reverse_delete(schedule, max(budget_bytes, schedule.peak_bytes))
-    return of_schedule(schedule)
+    return Candidate.of(schedule)
 
 
 def _with_offsets(graph: Graph, walked: Walked, budget_bytes: int) -> Candidate:
     """A walk after reverse delete if best fit still places it, else the walk at its own offsets."""
-    raw = dataclasses.replace(of_schedule(Schedule(graph, walked.steps)), offsets=walked.offsets)
+    raw = dataclasses.replace(Candidate.of(Schedule(graph, walked.steps)), offsets=walked.offsets)
     shorter = _trimmed(graph, walked, budget_bytes)
     limit_bytes = max(budget_bytes, shorter.peak_bytes)
     placement = place_graph(graph, shorter.steps, limit_bytes)
@@ -103,7 +103,7 @@ def _with_offsets(graph: Graph, walked: Walked, budget_bytes: int) -> Candidate:
 
 
 def with_room(
-    graph: Graph, start: Candidate, found: Candidate, budget_bytes: int, work: Work
+    graph: Graph, start: Candidate, found: Candidate, budget_bytes: int, work: WorkLimit
 ) -> Candidate | None:
     """A sequence with offsets, planned with room in the slots in which packing got stuck, ever more of it.
 
@@ -114,7 +114,7 @@ def with_room(
     Returns:
         None if work or bytes do not suffice.
     """
-    reserved_bytes: IntArray = np.zeros(len(graph.cost_ns) + 1, dtype=np.int64)
+    slack_bytes: IntArray = np.zeros(len(graph.cost_ns) + 1, dtype=np.int64)
     kinds = alike(graph)
     for rounds in range(MOST_ROUNDS):
         if not work.left:
@@ -122,20 +122,20 @@ def with_room(
         stacked = _stacked(graph, found, budget_bytes, work)
         if stacked.offsets is not None:
             placed = dataclasses.replace(found, offsets=stacked.offsets)
-            return _with_less_room(graph, kinds, placed, budget_bytes, reserved_bytes, work)
+            return _with_less_room(graph, kinds, placed, budget_bytes, slack_bytes, work)
         if not stacked.bottlenecks:
             break
         schedule = Schedule(graph, found.steps)
-        reserved_bytes = _more_room(schedule, stacked.bottlenecks, 1 + rounds, budget_bytes, reserved_bytes)
-        roomy = dataclasses.replace(graph, reserved_bytes=reserved_bytes)
-        whole = of_schedule(Schedule(roomy, start.steps))
+        slack_bytes = _more_room(schedule, stacked.bottlenecks, 1 + rounds, budget_bytes, slack_bytes)
+        roomy = dataclasses.replace(graph, slack_bytes=slack_bytes)
+        whole = Candidate.of(Schedule(roomy, start.steps))
         lower = min(
             lower_to(roomy, found.steps, budget_bytes, work),
             descend(roomy, whole, budget_bytes, work, Style(tilt_ratio=0.1)),
             key=lambda d: rank(d, budget_bytes),
         )
         if lower.peak_bytes > budget_bytes:
-            reserved_bytes = reserved_bytes // 2
+            slack_bytes = slack_bytes // 2
         else:
             found = _around(roomy, kinds, lower, budget_bytes, work)
     return None
@@ -146,19 +146,19 @@ def _with_less_room(
     kinds: Sequence[int],
     best: Candidate,
     budget_bytes: int,
-    reserved_bytes: IntArray,
-    work: Work,
+    slack_bytes: IntArray,
+    work: WorkLimit,
 ) -> Candidate:
     """The cheapest placed sequence found while some of the slots, time and again others, lose their room."""
     random_number = random.Random(0)
-    slots = np.flatnonzero(reserved_bytes).tolist()
+    slots = np.flatnonzero(slack_bytes).tolist()
     stale = 0
     while work.left and slots and stale < PATIENCE:
         count = max(1, random_number.randrange(len(slots) + 1) // 2)
         first = random_number.randrange(len(slots) - count + 1)
-        less_bytes = reserved_bytes.copy()
+        less_bytes = slack_bytes.copy()
         less_bytes[slots[first : first + count]] = 0
-        roomy = dataclasses.replace(graph, reserved_bytes=less_bytes)
+        roomy = dataclasses.replace(graph, slack_bytes=less_bytes)
         found = _around(roomy, kinds, relax(roomy, best, budget_bytes), budget_bytes, work, stale)
         stale += 1
         if found.cost_ns < best.cost_ns:
@@ -166,21 +166,21 @@ def _with_less_room(
             if stacked.offsets is not None:
                 best = dataclasses.replace(found, offsets=stacked.offsets)
                 slots = [*slots[:first], *slots[first + count :]]
-                reserved_bytes, stale = less_bytes, 0
+                slack_bytes, stale = less_bytes, 0
     return dataclasses.replace(best, peak_bytes=Schedule(graph, best.steps).peak_bytes)
 
 
 def _around(
-    roomy: Graph, kinds: Sequence[int], found: Candidate, budget_bytes: int, work: Work, seed: int = 0
+    roomy: Graph, kinds: Sequence[int], found: Candidate, budget_bytes: int, work: WorkLimit, seed: int = 0
 ) -> Candidate:
     """The best of a short search around a sequence."""
-    part = Work(max(0, min(AROUND_UNITS, work.limit - work.done)))
+    part = WorkLimit(max(0, min(AROUND_UNITS, work.limit - work.done)))
     found = improve(roomy, found, budget_bytes, 0, part, kinds, seed)
     work.done += part.done
     return found
 
 
-def _stacked(graph: Graph, found: Candidate, budget_bytes: int, work: Work) -> Stacked:
+def _stacked(graph: Graph, found: Candidate, budget_bytes: int, work: WorkLimit) -> Stacked:
     """What packing a sequence from the ground up comes to."""
     stacked = stack_graph(graph, found.steps, budget_bytes, PASSES)
     work.done += stacked.work + SCHEDULE_UNITS + UNITS_PER_STEP * len(found.steps)
@@ -192,7 +192,7 @@ def _more_room(
     bottlenecks: Sequence[Bottleneck],
     most: int,
     budget_bytes: int,
-    reserved_bytes: IntArray,
+    slack_bytes: IntArray,
 ) -> IntArray:
     """Reserved bytes with which the sequence is over the budget where packing got stuck most often.
 
@@ -202,7 +202,7 @@ def _more_room(
     lacking: dict[tuple[int, int], list[int]] = {}
     for bottleneck in bottlenecks:
         lacking.setdefault((bottleneck.start, bottleneck.stop), []).append(bottleneck.lacking_bytes)
-    found = reserved_bytes.copy()
+    found = slack_bytes.copy()
     for start, stop in sorted(lacking, key=lambda section: (-len(lacking[section]), section))[:most]:
         lacks = sorted(lacking[start, stop])
         lacking_bytes = lacks[len(lacks) // 2]

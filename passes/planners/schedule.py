@@ -160,8 +160,8 @@ class Schedule:
         self.slots: list[int] = reached.tolist()
         self.order = Order(graph, array)
         self.live: IntArray = self._profile(array)
-        if graph.reserved_bytes is not None:
-            self.live += graph.reserved_bytes[reached]
+        if graph.slack_bytes is not None:
+            self.live += graph.slack_bytes[reached]
         self._links: _Links | None = None
 
     def _profile(self, steps: IntArray) -> IntArray:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from passes.liveness import Graph
 from passes.offsets.pool import FREE, Pool
-from passes.planners.cut import Work
+from passes.planners.candidate import WorkLimit
 
 WORKSPACE = -2
 
@@ -33,7 +33,7 @@ class Walked:
     offsets: tuple[tuple[int, ...], ...]
 
 
-def walk(graph: Graph, capacity_bytes: int, exponent: float, work: Work) -> Walked | None:
+def walk(graph: Graph, capacity_bytes: int, exponent: float, work: WorkLimit) -> Walked | None:
     """Run the schedule in `capacity_bytes`; None if it does not fit or takes too much work.
 
     Args:
@@ -48,7 +48,7 @@ def walk(graph: Graph, capacity_bytes: int, exponent: float, work: Work) -> Walk
 class _Walk:
     """The state of one walk over the schedule."""
 
-    def __init__(self, graph: Graph, capacity_bytes: int, exponent: float, work: Work) -> None:
+    def __init__(self, graph: Graph, capacity_bytes: int, exponent: float, work: WorkLimit) -> None:
         self.graph = graph
         self.pool = Pool(capacity_bytes, graph.argument_bytes)
         self.exponent = exponent

@@ -13,6 +13,7 @@ from passes.planners.baselines import chen, scores
 from passes.planners.baselines.delta import Delta, DeltaError
 from passes.planners.baselines.runtime import OutOfMemoryError, Policy, Replayed, Runtime
 from passes.planners.bounds import working_set_bytes
+from passes.planners.config import PlannerConfig
 from passes.planners.paging.queues import traffic
 from passes.simulate import simulate_graph
 
@@ -23,7 +24,17 @@ POLICIES: dict[str, Callable[[Graph], Policy]] = {
     "coop-online": lambda graph: scores.CoopOnline(_middle(graph)),
 }
 BASELINES = (*POLICIES, "chen")
-PAGING_BASELINES = ("delta",)
+
+
+def plan(program: Program, budget_bytes: int, config: PlannerConfig) -> Plan:
+    """What the baseline that `config` names does, of which a host is no part."""
+    return baseline(program, budget_bytes, config.planner)
+
+
+def plan_delta(program: Program, budget_bytes: int, config: PlannerConfig) -> Plan:
+    """What DELTA does within the budgets of device and host."""
+    assert config.link is not None, "PlannerConfig asks for a link"
+    return paging_baseline(program, budget_bytes, config.host_bytes, config.link)
 
 
 def baseline(program: Program, budget_bytes: int, name: str) -> Plan:

@@ -15,8 +15,8 @@ import dataclasses
 from passes.ir import OpId, Plan, Program, Status
 from passes.liveness import Graph, copies_of
 from passes.offsets.best_fit import by_step, copy_groups, place_graph
+from passes.planners.candidate import Candidate
 from passes.planners.config import PlannerConfig
-from passes.planners.cut import Candidate
 from passes.planners.exact.axis import Axis
 from passes.planners.exact.limits import Clock, ExactConfig
 from passes.planners.exact.rectangles import pack

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from ortools.sat.python import cp_model
 
 from passes.offsets.packing import Item, Packing, apart, check_packing, live_bytes
-from passes.offsets.sweep import MORE, TURN_TRIES, LimitError, Sweep
+from passes.offsets.solver import MORE, TURN_TRIES, LimitError, Sweep
 
 # The sweep's tables grow with the square of the items.
 MOST_ITEMS = 2000

@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from ortools.sat.python import cp_model
 
 from passes.liveness import Graph, copies_of
-from passes.planners.cut import Candidate
+from passes.planners.candidate import Candidate
 from passes.planners.exact.axis import Axis
 from passes.planners.exact.lifetimes import Lifetimes, add_hint, again_ns, build
 from passes.planners.exact.limits import Clock

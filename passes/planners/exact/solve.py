@@ -17,7 +17,7 @@ from ortools.sat.python import cp_model
 from passes.ir import OpId, Plan, Program, Status
 from passes.liveness import Graph
 from passes.planners.bounds import working_set_bytes
-from passes.planners.cut import of_schedule
+from passes.planners.candidate import Candidate
 from passes.planners.exact.expand import breaks, hint_of, steps_of
 from passes.planners.exact.frame import Frame, unit_bytes
 from passes.planners.exact.limits import Clock, ExactConfig
@@ -103,7 +103,7 @@ def _search(graph: Graph, budget_bytes: int, known: _Known, clock: Clock, keep: 
     _Refinement(graph, budget_bytes, known, clock, keep + share).run()
     if known.cost_ns is not None and known.cost_ns > known.proved_ns:
         base_ns = sum(graph.cost_ns)
-        start = of_schedule(Schedule(graph, known.steps))
+        start = Candidate.of(Schedule(graph, known.steps))
         found = improve(graph, budget_bytes, start, clock, base_ns + known.proved_ns, keep)
         known.steps, known.cost_ns = list(found.steps), found.cost_ns - base_ns
 

@@ -94,7 +94,7 @@ def relieved(schedule: Schedule, pages: tuple[Page, ...]) -> Graph:
         graph,
         nbytes=nbytes.tolist(),
         arrays=dataclasses.replace(graph.arrays, nbytes=nbytes),
-        reserved_bytes=reserved,
+        slack_bytes=reserved,
     )
 
 

@@ -20,7 +20,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from passes.liveness import Graph
-from passes.planners.cut import SCHEDULE_UNITS, Candidate, Style, Work, descend, lower_to, of_schedule
+from passes.planners.candidate import Candidate, WorkLimit
+from passes.planners.cut import SCHEDULE_UNITS, Style, descend, lower_to
 from passes.planners.neighbourhood import alike, pick
 from passes.planners.paging.carried import carried, first_pages, relieved
 from passes.planners.paging.pager import Host, Paged, Pager
@@ -79,11 +80,11 @@ class Director:
     """
 
     def __init__(
-        self, graph: Graph, budget_bytes: int, host: Host, work: Work, energy: Energy | None = None
+        self, graph: Graph, budget_bytes: int, host: Host, work: WorkLimit, energy: Energy | None = None
     ) -> None:
         self.graph, self.budget_bytes, self.host, self.work = graph, budget_bytes, host, work
         self.energy = energy
-        self.start = of_schedule(Schedule(graph, range(len(graph.cost_ns))))
+        self.start = Candidate.of(Schedule(graph, range(len(graph.cost_ns))))
         self.pager = Pager(graph, self.start.steps, host)
         self.best: Mixed | None = None
 
@@ -178,11 +179,11 @@ class Director:
         self, graph: Graph, start: Candidate, level_bytes: int, preferred: Collection[int]
     ) -> Iterator[None]:
         graph = self._priced(graph)
-        begin = of_schedule(Schedule(graph, start.steps))
+        begin = Candidate.of(Schedule(graph, start.steps))
         for tilt_ratio in TILTS:
             lowered = begin
             if begin.peak_bytes > level_bytes:
-                part = Work(self.work.limit)
+                part = WorkLimit(self.work.limit)
                 lowered = descend(graph, begin, level_bytes, part, Style(tilt_ratio=tilt_ratio))
                 self.work.done += part.done
             self.offer(lowered, preferred)
@@ -220,7 +221,7 @@ class Director:
         """A sequence that lacks some recomputes, with pages in their place, or cut again around the pages."""
         steps = schedule.compact()
         if random_number.random() < 0.5:
-            return self.offer(of_schedule(schedule), [page.buffer for page in current.paged.pages])
+            return self.offer(Candidate.of(schedule), [page.buffer for page in current.paged.pages])
         graph, preferred = self._relieved(current)
         style = Style(
             reserve_ratio=random_number.choice((0.0, 0.0, 0.02)),

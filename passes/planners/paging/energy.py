@@ -15,8 +15,8 @@ from passes.ir import OpId, Plan, Program, Status
 from passes.link import Link
 from passes.liveness import Graph
 from passes.planners import search
+from passes.planners.candidate import Candidate, WorkLimit
 from passes.planners.config import PlannerConfig
-from passes.planners.cut import Work, of_schedule
 from passes.planners.paging.director import Director, Energy, Mixed
 from passes.planners.paging.pager import Host
 from passes.planners.paging.plans import plan_paged
@@ -81,8 +81,8 @@ def _with_pages(program: Program, known: list[Plan], config: PlannerConfig) -> l
     limit_ns = math.inf if config.max_overhead is None else base_ns * (1 + config.max_overhead)
     energy = Energy(op_pj=[op.energy_pj for op in program.ops], limit_ns=limit_ns)
     host = Host(link=config.link, nbytes=config.host_bytes, forced=config.must_page)
-    director = Director(graph, budget_bytes, host, Work(config.units(len(program.ops))), energy)
-    start = of_schedule(Schedule(graph, known[-1].steps))
+    director = Director(graph, budget_bytes, host, WorkLimit(config.units(len(program.ops))), energy)
+    start = Candidate.of(Schedule(graph, known[-1].steps))
     found = director.direct(start, 0)
     return [] if found is None else [_plan_of(found, known[0], base_ns)]
 

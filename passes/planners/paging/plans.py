@@ -17,8 +17,8 @@ from passes.liveness import Graph
 from passes.offsets.best_fit import place_graph
 from passes.planners import search
 from passes.planners.bounds import Bound
+from passes.planners.candidate import Candidate, WorkLimit
 from passes.planners.config import PlannerConfig
-from passes.planners.cut import Work, of_schedule
 from passes.planners.paging.director import Director, Mixed
 from passes.planners.paging.pager import Host, Pager
 from passes.planners.schedule import Schedule
@@ -130,11 +130,11 @@ class _Paging:
         self, alone: Plan, budget_bytes: int, floor_ns: int, placed: bool | None = None
     ) -> Mixed | None:
         """The best sequence with pages; placed with ever more room until its offsets fit."""
-        candidate = of_schedule(Schedule(self.graph, alone.steps))
+        candidate = Candidate.of(Schedule(self.graph, alone.steps))
         best: Mixed | None = None
         placed = self.config.placed if placed is None else placed
         for ratio in PLACED_RATIOS if placed else (1.0,):
-            work = Work(self.config.units(len(self.graph.cost_ns)))
+            work = WorkLimit(self.config.units(len(self.graph.cost_ns)))
             director = Director(self.graph, int(ratio * budget_bytes), self.host, work)
             found = director.direct(candidate, floor_ns)
             if found is None or not placed:

@@ -1,0 +1,41 @@
+"""The exact mode as a planner: the search's plan as a hint, then the solver."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from passes.ir import Plan, Program
+from passes.planners import search
+from passes.planners.config import PlannerConfig
+from passes.planners.exact.limits import ExactConfig
+from passes.planners.exact.pages import solve_paged
+from passes.planners.exact.placed import solve_jointly
+from passes.planners.exact.solve import solve_exact
+from passes.planners.paging import plans as paging
+
+
+def plan(program: Program, budget_bytes: int, config: PlannerConfig) -> Plan:
+    """A plan that costs no more than `auto`'s, with offsets if `config.joint`."""
+    begin = time.perf_counter()
+    hint = search.plan(
+        program, budget_bytes, dataclasses.replace(config, planner="auto", placed=config.joint)
+    )
+    solve = solve_jointly if config.joint else solve_exact
+    made = solve(program, budget_bytes, hint, _limits(config))
+    return dataclasses.replace(made, seconds=time.perf_counter() - begin)
+
+
+def plan_paged(program: Program, budget_bytes: int, config: PlannerConfig) -> Plan:
+    """The same with pages: the director's plan is the hint."""
+    begin = time.perf_counter()
+    assert config.link is not None, "PlannerConfig asks for a link"
+    hint = paging.plan_paged(program, budget_bytes, config)
+    made = solve_paged(program, hint.budget_bytes, hint, config.link, _limits(config))
+    return dataclasses.replace(made, seconds=time.perf_counter() - begin)
+
+
+def _limits(config: PlannerConfig) -> ExactConfig:
+    return ExactConfig(
+        work_limit=config.exact_work_limit, time_limit_s=config.time_limit_s, report=config.report
+    )

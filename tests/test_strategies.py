@@ -1,0 +1,65 @@
+"""Every strategy of the search gives something: a program that is planned worse without it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from strategies import random_program
+from test_skyline import layered
+
+from passes.ir import Plan, Program
+from passes.planners import PlannerConfig, least_peak, plan
+from passes.planners.strategies import PLACING, STRATEGIES
+from passes.simulate import simulate
+
+
+def share_of_peak(program: Program, ratio: float) -> int:
+    return int(ratio * simulate(program, tuple(op.id for op in program.ops)).peak_bytes)
+
+
+def is_worse(made: Plan, than: Plan) -> bool:
+    return not made.status.found or made.overhead_ratio > than.overhead_ratio
+
+
+@pytest.mark.parametrize(
+    ("strategy", "seed", "n_ops"), [("cuts", 1, 30), ("neighbourhoods", 0, 20), ("relaxed", 4, 20)]
+)
+def test_without_a_strategy_a_plan_costs_more_or_is_not_found(strategy: str, seed: int, n_ops: int):
+    program = random_program(random.Random(seed), n_ops)
+    budget_bytes = share_of_peak(program, 0.6)
+    made = plan(program, budget_bytes, PlannerConfig(work_limit=50_000))
+    without = PlannerConfig(work_limit=50_000, without=frozenset({strategy}))
+    assert made.status.found
+    assert is_worse(plan(program, budget_bytes, without), made)
+
+
+def test_without_evictions_a_small_irregular_program_costs_more():
+    program = random_program(random.Random(112), 30)
+    budget_bytes = share_of_peak(program, 0.8)
+    made = plan(program, budget_bytes, PlannerConfig(quick=True))
+    without = PlannerConfig(quick=True, without=frozenset({"evictions"}))
+    assert is_worse(plan(program, budget_bytes, without), made)
+
+
+@pytest.mark.parametrize(("strategy", "seed", "n_ops"), [("bisection", 1, 30), ("small steps", 2, 40)])
+def test_without_a_strategy_the_least_peak_is_higher(strategy: str, seed: int, n_ops: int):
+    program = random_program(random.Random(seed), n_ops)
+    made = least_peak(program, PlannerConfig(work_limit=50_000))
+    without = least_peak(program, PlannerConfig(work_limit=50_000, without=frozenset({strategy})))
+    assert without.peak_bytes > made.peak_bytes
+
+
+def test_without_a_tighter_plan_holes_cost_more():
+    program = layered(100, 6, 2)
+    budget_bytes = share_of_peak(program, 0.8)
+    made = plan(program, budget_bytes, PlannerConfig(work_limit=100_000, placed=True))
+    config = PlannerConfig(work_limit=100_000, placed=True, without=frozenset({"tighter"}))
+    assert made.status.found
+    assert is_worse(plan(program, budget_bytes, config), made)
+
+
+def test_every_strategy_has_a_name_of_its_own_and_says_what_it_does():
+    for strategies in (*STRATEGIES.values(), PLACING):
+        assert len({s.name for s in strategies}) == len(strategies)
+        assert all(s.run.__doc__ for s in strategies)
