@@ -21,9 +21,9 @@ from passes.jaxpr.candidate import JaxprRequest
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.scans.host_choice import sent_to_host, waiting_for_stacks_ns
 from passes.jaxpr.scans.host_stacks import stacks_of, with_stacks_on_host
-from passes.jaxpr.stage import plan_program
 from passes.link import C2C, PCIE3
 from passes.outcome import StageOutcome
+from passes.pipeline import plan_program
 
 LAYERS, ROWS, WIDTH = 16, 512, 128
 SLICE = ROWS * WIDTH * 4
