@@ -102,6 +102,19 @@ def test_sum_of_many_values_does_not_keep_them_all():
     assert peak_bytes <= 5 * NBYTES
 
 
+def test_an_update_is_computed_inside_the_weight_that_it_is_added_to():
+    """Adam's moments are arguments, which are there anyway: stored, each update took a kernel more."""
+
+    def adam(w: Any, m: Any, v: Any, x: Any) -> Any:
+        g = x.T @ x
+        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+        return w - 0.1 * (m / (jnp.sqrt(v) + 1e-8) + 0.01 * w), m, v
+
+    found = lifted(adam, WIDE, WIDE, WIDE, WIDE)
+    assert stored_bytes(found) == NBYTES, "the gradient alone"
+    assert len(found.program.ops) == 4
+
+
 def test_wide_accumulator_is_stored_as_its_reader_narrows_it():
     def narrow(x: Any) -> Any:
         return jnp.dot(x, x, preferred_element_type=jnp.float32).astype(jnp.bfloat16)

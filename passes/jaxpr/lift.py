@@ -40,7 +40,7 @@ from passes.jaxpr.softmax import inside_softmax
 from passes.simulate import simulate
 
 # A value with several readers is stored if reading its leaves costs more than this many times its own
-# bytes; one with a single reader (which fuses it) only where a chain would keep many leaves alive.
+# bytes; one with a single reader (which fuses it) only where a chain would keep many temporaries alive.
 SEVERAL_READERS_RATIO = 1.5
 ONE_READER_RATIO = 2.5
 # A slice that a scan takes from a stack or puts on one is read once and written once for it.
@@ -174,7 +174,9 @@ class _Lift:
         nbytes, traffic = max(compat.aval_nbytes(v.aval), 1), sum(reads.values())
         if len(self.kernels.get(v, ())) > 1:
             return self._shares(eqn, v, traffic) or traffic > SEVERAL_READERS_RATIO * nbytes
-        return not self.as_xla and len(reads) > 2 and traffic > ONE_READER_RATIO * nbytes
+        # Arguments are there anyway.
+        kept = [n for leaf, n in reads.items() if leaf in self.producer]
+        return not self.as_xla and len(kept) > 2 and sum(kept) > ONE_READER_RATIO * nbytes
 
     def _shares(self, eqn: Any, v: Any, traffic: int) -> bool:
         """True if XLA by itself stores an elementwise value that several kernels read."""
