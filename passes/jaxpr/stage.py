@@ -83,7 +83,8 @@ class _InShardMap:
             return inside.written(made.emitted)
         n_arguments = len(inside.jaxpr.eqns[inside.pair.place].invars)
         with self.context():
-            return inside.written_in_two(_split(made, n_arguments, len(inside.pair.joint.kept)))
+            halves = _split(made, n_arguments, len(inside.pair.joint.kept))
+        return inside.written_in_two(halves)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
