@@ -29,7 +29,7 @@ GIB = 1 << 30
 
 
 def scanned_step(weights: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Gradient descent on twelve layers in a scan."""
+    """A training step of twelve layers in a scan."""
 
     def loss(weights: jax.Array) -> jax.Array:
         last, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w) + x, None), x, weights)
