@@ -246,6 +246,7 @@ def test_a_program_that_only_the_check_refuses_is_refused_at_every_try(
         assert caught.value.budget_bytes == budget
     # As in another process, which knows nothing but the program and its mark.
     forgetful = registry.Registry()
+    forgetful.first_use("cpu")  # XLA calls back already; a second callback would stay for later tests
     for users in (callback, mark, registry):
         monkeypatch.setattr(users, "REGISTRY", forgetful)
     jax.clear_caches()
@@ -255,7 +256,7 @@ def test_a_program_that_only_the_check_refuses_is_refused_at_every_try(
     assert caught.value.least_bytes > budget
 
 
-@pytest.mark.parametrize("at", [1, 2], ids=["in a trial", "in the compile"])
+@pytest.mark.parametrize("at", [1, 2], ids=["in the compile", "in a trial"])
 def test_an_interrupt_in_the_callback_comes_out_as_one(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     enforce = pipeline.enforce
@@ -267,7 +268,7 @@ def test_an_interrupt_in_the_callback_comes_out_as_one(at: int, monkeypatch: pyt
         return enforce(data, request)
 
     monkeypatch.setattr(pipeline, "enforce", interrupted)
-    total = 4 * (2 * LAYERS * N * N + BATCH.size + 1) + 500_000
+    total = 4 * (2 * LAYERS * N * N + BATCH.size + 1) + 400_000
     with pytest.raises(KeyboardInterrupt):
         jax.jit(remat(step, budget=total)).lower(PARAMS, BATCH).compile()
     assert len(calls) == at
