@@ -10,6 +10,7 @@ that is written into XLA's own schedule, whose heap is predicted exactly. It is 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -189,14 +190,7 @@ def donations(lowered: Any) -> tuple[Donation, ...]:
         key = (leaf.shape, leaf.dtype)
         if not leaf.donated and free.get(key, 0):
             free[key] -= 1
-            saved[n] = saved.get(n, 0) + leaf.dtype.itemsize * _count(leaf.shape)
+            saved[n] = saved.get(n, 0) + leaf.dtype.itemsize * math.prod(leaf.shape)
     return tuple(
         Donation(argnum=n, nbytes=saved[n]) for n in sorted(saved, key=lambda n: (-saved[n], n)) if saved[n]
     )
-
-
-def _count(shape: Sequence[int]) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count

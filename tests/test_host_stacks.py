@@ -113,7 +113,7 @@ def test_a_stack_inside_a_loop_over_microbatches_can_wait_on_the_host() -> None:
 
     avals = [compat.typeof(jnp.ones(s.shape, s.dtype)) for s in SPECS]
     jaxpr = compat.open_jaxpr(inline_calls(compat.trace(lambda *args: [batches(*args)], avals)))[0]
-    inner = [s for s in stacks_of(jaxpr) if s.turns == 4]
+    inner = [s for s in stacks_of(jaxpr) if s.iterations == 4]
     assert inner
     moved, paged = with_stacks_on_host(jaxpr, {s.key for s in inner})
     assert len(paged) == len(inner)

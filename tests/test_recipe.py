@@ -9,8 +9,10 @@ import pytest
 from passes.recipe import Recipe, Scans
 
 RECIPES = [
-    Recipe(scans=scans, bodies=bodies, recompute=recompute)
-    for scans, bodies, recompute in itertools.product(Scans, (False, True), (None, "auto", "cut"))
+    Recipe(scans=scans, bodies=bodies, on_host=on_host, recompute=recompute)
+    for scans, bodies, on_host, recompute in itertools.product(
+        Scans, (False, True), (False, True), (None, "auto", "cut")
+    )
 ]
 
 

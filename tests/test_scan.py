@@ -411,3 +411,13 @@ def test_the_dot_of_four_gates_is_stacked_once_and_equal_layers_give_theirs_up_o
     assert {0, 1, 2} <= set(dots)
     gates = [v for v in levels[0][0].kept if v.aval.shape == (8, size)]
     assert len(gates) <= 4, "the carries, which the backward pass reads anyway"
+
+
+def test_scans_that_pass_a_number_and_compute_nothing_have_a_frontier() -> None:
+    def constant(x: Any) -> Any:
+        ones = lax.scan(lambda carry, _: (carry, 1.0), None, None, length=4)[1]
+        return lax.scan(lambda total, one: (total + one, None), x, ones)[0]
+
+    jaxpr, _ = opened(constant, jnp.float32(0))
+    for level in frontier(jaxpr, CPU):
+        rewrite(jaxpr, level)

@@ -36,7 +36,7 @@ from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.primitives import CONTROL_FLOW, SLICING, Kind, is_expensive
 from passes.jaxpr.purity import eqn_kind, has_effect, is_on_host, moves_memory
 from passes.jaxpr.simplify import without_literal_barriers
-from passes.jaxpr.softmax import inside_softmax
+from passes.jaxpr.softmax import DataflowGraph, inside_softmax
 from passes.simulate import simulate
 
 # A value with several readers is stored if reading its leaves costs more than this many times its own
@@ -88,7 +88,10 @@ class _Lift:
         needed = self._needed_in_memory()
         self.inside = set[Any]()
         if BACKENDS[self.device.platform].fuses_normalisation:
-            self.inside = inside_softmax(self.jaxpr, self.kinds, self.results, needed)
+            graph = DataflowGraph(
+                eqns=self.jaxpr.eqns, kinds=self.kinds, producer=self.producer, readers=self.readers
+            )
+            self.inside = inside_softmax(graph, self.results, needed)
         self.kernels = self._reading_kernels(needed)
         for i, eqn in enumerate(self.jaxpr.eqns):
             self._decide(i, eqn, needed)
@@ -174,9 +177,11 @@ class _Lift:
         nbytes, traffic = max(compat.aval_nbytes(v.aval), 1), sum(reads.values())
         if len(self.kernels.get(v, ())) > 1:
             return self._shares(eqn, v, traffic) or traffic > SEVERAL_READERS_RATIO * nbytes
+        if self.as_xla:
+            return False
         # Arguments are there anyway.
         kept = [n for leaf, n in reads.items() if leaf in self.producer]
-        return not self.as_xla and len(kept) > 2 and sum(kept) > ONE_READER_RATIO * nbytes
+        return len(kept) > 2 and sum(kept) > ONE_READER_RATIO * nbytes
 
     def _shares(self, eqn: Any, v: Any, traffic: int) -> bool:
         """True if XLA by itself stores an elementwise value that several kernels read."""

@@ -8,7 +8,8 @@ reads the rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 from passes.jaxpr import compat
@@ -17,43 +18,20 @@ from passes.jaxpr.primitives import Kind
 _ELEMENTWISE = (Kind.VIEW, Kind.FUSIBLE)
 
 
-def inside_softmax(jaxpr: Any, kinds: Sequence[Kind], results: Set[Any], needed: Set[Any]) -> set[Any]:
-    """What maxima and sums of rows make for softmaxes, in variables of an open jaxpr.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataflowGraph:
+    """Who makes and who reads the values of an open jaxpr, calls inlined.
 
-    Args:
-        jaxpr: calls inlined.
-        kinds: of its equations.
-        results: variables that must be stored.
-        needed: variables that some kernel reads from memory: what a kernel computes for itself, such as one
-            that sums columns, is no softmax.
+    Attributes:
+        eqns, kinds: its equations, and what each is to the fusion model.
+        producer: the equation that makes a value.
+        readers: the equations that read it.
     """
-    graph = _Graph(jaxpr, kinds, results)
-    found: set[Any] = set()
-    exponentials: set[Any] = set()
-    for i, eqn in enumerate(jaxpr.eqns):
-        if eqn.primitive.name == "reduce_sum" and graph.primitive(graph.rows_of(i)) == "exp":
-            normalised, inside = graph.meetings(i, "div")
-            if graph.leads_to(normalised, needed):
-                found |= inside
-                exponentials.add(graph.rows_of(i))
-    for i, eqn in enumerate(jaxpr.eqns):
-        if eqn.primitive.name == "reduce_max":
-            shifted, inside = graph.meetings(i, "sub")
-            if any(exponentials & graph.made_of(v) for v in shifted):
-                found |= inside
-    return found
 
-
-class _Graph:
-    """Who makes and who reads the values of a jaxpr."""
-
-    def __init__(self, jaxpr: Any, kinds: Sequence[Kind], results: Set[Any]) -> None:
-        self.eqns, self.kinds, self.results = jaxpr.eqns, kinds, results
-        self.producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-        self.readers: dict[Any, list[int]] = {}
-        for i, eqn in enumerate(jaxpr.eqns):
-            for v in compat.variables(eqn.invars):
-                self.readers.setdefault(v, []).append(i)
+    eqns: Sequence[Any]
+    kinds: Sequence[Kind]
+    producer: Mapping[Any, int]
+    readers: Mapping[Any, Sequence[int]]
 
     def primitive(self, v: Any) -> str:
         """The name of the primitive that makes a value, "" for none."""
@@ -86,10 +64,10 @@ class _Graph:
             seen |= self.made_of(v)
         return False
 
-    def meetings(self, i: int, primitive: str) -> tuple[set[Any], set[Any]]:
+    def meetings(self, i: int, primitive: str, results: Set[Any]) -> tuple[set[Any], set[Any]]:
         """Where a primitive takes rows with what they are reduced to, and what else is made of that alone.
 
-        Nothing, if another kernel reads it or if it is a result.
+        Nothing, if another kernel reads it or if it is among `results`.
         """
         eqn, rows = self.eqns[i], self.rows_of(i)
         if tuple(eqn.params["axes"]) != (rows.aval.ndim - 1,):
@@ -105,4 +83,29 @@ class _Graph:
                 elif len({*compat.variables(eqn.invars)}) == 1:
                     alone.update(eqn.outvars)
                     stack += eqn.outvars
-        return (set(), set()) if alone & self.results else (met, alone)
+        return (set(), set()) if alone & results else (met, alone)
+
+
+def inside_softmax(graph: DataflowGraph, results: Set[Any], needed: Set[Any]) -> set[Any]:
+    """What maxima and sums of rows make for softmaxes, in variables of an open jaxpr.
+
+    Args:
+        graph: who makes and who reads its values.
+        results: variables that must be stored.
+        needed: variables that some kernel reads from memory: what a kernel computes for itself, such as one
+            that sums columns, is no softmax.
+    """
+    found: set[Any] = set()
+    exponentials: set[Any] = set()
+    for i, eqn in enumerate(graph.eqns):
+        if eqn.primitive.name == "reduce_sum" and graph.primitive(graph.rows_of(i)) == "exp":
+            normalised, inside = graph.meetings(i, "div", results)
+            if graph.leads_to(normalised, needed):
+                found |= inside
+                exponentials.add(graph.rows_of(i))
+    for i, eqn in enumerate(graph.eqns):
+        if eqn.primitive.name == "reduce_max":
+            shifted, inside = graph.meetings(i, "sub", results)
+            if any(exponentials & graph.made_of(v) for v in shifted):
+                found |= inside
+    return found

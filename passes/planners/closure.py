@@ -41,6 +41,8 @@ def cheapest_to_keep(
 
     Complexity: one maximum flow over values + ops.
     """
+    if not demanded:
+        return ()
     op_of = {v: k for k, op in enumerate(ops) for v in op.outputs}
     value_node = {v: 2 + v for v in range(len(prices))}
     op_node = [2 + len(prices) + k for k in range(len(ops))]

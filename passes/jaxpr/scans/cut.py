@@ -81,10 +81,11 @@ def choose(iteration: Iteration, ns_per_byte: float) -> Choice:
 
     So values that are worth the same, as in equal layers of one body, are given up one after the other.
     """
-    tilt = TILT_RATIO / len(iteration.values)
+    n_values = len(iteration.values)
+    sizes = zip(iteration.stacked_bytes, iteration.traffic_ps, strict=True)
     prices = [
-        round(PICO * ns_per_byte * (1 + tilt * k) * nbytes) + traffic
-        for k, (nbytes, traffic) in enumerate(zip(iteration.stacked_bytes, iteration.traffic_ps, strict=True))
+        round(PICO * ns_per_byte * (1 + TILT_RATIO * k / n_values) * nbytes) + traffic
+        for k, (nbytes, traffic) in enumerate(sizes)
     ]
     kept = cheapest_to_keep(prices, iteration.ops, iteration.demanded)
     return Choice(

@@ -103,11 +103,12 @@ def waiting_for_stacks_ns(stacks: Sequence[Stack], device: DeviceModel) -> int:
         slice_bytes = stack.nbytes // length
         place = stack.key[:-1]
         out_ns[place] = out_ns.get(place, 0) + link.to_host_ns(slice_bytes)
-        waiting_ns += stack.turns * length * len(stack.readers) * link.from_host_ns(slice_bytes)
+        waiting_ns += stack.iterations * length * len(stack.readers) * link.from_host_ns(slice_bytes)
     makers = {stack.key[:-1]: stack for stack in stacks}
     for place, takes_ns in out_ns.items():
         scan = makers[place].maker
         (body,) = compat.inner_jaxprs(scan)
-        turns = makers[place].turns * int(scan.params["length"])
-        waiting_ns += turns * max(0, takes_ns - inner_work(body, device, compat.scan_sizes(scan)).cost_ns)
+        body_ns = inner_work(body, device, compat.scan_sizes(scan)).cost_ns
+        iterations = makers[place].iterations * int(scan.params["length"])
+        waiting_ns += iterations * max(0, takes_ns - body_ns)
     return waiting_ns

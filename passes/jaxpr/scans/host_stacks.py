@@ -41,7 +41,7 @@ class Stack:
         maker, readers: the scan that fills it, and those that read it; equations.
         result: which of its maker's results it is.
         forced: True if a user sends it to the host.
-        turns: how often the loops around it are known to run.
+        iterations: how often the loops around it are known to run.
     """
 
     key: Key
@@ -49,7 +49,7 @@ class Stack:
     readers: tuple[Any, ...]
     result: int
     forced: bool
-    turns: int
+    iterations: int
 
     @property
     def nbytes(self) -> int:
@@ -97,23 +97,23 @@ def with_host_stacks(closed: Any) -> tuple[Any, tuple[Paged, ...]]:
 
 
 def _moved(
-    jaxpr: Any, is_chosen: Callable[[Stack], bool], at: Key, turns: int
+    jaxpr: Any, is_chosen: Callable[[Stack], bool], at: Key, iterations: int
 ) -> tuple[Any, tuple[Paged, ...]]:
     """An open jaxpr with the chosen stacks on the host; the same object if there are none."""
     eqns, paged = list(jaxpr.eqns), list[Paged]()
     for i, eqn in enumerate(jaxpr.eqns):
         if eqn.primitive.name in CONTROL_FLOW:
-            inner_turns = turns * int(eqn.params.get("length") or 1)
+            inner_iterations = iterations * int(eqn.params.get("length") or 1)
             bodies, inside = [], list[Paged]()
             for k, body in enumerate(bodies_of(eqn)):
                 opened, consts = compat.open_jaxpr(body)
-                written, found = _moved(opened, is_chosen, (*at, i, k), inner_turns)
+                written, found = _moved(opened, is_chosen, (*at, i, k), inner_iterations)
                 bodies.append(compat.close_jaxpr(written, consts) if found else body)
                 inside += found
             if inside:
                 eqns[i] = with_bodies(eqn, bodies)
                 paged += inside
-    for place in _places(eqns, jaxpr.outvars, at, turns):
+    for place in _places(eqns, jaxpr.outvars, at, iterations):
         if is_chosen(place.stack):
             paged.append(_move(eqns, place))
     if not paged:
@@ -121,7 +121,7 @@ def _moved(
     return compat.rebuild(jaxpr, eqns=eqns, outvars=jaxpr.outvars), tuple(paged)
 
 
-def _places(eqns: Sequence[Any], outvars: Sequence[Any], at: Key, turns: int) -> list[_Place]:
+def _places(eqns: Sequence[Any], outvars: Sequence[Any], at: Key, iterations: int) -> list[_Place]:
     """Stacks that only scans read, slice by slice."""
     readers: dict[Any, list[int]] = {}
     for i, eqn in enumerate(eqns):
@@ -141,7 +141,7 @@ def _places(eqns: Sequence[Any], outvars: Sequence[Any], at: Key, turns: int) ->
             if all(_is_sliced(eqns[r], outer) for r in own):
                 stack = Stack(
                     key=(*at, i, k), maker=eqn, readers=tuple(eqns[r] for r in own), result=k,
-                    forced=inner in marked, turns=turns,
+                    forced=inner in marked, iterations=iterations,
                 )  # fmt: skip
                 found.append(_Place(stack=stack, maker=i, readers=own))
     return found
