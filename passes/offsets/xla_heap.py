@@ -182,7 +182,7 @@ class Holes:
         """The same holes, to try something with."""
         return Holes(self.alignment, self.free, self.end)
 
-    def room(self, nbytes: int) -> int:
+    def padded_bytes(self, nbytes: int) -> int:
         """The bytes of the slot of a value."""
         return -(-nbytes // self.alignment) * self.alignment
 
@@ -198,24 +198,24 @@ class Holes:
 
     def take(self, nbytes: int) -> int:
         """Where XLA places a value: in the smallest hole that holds it, the lowest on ties, or at the end."""
-        room = self.room(nbytes)
-        fits = [(stop - start, start, stop) for start, stop in self.holes if room <= stop - start]
+        padded_bytes = self.padded_bytes(nbytes)
+        fits = [(stop - start, start, stop) for start, stop in self.holes if padded_bytes <= stop - start]
         if not fits:
             start = self.tail
             if start < self.end:
                 self.free.pop()
-            self.end = start + room
+            self.end = start + padded_bytes
             return start
         _, start, stop = min(fits)
         self.free.remove((start, stop))
-        if stop - start > room:
-            self._add(start + room, stop)
+        if stop - start > padded_bytes:
+            self._add(start + padded_bytes, stop)
         return start
 
     def give(self, start: int, nbytes: int) -> None:
         """A value that started there is dead."""
         if nbytes:
-            self._add(start, start + self.room(nbytes))
+            self._add(start, start + self.padded_bytes(nbytes))
 
     def _add(self, start: int, stop: int) -> None:
         kept = []
