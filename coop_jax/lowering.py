@@ -29,6 +29,7 @@ from passes.hlo.enforce import OnFragmentation
 from passes.ir import Status
 from passes.jaxpr import compat
 from passes.jaxpr.candidate import JaxprRequest
+from passes.jaxpr.compat import Jaxpr
 from passes.jaxpr.constraints import constrain_pair, constrain_program
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.scans.host_stacks import offloaded_bytes, uses_host, with_host_stacks
@@ -84,7 +85,7 @@ class Planned:
         return f"Planned({self.outcome.status}, {self.outcome.planned_temp_bytes} bytes)"
 
 
-def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Planned | None) -> Any:
+def lower(ctx: Any, *operands: Any, jaxpr: Jaxpr, config: RematConfig, planned: Planned | None) -> Any:
     """The lowering rule: write the planned function in place and mark the program."""
     asked = relowering.wish()
     if asked is not None and asked.plain and (planned is None or not planned.outcome.changed):
@@ -99,7 +100,7 @@ def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Pl
 
 
 def _planned_and_marked(
-    ctx: Any, jaxpr: Any, config: RematConfig, planned: Planned | None, asked: Wish | None
+    ctx: Any, jaxpr: Jaxpr, config: RematConfig, planned: Planned | None, asked: Wish | None
 ) -> Any:
     """The jaxpr to write in the place of `jaxpr`, in a program that is marked."""
     facts = module.module_facts(ctx)
@@ -154,7 +155,7 @@ def _planned_and_marked(
     return jaxpr
 
 
-def _part(jaxpr: Any, planned: Planned | None) -> Part:
+def _part(jaxpr: Jaxpr, planned: Planned | None) -> Part:
     """What of the program is known where the whole cannot be had."""
     plains = (lambda: ()) if planned is None else (lambda: _plain_programs(planned))
     is_plain = planned is None or not planned.outcome.changed
@@ -372,7 +373,7 @@ def _expected_device(avals: Sequence[Any]) -> Any:
 
 
 @compat.cached_by_jaxpr
-def _inlined(jaxpr: Any) -> Any:
+def _inlined(jaxpr: Jaxpr) -> Any:
     """`jaxpr` as straight-line code; the same object every time."""
     return inline_calls(jaxpr)
 
@@ -386,7 +387,7 @@ def _nbytes(avals: Sequence[Any]) -> int:
     return sum(map(compat.aval_nbytes, avals))
 
 
-def _digest(jaxpr: Any) -> str:
+def _digest(jaxpr: Jaxpr) -> str:
     """Tells programs apart by their equations and shapes, the same in every process."""
     parts = [str(aval) for aval in jaxpr.in_avals]
     for eqn in jaxpr.eqns:
