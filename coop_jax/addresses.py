@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.stages import Compiled
 
 from coop_jax import serialized
 from coop_jax.errors import UnsupportedError
@@ -65,25 +66,26 @@ class AddressView:
     values: tuple[Addressed, ...]
 
 
-def address_view(compiled: Any) -> AddressView:
+def address_view(compiled: Compiled) -> AddressView:
     """Where the temporaries of a compiled program lie.
 
     XLA tells where it put them: on a CPU with the program's memory analysis, on a GPU in its executable.
     Where neither can be read offsets are None, and only sizes can be compared.
     """
-    module = proto.parse(compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
-    stats = compiled.memory_analysis()
+    module = proto.parse(serialized.runtime(compiled).hlo_modules()[0].as_serialized_hlo_module_proto())
+    stats: Any = compiled.memory_analysis()
     real = real_assignment(compiled, module)
     return _view(module, serialized.kind_of(compiled), stats.temp_size_in_bytes, real)
 
 
-def real_assignment(compiled: Any, module: Any) -> Assignment | None:
+def real_assignment(compiled: Compiled, module: Any) -> Assignment | None:
     """Where XLA put what of a compiled program; None where it does not tell.
 
     Args:
         module: the program's parsed HloModuleProto.
     """
-    data = compiled.memory_analysis().serialized_buffer_assignment_proto
+    stats: Any = compiled.memory_analysis()
+    data = stats.serialized_buffer_assignment_proto
     try:
         described = schema(serialized.proto_library(serialized.kind_of(compiled)))
         return read_assignment(data, module, described) if data else _from_executable(compiled, described)
@@ -91,13 +93,13 @@ def real_assignment(compiled: Any, module: Any) -> Assignment | None:
         return None
 
 
-def _from_executable(compiled: Any, described: Schema) -> Assignment | None:
+def _from_executable(compiled: Compiled, described: Schema) -> Assignment | None:
     """The assignment in a GPU's executable, if there is one."""
     assignment, module = read_gpu_assignment(serialized.to_bytes(compiled), described)
     return of_message(assignment, module) if assignment.buffer_allocations else None
 
 
-def executable_view(compiled: Any) -> AddressView:
+def executable_view(compiled: Compiled) -> AddressView:
     """Where the temporaries of a program lie by its executable alone, pinned or not.
 
     Times are kernels in the order of the executable, and a temporary is there while its bytes are in use:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 
 from passes.jaxpr import compat
-from passes.jaxpr.compat import ClosedJaxpr, Jaxpr
+from passes.jaxpr.compat import ClosedJaxpr
 from passes.jaxpr.rewrite import with_results, without_inputs
 
 
@@ -39,7 +39,7 @@ class Source:
             follow from the operands, and have no tangents of their own.
     """
 
-    jaxpr: Jaxpr
+    jaxpr: ClosedJaxpr
     steps: tuple[Step, ...] = ()
     operands: tuple[int, ...]
     n_results: int

@@ -223,13 +223,13 @@ def test_the_report_knows_the_addresses_of_every_temporary() -> None:
     jitted = jax.jit(coop.remat(step, budget=0.7), donate_argnums=0)
     compiled = jitted.lower(*specs).compile()
     offsets = coop.report(compiled).offsets
-    assert offsets["buffers"] == offsets["equal"] != 0
-    assert offsets["pinned"] is False
+    assert offsets.buffers == offsets.equal != 0
+    assert offsets.pinned is False
     pinned = coop.report(coop.pin(compiled))
-    if pinned.offsets["pinned"]:
+    if pinned.offsets.pinned:
         assert pinned.compiled_total_bytes < aot.memory(compiled).total_bytes
     else:
-        assert "as good as" in str(pinned.offsets["pin_reason"])
+        assert "as good as" in str(pinned.offsets.pin_reason)
 
 
 def test_a_report_is_never_silently_over(monkeypatch: pytest.MonkeyPatch) -> None:
