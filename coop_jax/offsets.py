@@ -67,14 +67,8 @@ class Offsets:
         over = f"{format_bytes(max(0, temp_bytes - self.live_temp_bytes))} over what is alive at once"
         if self.pinned:
             return f"addresses: pinned, {format_bytes(self.saved_temp_bytes or 0)} saved; {over}"
-        where = (
-            ""
-            if self.buffers is None
-            else f"{self.equal} of {self.buffers} temporaries where predicted; "
-            if told
-            else ""
-        )
-        text = f"addresses: {where}packing takes {over}"
+        where = f"{self.equal} of {self.buffers} temporaries where predicted; "
+        text = f"addresses: {where if self.buffers is not None else ''}packing takes {over}"
         if temp_bytes > self.packed_temp_bytes:
             more = format_bytes(temp_bytes - self.packed_temp_bytes)
             text += f", {more} more than the best that was found"
