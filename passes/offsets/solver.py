@@ -56,6 +56,16 @@ class LimitError(Exception):
     """The limit of tries is reached, or somebody else has the answer."""
 
 
+def search(items: Sequence[Item], capacity: int, max_tries: int) -> list[int] | None:
+    """Offsets within a capacity; None if there are none, or too many items, or the tries do not suffice."""
+    if len(items) > MOST_ITEMS:
+        return None
+    try:
+        return Sweep(items, capacity).solve(max_tries)
+    except LimitError:
+        return None
+
+
 class Sweep:
     """One problem in sections.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from passes.ir import OpId, Plan, Program, Status
 from passes.link import Link
 from passes.liveness import Graph
-from passes.offsets.best_fit import place_graph
+from passes.offsets.placement import place_graph
 from passes.planners.baselines import chen, scores
 from passes.planners.baselines.delta import Delta, DeltaError
 from passes.planners.baselines.runtime import OutOfMemoryError, Policy, Replayed, Runtime
