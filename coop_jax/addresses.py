@@ -77,12 +77,12 @@ def _from_executable(compiled: Any, described: Schema) -> Assignment | None:
 def _view(module: Any, platform: str, temp_bytes: int, real: Assignment | None) -> AddressView:
     assigner = Assigner(graph.read(module), platform, old_rules=compat.OLD_RULES)
     predicted = predict_assigned(assigner)
-    found = None if real is None else compare(assigner, real)
+    comparison = None if real is None else compare(assigner, real)
     return AddressView(
         temp_bytes=temp_bytes,
         predicted_temp_bytes=predicted.temp_bytes,
         live_bytes=predicted.live_bytes,
         packed_bytes=temp_bytes - packing_saves(assigner),
-        buffers=None if found is None else found.buffers,
-        equal=None if found is None else found.equal,
+        buffers=None if comparison is None else comparison.buffers,
+        equal=None if comparison is None else comparison.equal,
     )
