@@ -10,7 +10,6 @@ canonical   offsets never fall from one placement to the next, ties in the order
 dominance   no item is placed so high that another one that is left would fit below it.
 heads       in every section the items that are left fit above any height which they cannot go below.
 not first   an item above whose lowest offset a section's items do not fit has one below it that is not such.
-hatless     an item with nothing left above it is placed once: no other choice can be better.
 parts       sections that no item that is left joins any more are solved one by one, the tightest first.
 memory      what is left, and how high it must lie, is searched once.
 

@@ -20,8 +20,9 @@ from passes.offsets.skyline import Bottleneck, Stacked
 from passes.planners.candidate import Candidate, CandidatePool, WorkLimit, rank
 from passes.planners.cut import SCHEDULE_UNITS, Style, descend, lower_to, relax
 from passes.planners.neighbourhood import alike, improve
+from passes.planners.pool_run import Walked
 from passes.planners.schedule import Schedule, reverse_delete
-from passes.planners.window import Walked, walk
+from passes.planners.window import walk
 
 WINDOW_EXPONENTS = (0.0, 1.0, 0.5)
 WINDOW_EXCESS = (1.0, 1.06, 1.2, 1.5)
