@@ -61,6 +61,7 @@ class Runtime(PoolRun):
         self.evictions = 0
 
     def run(self) -> Walked:
+        """The whole run. Raises `NoRoomError` where the arguments alone fill the pool."""
         if self.graph.argument_bytes > self.capacity_bytes:
             raise NoRoomError
         return super().run()
@@ -93,6 +94,7 @@ class Runtime(PoolRun):
         return op.recomputable and op.deadline is None
 
     def execute(self, op: int) -> None:
+        """Run an op (again). Raises `NoRoomError` where the replay recomputes without end."""
         if len(self.steps) >= MOST_STEPS_PER_OP * len(self.graph.cost_ns):
             raise NoRoomError
         super().execute(op)
