@@ -114,7 +114,7 @@ class _Follower:
         """All that is free but for the places of the results, as best fit fills it: small holes first."""
         heap = self.heap
         large = [g for g in moment.defined if g in self.goal.places]
-        wanted = {self.goal.places[g]: heap.room(self.goal.nbytes[g]) for g in large}
+        wanted = {self.goal.places[g]: heap.padded_bytes(self.goal.nbytes[g]) for g in large}
         wanted |= dict.fromkeys(self._slots(len(moment.defined) - len(large)), heap.alignment)
         ranges = sorted(heap.holes, key=lambda hole: (hole[1] - hole[0], hole[0]))
         ranges.append((heap.tail, max([heap.tail, *(at + room for at, room in wanted.items())])))
