@@ -31,8 +31,10 @@ from coop_jax.registry import Choice
 from coop_jax.relowering import Plain, Variant, Wish
 from coop_jax.replacing import Calls, in_place_of, signature
 from coop_jax.text import format_bytes
+from passes.backend import BACKENDS
+from passes.cost import DEVICES
 from passes.ir import Status
-from passes.jaxpr.calibration import UNCALIBRATED
+from passes.jaxpr.calibration import STRICT, UNCALIBRATED
 from passes.jaxpr.compat import BeingLowered
 from passes.outcome import StageOutcome
 
@@ -304,12 +306,22 @@ class _Search:
         return sorted(known, key=lambda k: (k.cost_ns is None, k.cost_ns or 0, k.total_bytes))
 
     def _wishes(self, refused: StageOutcome) -> list[Wish]:
-        """The program as it is, unless that breaks a constraint, then deeper plans, the mildest first."""
+        """The program as it is, unless that breaks a constraint, then deeper plans, the mildest first.
+
+        Then its own kernels, some of them recomputed. Last deeper plans with smaller kernels, where XLA makes
+        large ones.
+        """
+        budget_bytes = self.record.budget_bytes
         plain = [] if self.record.constraints else [relowering.PLAIN]
-        left = (self.record.budget_bytes - refused.fixed_bytes) / max(refused.before_temp_bytes, 1)
+        own = [dataclasses.replace(asked, budget_bytes=budget_bytes) for asked in plain]
+        left = (budget_bytes - refused.fixed_bytes) / max(refused.before_temp_bytes, 1)
         mildest = next((k for k, r in enumerate(RATIOS) if r <= left), len(RATIOS) - 1)
-        deeper = [Wish(budget_bytes=self.record.budget_bytes, temp_ratio=r) for r in RATIOS[mildest:]]
-        return [*plain, *deeper]
+        deeper = [Wish(budget_bytes=budget_bytes, temp_ratio=r) for r in RATIOS[mildest:]]
+        strict = [dataclasses.replace(asked, calibration=STRICT) for asked in deeper]
+        return [*plain, *deeper, *own, *(strict if self._fuses_results() else [])]
+
+    def _fuses_results(self) -> bool:
+        return BACKENDS[DEVICES[self.record.device_name].platform].fuses_results
 
     def _try(self, asked: Wish, *, known: bool) -> Variant | None:
         """The program as it is with a wish, if that keeps the budget; `known`: though it looks seen."""

@@ -89,16 +89,15 @@ def _normed(params: Any, x: Any) -> Any:
 def test_xla_packs_what_was_steered_as_foreseen(v5e: str) -> None:
     specs = tuple(h.spec(3, 3, 16, 16) for _ in range(6)), h.spec(32, 32, 32, 16)
     example = h.Example(name="normed", fn=jax.value_and_grad(_normed), args=specs)
-    seen: list[HeapPrediction] = []
+    seen: list[int] = []
 
     def steer(data: bytes) -> bytes:
-        view = graph.read(proto.parse(data))
-        module = steered(Assigner(view, "tpu"))
+        module = steered(Assigner(graph.read(proto.parse(data)), "tpu"))
         assert module is not None
-        seen.extend((_predicted(view), _predicted(graph.read(module))))
-        return proto.serialize(module)
+        seen.append(_predicted(graph.read(module)).total_bytes)
+        made = proto.serialize(module)
+        assert b"AllocateBuffer" in made
+        return made
 
     total_bytes = h.compile_with(example, steer, "tpu").memory_analysis().total_allocation_bytes
-    before, after = seen
-    assert abs(after.total_bytes - total_bytes) <= TPU.late_bytes
-    assert after.total_bytes <= before.total_bytes
+    assert abs(seen[0] - total_bytes) <= TPU.late_bytes
