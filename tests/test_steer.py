@@ -7,6 +7,7 @@ from typing import Any
 import hlo_support as h
 import jax
 import jax.numpy as jnp
+import pytest
 
 from passes.backend import TPU
 from passes.hlo import graph, proto
@@ -43,6 +44,40 @@ def _spoilt() -> graph.Module:
     module.entry_computation_id = 1
     module.schedule.sequences.add(key=1).value.instruction_ids.extend(range(10, 16))
     return graph.read(module)
+
+
+def _recomputed(given: bool) -> graph.Module:
+    """A fusion whose result just fits the only hole; it reads an argument, or what is alive."""
+    module = proto.parse(b"")
+    fused, entry = module.computations.add(id=2, root_id=21), module.computations.add(id=1, root_id=14)
+
+    def add(where: Any, number: int, opcode: str, operands: list[int], *dims: int) -> Any:
+        made = where.instructions.add(id=number, name=f"{opcode}.{number}", opcode=opcode)
+        made.operand_ids.extend(operands)
+        made.shape.element_type = F32
+        made.shape.dimensions.extend(dims)
+        made.shape.layout.minor_to_major.extend(reversed(range(len(dims))))
+        return made
+
+    add(fused, 20, "parameter", [], *((128,) if given else TENFOLD))
+    add(fused, 21, "reverse", [20], *TENFOLD)
+    add(entry, 10, "parameter", [], 128)
+    add(entry, 11, "broadcast", [10], *TENFOLD)
+    add(entry, 12, "reverse", [11], *TENFOLD)
+    fusion = add(entry, 13, "fusion", [10 if given else 12], *TENFOLD)
+    fusion.fusion_kind = "kLoop"
+    fusion.called_computation_ids.append(2)
+    add(entry, 14, "custom-call", [12, 13], 128)
+    module.entry_computation_id = 1
+    module.schedule.sequences.add(key=1).value.instruction_ids.extend(range(10, 15))
+    return graph.read(module)
+
+
+@pytest.mark.parametrize(("given", "slots"), [(True, 30), (False, 20)])
+def test_a_value_made_of_arguments_alone_is_not_trusted_to_fill_the_only_hole(
+    given: bool, slots: int
+) -> None:
+    assert _predicted(_recomputed(given)).temp_bytes == slots * SLOT
 
 
 def _predicted(view: graph.Module) -> HeapPrediction:
