@@ -62,6 +62,7 @@ class Report(Printable):
             whether the program is `pinned` to that, and `pin_reason` if it was asked to and is not.
         seconds: planning time by stage; 0.0 where the program came from JAX's compilation cache.
         looks: how often the program was planned and compiled once more, as far as XLA's schedule.
+        limited: True if more plans could have been looked at, but not in the time of one compile.
         constraints: what was asked about single values, such as "save=('h',)". What they alone make the
             program recompute is not among `recomputed`.
     """
@@ -87,6 +88,7 @@ class Report(Printable):
     offsets: Offsets
     seconds: dict[str, float]
     looks: int
+    limited: bool = False
     constraints: str = ""
     host: HostUse = field(default_factory=HostUse)
     changed: bool = False
@@ -129,6 +131,8 @@ class Report(Printable):
         if self.looks:
             times = "once" if self.looks == 1 else f"{self.looks} times"
             stages += f", in which the program was planned and compiled {times} more"
+        if self.limited:
+            stages += "; the search ended at its limit, the time of one compile"
         lines.append(f"planning: {stages or 'none'} (costs are estimates for {self.device_name})")
         return "\n".join(lines)
 
@@ -260,6 +264,7 @@ def _assemble(record: Record, memory: aot.Memory, offsets: Offsets, host: HostUs
         offsets=offsets,
         seconds={s.stage: s.seconds for s in stages},
         looks=0 if record.hlo is None else record.hlo.looks,
+        limited=record.hlo is not None and record.hlo.limited,
         constraints=record.constraints,
         host=host,
         changed=bool(changed),
