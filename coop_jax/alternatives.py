@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from coop_jax import again
+from coop_jax import again, tuning
 from coop_jax.again import Plain, Variant, Wish
 from coop_jax.known import Known, Memory
 from coop_jax.progress import progress
@@ -91,9 +91,15 @@ class OtherWays:
     def _chosen(self, search: _Search, outcome: StageOutcome) -> Choice:
         record = search.record
         first = Choice(record=with_hlo(record, outcome))
-        first_wish = Wish(budget_bytes=record.budget_bytes, aim_bytes=record.budget_bytes)
         if again.wish() is not None or self.settings != self.program.settings():
             return first
+        best = self._cheapest(search, first)
+        return search.fastest(best) if record.tune and _kept(best) and _is_changed(best.record) else best
+
+    def _cheapest(self, search: _Search, first: Choice) -> Choice:
+        record, outcome = search.record, first.record.hlo
+        assert outcome is not None, "the enforcing stage has spoken"
+        first_wish = Wish(budget_bytes=record.budget_bytes, aim_bytes=record.budget_bytes)
         search.is_seen(record, first_wish)
         tuned = search.paged(search.tuned(first), outcome)
         hlo = tuned.record.hlo
@@ -138,6 +144,7 @@ class _Search:
         tell: is told of everything that takes long.
         module: the scheduled module that another one must be able to replace; None if there is none yet.
         seen: the plans that were looked at.
+        kept: what was looked at and keeps the budget.
         looks: how often something was compiled.
         asked: how often it was planned.
         limited: True if something was not looked at, since that would have taken too long.
@@ -148,6 +155,7 @@ class _Search:
     tell: Callable[[str], None]
     module: bytes | None = None
     seen: set[Hashable] = field(default_factory=set)
+    kept: list[tuple[Wish, Variant]] = field(default_factory=list)
     looks: int = 0
     asked: int = 0
     limited: bool = False
@@ -213,6 +221,33 @@ class _Search:
         found = self._try(Wish(plain=True, budget_bytes=self.record.budget_bytes), known=True)
         return made if found is None or _cost_ns(_hlo(found)) >= _cost_ns(hlo) else self._choice(found)
 
+    def fastest(self, best: Choice) -> Choice:
+        """The fastest of the `tune` cheapest ways that keep the budget; `best` is one of them."""
+        most = self.record.tune
+        tuning.refuse_what_acts(tuple(self.ways.program.jaxpr.effects), self.ways.calls)
+        budget_bytes = self.record.budget_bytes
+        if best.module is None:
+            self._look(Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes), known=True)
+        assert best.record.hlo is not None, "the enforcing stage has spoken"
+        kernels = [] if self.record.constraints else [Wish(plain=True, budget_bytes=budget_bytes)]
+        for asked in (*kernels, *self._deeper(best.record.hlo)):
+            if len(self.kept) < most:
+                self._look(asked)
+        found = sorted(self.kept, key=lambda way: _rank(_hlo(way[1])))[:most]
+        self.tell(f"running {len(found)} programs")
+        timed = tuning.run_times([self._candidate(*way) for way in found])
+        order = sorted(range(len(found)), key=lambda k: (timed[k].measured_ns, k))
+        taken = self._choice(found[order[0]][1])
+        record = dataclasses.replace(taken.record, timed=tuple(timed[k] for k in order))
+        return dataclasses.replace(taken, record=record)
+
+    def _candidate(self, asked: Wish, found: Variant) -> tuning.Candidate:
+        return tuning.Candidate(
+            build=lambda: again.compiled(self.ways.program, asked, found.record),
+            estimated_ns=_cost_ns(_hlo(found)),
+            total_bytes=_hlo(found).planned_total_bytes,
+        )
+
     def cheaper_than(self, first: Record) -> Choice | None:
         """What is known to keep the budget for less time, if anything is.
 
@@ -273,12 +308,14 @@ class _Search:
         return sorted(known, key=lambda k: (k.cost_ns is None, k.cost_ns or 0, k.total_bytes))
 
     def _wishes(self, refused: StageOutcome) -> list[Wish]:
-        """The program as it is, unless that breaks a constraint, then deeper plans, the mildest first."""
-        plain = [] if self.record.constraints else [again.PLAIN]
+        """The program as it is, unless that breaks a constraint, then deeper plans."""
+        return [*([] if self.record.constraints else [again.PLAIN]), *self._deeper(refused)]
+
+    def _deeper(self, refused: StageOutcome) -> list[Wish]:
+        """Plans for fewer temporaries than the budget leaves, the mildest first."""
         left = (self.record.budget_bytes - refused.fixed_bytes) / max(refused.before_temp_bytes, 1)
         mildest = next((k for k, r in enumerate(RATIOS) if r <= left), len(RATIOS) - 1)
-        deeper = [Wish(budget_bytes=self.record.budget_bytes, temp_ratio=r) for r in RATIOS[mildest:]]
-        return [*plain, *deeper]
+        return [Wish(budget_bytes=self.record.budget_bytes, temp_ratio=r) for r in RATIOS[mildest:]]
 
     def _try(self, asked: Wish, *, known: bool) -> Variant | None:
         """The program as it is with a wish, if that keeps the budget; `known`: though it looks seen."""
@@ -309,6 +346,8 @@ class _Search:
                 return None
             found = dataclasses.replace(found, module=fit)
         self.ways.learn(asked, _hlo(found))
+        if _hlo(found).status.found and _hlo(found).planned_total_bytes <= self.record.budget_bytes:
+            self.kept.append((asked, found))
         return found
 
     def _tell(self, asked: Wish) -> None:

@@ -17,7 +17,7 @@ from coop_jax.addresses import address_view
 from coop_jax.errors import BudgetExceededError, UnsupportedError
 from coop_jax.host_use import HostUse
 from coop_jax.pinning import PinOutcome, outcome_of
-from coop_jax.record import Record
+from coop_jax.record import Record, Timed
 from coop_jax.screen import Block, Lines, Printable, Table
 from coop_jax.text import format_bytes, format_ns, format_table
 from passes.backend import BACKENDS, backend_of
@@ -63,6 +63,7 @@ class Report(Printable):
         seconds: planning time by stage; 0.0 where the program came from JAX's compilation cache.
         looks: how often the program was planned and compiled once more, as far as XLA's schedule.
         limited: True if more plans could have been looked at, but not in the time of one compile.
+        timed: the programs that were run for `tune`, the fastest, which was taken, first.
         constraints: what was asked about single values, such as "save=('h',)". What they alone make the
             program recompute is not among `recomputed`.
     """
@@ -89,6 +90,7 @@ class Report(Printable):
     seconds: dict[str, float]
     looks: int
     limited: bool = False
+    timed: tuple[Timed, ...] = ()
     constraints: str = ""
     host: HostUse = field(default_factory=HostUse)
     changed: bool = False
@@ -106,6 +108,7 @@ class Report(Printable):
             "baseline": self.baseline,
             "status": str(self.status),
             "recomputed": [dataclasses.asdict(r) for r in self.recomputed],
+            "timed": [dataclasses.asdict(t) for t in self.timed],
             "host": self.host.to_dict(),
         }
 
@@ -120,6 +123,7 @@ class Report(Printable):
         ]
         if self.compiled_cost_ns is not None:
             lines.append(self._kernels_text(self.compiled_cost_ns))
+        lines += map(_timed_text, self.timed)
         if self.recomputed:
             lines.append(
                 format_table(("recomputed", "times", "bytes", "cost", "stage"), _grouped(self.recomputed))
@@ -146,7 +150,9 @@ class Report(Printable):
         given = {f.name: data[f.name] for f in dataclasses.fields(cls)}
         again = tuple(Recomputed(**item) for item in given["recomputed"])
         host = HostUse.from_dict(given["host"])
-        return cls(**{**given, "status": Status(given["status"]), "recomputed": again, "host": host})
+        timed = tuple(Timed(**item) for item in given["timed"])
+        status = Status(given["status"])
+        return cls(**{**given, "status": status, "recomputed": again, "timed": timed, "host": host})
 
     def blocks(self) -> list[Block]:
         """For `coop_jax.screen`."""
@@ -158,6 +164,7 @@ class Report(Printable):
         tail = [self._recompute_text(), *self.host.lines()]
         if self.compiled_cost_ns is not None:
             tail.append(self._kernels_text(self.compiled_cost_ns))
+        tail += map(_timed_text, self.timed)
         blocks: list[Block] = [table, Lines(lines=(*tail, _address_text(self.offsets)))]
         if self.recomputed:
             header = ("recomputed", "times", "bytes", "cost", "stage")
@@ -264,6 +271,7 @@ def _assemble(record: Record, memory: aot.Memory, offsets: Offsets, host: HostUs
         offsets=offsets,
         seconds={s.stage: s.seconds for s in stages},
         looks=0 if record.hlo is None else record.hlo.looks,
+        timed=record.timed,
         limited=record.hlo is not None and record.hlo.limited,
         constraints=record.constraints,
         host=host,
@@ -319,6 +327,12 @@ def _address_text(offsets: Offsets) -> str:
     if temp > numbers["packed_temp_bytes"]:
         text += f", {format_bytes(temp - numbers['packed_temp_bytes'])} more than the best that was found"
     return f"{text}; not pinned: {offsets['pin_reason']}" if offsets["pin_reason"] else text
+
+
+def _timed_text(timed: Timed) -> str:
+    """One line about a program that was run."""
+    need = format_bytes(timed.total_bytes, exact=False)
+    return f"measured: {format_ns(timed.measured_ns)} in {need}, estimated {format_ns(timed.estimated_ns)}"
 
 
 def _overhead(stages: Sequence[StageOutcome]) -> float:
