@@ -29,12 +29,12 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from coop_jax import again, tuning
-from coop_jax.again import Plain, Variant, Wish
+from coop_jax import relowering, tuning
 from coop_jax.known import Known, Memory
 from coop_jax.progress import progress
 from coop_jax.record import UNLIMITED_BYTES, Record, with_hlo
 from coop_jax.registry import Choice
+from coop_jax.relowering import Plain, Variant, Wish
 from coop_jax.replacing import Calls, in_place_of, signature
 from coop_jax.text import format_bytes
 from passes.backend import BACKENDS
@@ -91,7 +91,7 @@ class OtherWays:
     def _chosen(self, search: _Search, outcome: StageOutcome) -> Choice:
         record = search.record
         first = Choice(record=with_hlo(record, outcome))
-        if again.wish() is not None or self.settings != self.program.settings():
+        if relowering.wish() is not None or self.settings != self.program.settings():
             return first
         best = self._cheapest(search, first)
         return search.fastest(best) if record.tune and _kept(best) and _is_changed(best.record) else best
@@ -184,12 +184,12 @@ class _Search:
             calibration = following
             budget_bytes = self.record.budget_bytes
             asked = Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes, calibration=calibration)
-            found = self._look(asked)
-            if found is None:
+            variant = self._look(asked)
+            if variant is None:
                 break
-            planned, verdict = found.record.jaxpr, _hlo(found)
+            planned, verdict = variant.record.jaxpr, _hlo(variant)
             if _rank(verdict) < _rank_of(best):
-                best = self._choice(found)
+                best = self._choice(variant)
         return best
 
     def paged(self, best: Choice, first: StageOutcome) -> Choice:
@@ -202,9 +202,9 @@ class _Search:
         aims = [Wish(budget_bytes=budget_bytes, aim_bytes=UNLIMITED_BYTES)]
         aims += [Wish(budget_bytes=budget_bytes, temp_ratio=r) for r in PAGED_RATIOS if r > left]
         for asked in aims:
-            found = self._look(asked) if self.may_look(best) else None
-            if found is not None and _rank(_hlo(found)) < _rank_of(best):
-                best = self._choice(found)
+            variant = self._look(asked) if self.may_look(best) else None
+            if variant is not None and _rank(_hlo(variant)) < _rank_of(best):
+                best = self._choice(variant)
         return best
 
     def with_its_own_kernels(self, made: Choice) -> Choice:
@@ -218,8 +218,8 @@ class _Search:
             return made
         if not self.may_look(made):
             return made
-        found = self._try(Wish(plain=True, budget_bytes=self.record.budget_bytes), known=True)
-        return made if found is None or _cost_ns(_hlo(found)) >= _cost_ns(hlo) else self._choice(found)
+        variant = self._try(Wish(plain=True, budget_bytes=self.record.budget_bytes), known=True)
+        return made if variant is None or _cost_ns(_hlo(variant)) >= _cost_ns(hlo) else self._choice(variant)
 
     def fastest(self, best: Choice) -> Choice:
         """The fastest of the `tune` cheapest ways that keep the budget; `best` is one of them."""
@@ -243,7 +243,7 @@ class _Search:
 
     def _candidate(self, asked: Wish, found: Variant) -> tuning.Candidate:
         return tuning.Candidate(
-            build=lambda: again.compiled(self.ways.program, asked, found.record),
+            build=lambda: relowering.compiled(self.ways.program, asked, found.record),
             estimated_ns=_cost_ns(_hlo(found)),
             total_bytes=_hlo(found).planned_total_bytes,
         )
@@ -260,11 +260,11 @@ class _Search:
         if known and not _is_changed(first):
             plain = self._plain()
             if plain is not None and plain.memory.total_bytes <= self.record.budget_bytes:
-                known = [again.PLAIN] if plain.cost_ns < limit_ns else []
+                known = [relowering.PLAIN] if plain.cost_ns < limit_ns else []
         for asked in known:
-            found = self._try(asked, known=True)
-            if found is not None and _cost_ns(_hlo(found)) < limit_ns:
-                return self._choice(found)
+            variant = self._try(asked, known=True)
+            if variant is not None and _cost_ns(_hlo(variant)) < limit_ns:
+                return self._choice(variant)
         return None
 
     def instead_of(self, refused: StageOutcome) -> Choice:
@@ -275,9 +275,9 @@ class _Search:
         self.ways.learn(Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes), refused)
         ways = [(k.wish, True) for k in self._known()] + [(w, False) for w in self._wishes(refused)]
         for asked, known in ways:
-            found = self._try(asked, known=known)
-            if found is not None:
-                return self._choice(found)
+            variant = self._try(asked, known=known)
+            if variant is not None:
+                return self._choice(variant)
         return Choice(record=with_hlo(self.record, self.named(refused)))
 
     def named(self, refused: StageOutcome) -> StageOutcome:
@@ -309,7 +309,7 @@ class _Search:
 
     def _wishes(self, refused: StageOutcome) -> list[Wish]:
         """The program as it is, unless that breaks a constraint, then deeper plans."""
-        return [*([] if self.record.constraints else [again.PLAIN]), *self._deeper(refused)]
+        return [*([] if self.record.constraints else [relowering.PLAIN]), *self._deeper(refused)]
 
     def _deeper(self, refused: StageOutcome) -> list[Wish]:
         """Plans for fewer temporaries than the budget leaves, the mildest first."""
@@ -319,36 +319,36 @@ class _Search:
 
     def _try(self, asked: Wish, *, known: bool) -> Variant | None:
         """The program as it is with a wish, if that keeps the budget; `known`: though it looks seen."""
-        found = self._look(asked, known=known)
-        if found is None or not _hlo(found).status.found:
+        variant = self._look(asked, known=known)
+        if variant is None or not _hlo(variant).status.found:
             return None
-        return found if _hlo(found).planned_total_bytes <= self.record.budget_bytes else None
+        return variant if _hlo(variant).planned_total_bytes <= self.record.budget_bytes else None
 
     def _look(self, asked: Wish, *, known: bool = False) -> Variant | None:
         """The program as it is with a wish; what it needs is known afterwards."""
-        plain = self._plain() if asked == again.PLAIN else None
+        plain = self._plain() if asked == relowering.PLAIN else None
         if plain is not None and not self._is_met_by(plain):
             return None
         record = dataclasses.replace(self.record, jaxpr=None, budget_bytes=asked.budget_bytes)
         self._tell(asked)
         self.asked += 1
-        found = again.variant(
+        variant = relowering.variant(
             self.ways.program, asked, record, skip=lambda r: self.is_seen(r, asked) and not known
         )
-        if found is None:
+        if variant is None:
             return None
         self.looks += 1
         if plain is not None:
-            found = _as_counted(found, plain)
+            variant = _as_counted(variant, plain)
         if self.module is not None:
-            fit = in_place_of(found.module, found.calls, self.module, self.ways.calls)
+            fit = in_place_of(variant.module, variant.calls, self.module, self.ways.calls)
             if fit is None:
                 return None
-            found = dataclasses.replace(found, module=fit)
-        self.ways.learn(asked, _hlo(found))
-        if _hlo(found).status.found and _hlo(found).planned_total_bytes <= self.record.budget_bytes:
-            self.kept.append((asked, found))
-        return found
+            variant = dataclasses.replace(variant, module=fit)
+        self.ways.learn(asked, _hlo(variant))
+        if _hlo(variant).status.found and _hlo(variant).planned_total_bytes <= self.record.budget_bytes:
+            self.kept.append((asked, variant))
+        return variant
 
     def _tell(self, asked: Wish) -> None:
         within = f"for {format_bytes(self.record.budget_bytes, exact=False)}"
@@ -361,7 +361,7 @@ class _Search:
 
     def _plain(self) -> Plain | None:
         """The program without `coop.remat`, as XLA counts it; None where it cannot be had."""
-        return again.plain_program(self.ways.program, self.record.device_name)
+        return relowering.plain_program(self.ways.program, self.record.device_name)
 
     def _is_met_by(self, plain: Plain) -> bool:
         """True if the program without `coop.remat` keeps the budget; what it needs is known afterwards."""
@@ -369,7 +369,7 @@ class _Search:
             return False
         if plain.memory.host_bytes > self.record.host_budget_bytes > 0:
             return False
-        known = Known(wish=again.PLAIN, total_bytes=plain.memory.total_bytes, cost_ns=plain.cost_ns)
+        known = Known(wish=relowering.PLAIN, total_bytes=plain.memory.total_bytes, cost_ns=plain.cost_ns)
         MEMORY.learn(self.ways.key, known)
         return known.total_bytes <= self.record.budget_bytes
 
@@ -387,11 +387,11 @@ class _Search:
         self.seen.add(key)
         return False
 
-    def _choice(self, found: Variant) -> Choice:
+    def _choice(self, variant: Variant) -> Choice:
         """A way with the words of the user's own request."""
-        outcome = dataclasses.replace(_hlo(found), budget_bytes=self.record.budget_bytes)
-        record = dataclasses.replace(self.record, jaxpr=found.record.jaxpr, hlo=outcome)
-        return Choice(record=record, module=found.module)
+        outcome = dataclasses.replace(_hlo(variant), budget_bytes=self.record.budget_bytes)
+        record = dataclasses.replace(self.record, jaxpr=variant.record.jaxpr, hlo=outcome)
+        return Choice(record=record, module=variant.module)
 
 
 def _rank(verdict: StageOutcome) -> tuple[bool, int]:
@@ -411,16 +411,16 @@ def _rank_of(choice: Choice) -> tuple[bool, int]:
     return _rank(choice.record.hlo)
 
 
-def _hlo(found: Variant) -> StageOutcome:
-    assert found.record.hlo is not None, "a variant was looked at"
-    return found.record.hlo
+def _hlo(variant: Variant) -> StageOutcome:
+    assert variant.record.hlo is not None, "a variant was looked at"
+    return variant.record.hlo
 
 
-def _as_counted(found: Variant, plain: Plain) -> Variant:
+def _as_counted(variant: Variant, plain: Plain) -> Variant:
     """The plain program with XLA's own count in the place of what was predicted."""
-    temp_bytes = plain.memory.total_bytes - _hlo(found).fixed_bytes
-    counted = dataclasses.replace(_hlo(found), planned_temp_bytes=temp_bytes)
-    return dataclasses.replace(found, record=with_hlo(found.record, counted))
+    temp_bytes = plain.memory.total_bytes - _hlo(variant).fixed_bytes
+    counted = dataclasses.replace(_hlo(variant), planned_temp_bytes=temp_bytes)
+    return dataclasses.replace(variant, record=with_hlo(variant.record, counted))
 
 
 def _is_changed(record: Record) -> bool:

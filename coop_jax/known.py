@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from coop_jax.again import Wish
+from coop_jax.relowering import Wish
 
 MOST_PROGRAMS = 256
 MOST_KNOWN = 32

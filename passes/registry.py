@@ -18,7 +18,7 @@ class Planner:
         paged: the same for configs with `host_bytes`; "" if it makes nothing of a host.
         searches: whether it is one of the search, which also finds least peaks, frontiers and least energy.
         proves: whether its plans get the linear bound without being asked.
-        measured: whether `benchmarks.planners` has a line for it.
+        in_benchmark: whether `benchmarks.planners` has a line for it.
     """
 
     does: str
@@ -26,7 +26,7 @@ class Planner:
     paged: str = ""
     searches: bool = False
     proves: bool = False
-    measured: bool = True
+    in_benchmark: bool = True
 
 
 _SEARCH = "passes.planners.search:plan"
@@ -35,9 +35,9 @@ _REPLAYED = "passes.planners.baselines.plans:plan"
 PLANNERS = {
     "auto": Planner(does="search (default)", entry=_SEARCH, paged=_PAGED, searches=True),
     "window": Planner(
-        does="walks over addresses alone", entry=_SEARCH, paged=_PAGED, searches=True, measured=False
+        does="walks over addresses alone", entry=_SEARCH, paged=_PAGED, searches=True, in_benchmark=False
     ),
-    "cut": Planner(does="minimum cuts alone", entry=_SEARCH, paged=_PAGED, searches=True, measured=False),
+    "cut": Planner(does="minimum cuts alone", entry=_SEARCH, paged=_PAGED, searches=True, in_benchmark=False),
     "exact": Planner(
         does="prove the optimum (OR-Tools)",
         entry="passes.planners.exact.plans:plan",

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from coop_jax import again, alternatives, known
-from coop_jax.again import PLAIN, Plain, Variant, Wish
 from coop_jax.alternatives import RATIOS, OtherWays
 from coop_jax.known import Known
 from coop_jax.record import Record, with_hlo
+from coop_jax.relowering import PLAIN, Plain, Variant, Wish
 from coop_jax.replacing import Calls, does_the_same, signature
 from passes.backend import BACKENDS
 from passes.hlo import proto

@@ -24,15 +24,15 @@ def drop_barriers(module: Any) -> bool:
     """
     schedule = {s.key: s.value for s in module.schedule.sequences}
     computations = {c.id: c for c in module.computations}
-    found = False
+    has_any = False
     for computation in module.computations:
         if any(i.opcode in BARRIERS for i in computation.instructions):
-            found = True
+            has_any = True
             removed = _drop(computation, computations)
             sequence = schedule.get(computation.id)
             if sequence is not None:
                 sequence.instruction_ids[:] = [i for i in sequence.instruction_ids if i not in removed]
-    return found
+    return has_any
 
 
 def _drop(computation: Any, computations: dict[int, Any]) -> set[int]:
