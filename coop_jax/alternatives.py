@@ -236,7 +236,7 @@ class _Search:
         found = sorted(self.kept, key=lambda way: _rank(_hlo(way[1])))[:most]
         self.tell(f"running {len(found)} programs")
         timed = tuning.run_times([self._candidate(*way) for way in found])
-        order = sorted(range(len(found)), key=lambda k: (timed[k].measured_ns, k))
+        order = sorted(range(len(found)), key=lambda k: (timed[k].run_ns, k))
         taken = self._choice(found[order[0]][1])
         record = dataclasses.replace(taken.record, timed=tuple(timed[k] for k in order))
         return dataclasses.replace(taken, record=record)

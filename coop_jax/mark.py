@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+from jax.stages import Compiled, Lowered
 
-from coop_jax import module
+from coop_jax import module, serialized
 from coop_jax.callback import install
 from coop_jax.record import FACTS, TRIAL, Record, marked
 from coop_jax.registry import REGISTRY, Alternatives, Trial, record_from, record_of_module
@@ -52,7 +53,7 @@ def write(ctx: Any, record: Record, digest: str, alternatives: Alternatives | No
     return record
 
 
-def look(lowered: Any, record: Record) -> Trial | None:
+def look(lowered: Lowered, record: Record) -> Trial | None:
     """Compile a lowered program as far as XLA's schedule, before code is generated, to look at it.
 
     Args:
@@ -69,12 +70,8 @@ def look(lowered: Any, record: Record) -> Trial | None:
     return REGISTRY.forget(record).trial
 
 
-def compile_alone(lowered: Any, record: Record) -> Any:
-    """Compile a lowered program within a record's budget, without looking at other plans.
-
-    Args:
-        lowered: as in `look`.
-    """
+def compile_alone(lowered: Lowered, record: Record) -> Compiled:
+    """Compile a lowered program within a record's budget, without looking at other plans."""
     record = _mark(lowered, record, "alone", {})
     try:
         return lowered.compile(compiler_options=compat.compiler_options())
@@ -82,7 +79,7 @@ def compile_alone(lowered: Any, record: Record) -> Any:
         REGISTRY.forget(record)
 
 
-def _mark(lowered: Any, record: Record, name: str, more: Mapping[str, str]) -> Record:
+def _mark(lowered: Lowered, record: Record, name: str, more: Mapping[str, str]) -> Record:
     for platform in module.platforms_of(lowered):
         install(platform)
     record, attributes = marked(record, name=name, digest="")
@@ -90,15 +87,15 @@ def _mark(lowered: Any, record: Record, name: str, more: Mapping[str, str]) -> R
     return record
 
 
-def record_of_lowered(lowered: Any) -> Record | None:
+def record_of_lowered(lowered: Lowered) -> Record | None:
     """The record of a program that is lowered but not compiled; None if it holds no decorated function."""
     attributes = module.attributes_of(lowered.compiler_ir("stablehlo"))
     return record_from(attributes) if FACTS in attributes else None
 
 
-def record_of(compiled: Any) -> Record | None:
+def record_of(compiled: Compiled) -> Record | None:
     """The record of a compiled program (`jax.stages.Compiled`); None if it holds no decorated function."""
-    modules = compiled.runtime_executable().hlo_modules()
+    modules = serialized.runtime(compiled).hlo_modules()
     record = record_of_module(modules[0].as_serialized_hlo_module_proto()) if modules else None
     if record is None or record.hlo is None or record.hlo.status.found:
         return record

@@ -30,12 +30,12 @@ class Timed:
     """One program that was run to see how fast it is (see `coop_jax.tuning`).
 
     Attributes:
-        measured_ns: the least time of a few runs, on made-up arguments.
+        run_ns: the least time of a few runs, on made-up arguments.
         estimated_ns: what its kernels were estimated to take.
         total_bytes: what it was expected to need.
     """
 
-    measured_ns: int
+    run_ns: int
     estimated_ns: int
     total_bytes: int
 

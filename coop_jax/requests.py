@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from coop_jax.module import ModuleFacts
 from coop_jax.record import UNLIMITED_BYTES
@@ -13,6 +13,7 @@ from coop_jax.relowering import Wish
 from passes.cost import DeviceModel
 from passes.jaxpr import compat
 from passes.jaxpr.candidate import JaxprRequest
+from passes.jaxpr.compat import ClosedJaxpr
 from passes.jaxpr.shards import enter, parts_of
 from passes.outcome import StageOutcome
 
@@ -47,7 +48,7 @@ class Partition:
     num_devices: int
 
 
-def devices_of(facts: ModuleFacts, plain: Any) -> OneDevice | Partition:
+def devices_of(facts: ModuleFacts, plain: ClosedJaxpr | None) -> OneDevice | Partition:
     """Where a program runs.
 
     Args:
@@ -68,7 +69,7 @@ def devices_of(facts: ModuleFacts, plain: Any) -> OneDevice | Partition:
     return Partition(**sizes, parts=parts, num_devices=facts.num_devices)
 
 
-def _parts(facts: ModuleFacts, plain: Any) -> tuple[Sequence[int], Sequence[int]]:
+def _parts(facts: ModuleFacts, plain: ClosedJaxpr | None) -> tuple[Sequence[int], Sequence[int]]:
     """Into how many parts arguments and results are split, also where only a `shard_map` says so."""
     if plain is None or facts.num_devices == 1:
         return facts.argument_parts, facts.output_parts

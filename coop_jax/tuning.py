@@ -97,7 +97,7 @@ def run_times(candidates: Sequence[Candidate]) -> list[Timed]:
         ) from None
     return [
         Timed(
-            measured_ns=round(1e9 * min(run[k] for run in seconds)),
+            run_ns=round(1e9 * min(run[k] for run in seconds)),
             estimated_ns=candidate.estimated_ns,
             total_bytes=candidate.total_bytes,
         )
