@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 HeapRule = Literal["largest first", "in time order"]
-SharingRule = Literal["elementwise", "emitters"]
+SharingRule = Literal["elementwise", "elementwise or reduced", "emitters"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Backend:
         heap: how temporaries are packed, see `passes.offsets.xla_heap`: largest first and longest first,
             of which the smaller heap is taken, or each when it comes alive, among what is there then.
         sharing: which fusions may write over an operand: those that are elementwise on the way from it to
-            the result, or what the emitters of GPU fusions allow as well.
+            the results, or reduce it to one of several results, or what the emitters of GPU fusions allow.
         calls_share: True if a custom call may write over an operand that dies there.
         reuses_results: True if temporaries live in results and donated arguments while those are free.
         table_bytes: of a tuple's table of pointers; None for one pointer an element.
@@ -95,9 +95,9 @@ CUDA = Backend(
 )  # fmt: skip
 TPU = Backend(
     name="tpu", alignment=16384, host_alignment=4096, host_multiple=4096, heap="in time order",
-    sharing="elementwise", reuses_results=False, table_bytes=512, context_space=2, late_bytes=1 << 17,
-    fast_bytes=128 << 20, runs_as_scheduled=False, temps_are_the_rest=True, limits_memory=True,
-    library="libtpu", default_device="v5e", looks=3,
+    sharing="elementwise or reduced", reuses_results=False, table_bytes=512, context_space=2,
+    late_bytes=1 << 17, fast_bytes=128 << 20, runs_as_scheduled=False, temps_are_the_rest=True,
+    limits_memory=True, library="libtpu", default_device="v5e", looks=3,
 )  # fmt: skip
 BACKENDS = {b.name: b for b in (CPU, CUDA, TPU)}
 _BY_ANY_NAME = {name: b for b in BACKENDS.values() for name in (b.name, *b.aliases)}
