@@ -84,8 +84,10 @@ class PlannerConfig:
             raise ValueError(f"`host_bytes` is {self.host_bytes}, but no `link` says how fast they move")
         if self.objective not in ("time", "energy"):
             raise ValueError(f"`objective` is {self.objective!r}; it is time or energy")
-        if self.objective == "energy" and self.planner not in SEARCHING:
-            raise ValueError(f"planner {self.planner!r} knows time only; `objective` energy is for auto")
+        if self.objective == "energy" and not PLANNERS[self.planner].frugal:
+            raise ValueError(
+                f"planner {self.planner!r} knows time only; `objective` energy is for auto and exact"
+            )
         if self.max_overhead is not None and (self.max_overhead < 0 or self.objective == "time"):
             raise ValueError(f"`max_overhead` is {self.max_overhead}; it is a share, for `objective` energy")
         if self.planner == "delta" and not self.host_bytes:
