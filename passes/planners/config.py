@@ -28,8 +28,8 @@ class PlannerConfig:
             "exact" (a 0-1 program, from `auto`'s plan on); or a baseline: "dtr", "dtr-eq", "dte",
             "coop-online", "chen"; "delta" with a host.
         work_limit: how much work a search may do, in units of about a microsecond; None scales with the
-            program (about a second, and 100 us an op from 10,000 ops on; a fifth of a second, and 100 us an
-            op from 2000 ops on, if `quick`). It ends sooner near the bound; far from it, or where the first
+            program (about a second, and 100 us an op from 10,000 ops on; a fifth of a second, two with pages,
+            and 100 us an op from 2000 ops on, if `quick`). It ends sooner near the bound; far from it, or where the first
             search misses the budget, a few times as much is done in all.
         quick: whether someone waits for the plan, such as a compile.
         placed: whether the budget is for the plan placed at addresses, holes included, instead of its live
@@ -109,4 +109,5 @@ class PlannerConfig:
         """The work limit for a program of `n_ops` ops."""
         if self.work_limit is not None:
             return self.work_limit
-        return max(QUICK_UNITS if self.quick else LEAST_UNITS, UNITS_PER_OP * n_ops)
+        quick_units = QUICK_UNITS * (2 if self.host_bytes else 1)
+        return max(quick_units if self.quick else LEAST_UNITS, UNITS_PER_OP * n_ops)
