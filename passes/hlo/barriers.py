@@ -4,7 +4,7 @@ At this stage a barrier orders nothing any more: the schedule does. It still cos
 after us, but jaxlib 0.11 leaves the tuple behind it, and a kernel that reads its operand out of a tuple does
 not take that operand's place; jaxlib 0.12 looks through the tuple. The same holds for the tuple that XLA
 makes for a GPU around results that need a copy, such as constants: its table of pointers takes memory in 0.11
-alone. Without barriers and such tuples both versions allocate the same, and no more than either of them would.
+alone. Without barriers and such tuples both versions allocate the same, and no more than either would.
 """
 
 from __future__ import annotations
