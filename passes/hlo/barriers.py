@@ -40,9 +40,14 @@ def drop_barriers(module: Any) -> bool:
 def _drop(computation: Any, computations: dict[int, Any], known: dict[int, int]) -> set[int]:
     """Let every reader read what is behind the barriers; returns the ids of what is gone."""
     computation.root_id = known[computation.root_id]
-    removed = {i for i, source in known.items() if source != i} - _twins(computation, known)
+    twins = _twins(computation, known)
+    removed = {i for i, source in known.items() if source != i} - twins
     kept = [i for i in computation.instructions if i.id not in removed]
     for instruction in kept:
+        if instruction.id in twins and not instruction.shape.tuple_shapes:
+            instruction.opcode = "bitcast"
+            instruction.operand_ids[:] = [known[instruction.id]]
+            instruction.ClearField("tuple_index")
         instruction.operand_ids[:] = [known[o] if o in removed else o for o in instruction.operand_ids]
         if can_merge_operands(instruction):
             merge_operands(instruction, computations[instruction.called_computation_ids[0]])
@@ -76,7 +81,8 @@ def _twins(computation: Any, known: dict[int, int]) -> set[int]:
 
     XLA makes no kernel that has one operand twice. Where it decides whether the result may be written over
     an operand it looks at one of the two only, and what the other still has to read is lost. In a fusion of
-    its own XLA makes one operand of the two, and so do we.
+    its own XLA makes one operand of the two, and so do we. Others become bitcasts, which no pass looks
+    through.
     """
     twins: set[int] = set()
     for instruction in computation.instructions:
