@@ -217,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--graphs", type=Path, required=True, help="folder of coop-program/1 files")
     parser.add_argument("--gpt", type=int, default=0, metavar="LAYERS", help="compile a GPT's kernels, too")
-    parser.add_argument("--only", default=",".join(name for name, p in PLANNERS.items() if p.measured))
+    parser.add_argument("--only", default=",".join(name for name, p in PLANNERS.items() if p.in_benchmark))
     parser.add_argument("--budgets", default=",".join(map(str, BUDGETS)))
     parser.add_argument("--time-limit", type=float, default=120.0, help="seconds for each exact plan")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/planners.json"))

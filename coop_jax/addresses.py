@@ -129,21 +129,21 @@ def executable_view(compiled: Any) -> AddressView:
 def _view(module: Any, platform: str, temp_bytes: int, real: Assignment | None) -> AddressView:
     assigner = Assigner(graph.read(module), platform, old_rules=compat.OLD_RULES)
     predicted = predict_assigned(assigner)
-    found = None if real is None else compare(assigner, real)
+    comparison = None if real is None else compare(assigner, real)
     return AddressView(
         temp_bytes=temp_bytes,
         predicted_temp_bytes=predicted.temp_bytes,
         live_bytes=predicted.live_bytes,
         packed_bytes=temp_bytes - packing_saves(assigner),
-        buffers=None if found is None else found.buffers,
-        equal=None if found is None else found.equal,
+        buffers=None if comparison is None else comparison.buffers,
+        equal=None if comparison is None else comparison.equal,
         values=_values(assigner, real),
     )
 
 
 def _values(assigner: Assigner, real: Assignment | None) -> tuple[Addressed, ...]:
     flow = assigner.flow
-    found = []
+    addressed = []
     for group in assigner.heap:
         for v in flow.classes[group] if assigner.space_of(group) != HOST else ():
             home = flow.values[v].home
@@ -151,9 +151,9 @@ def _values(assigner: Assigner, real: Assignment | None) -> tuple[Addressed, ...
             at = None if real is None else real.addresses.get((name, home.index))
             offset = at.offset if at is not None and at.is_temp else None
             lives = assigner.ranges[v]
-            found.append(
+            addressed.append(
                 Addressed(
                     name=name, nbytes=flow.values[v].nbytes, offset=offset, start=lives.start, end=lives.end
                 )
             )
-    return tuple(sorted(found, key=lambda a: (a.start, a.end, a.name)))
+    return tuple(sorted(addressed, key=lambda a: (a.start, a.end, a.name)))

@@ -73,16 +73,16 @@ class BudgetRange:
 
     def lines(self, how: str) -> list[str]:
         """A sentence about each; `how` is what was allowed."""
-        found = [f"{how}, half of it: {self.half_refused}"] if self.half_refused else []
+        sentences = [f"{how}, half of it: {self.half_refused}"] if self.half_refused else []
         for share, made in (("half", self.half), ("three quarters", self.milder)):
             if made is not None:
                 budget = format_bytes(made.budget_bytes)
-                found.append(f"{how}, {share} of it, {budget}: {_cost_text(made)} (compiled)")
+                sentences.append(f"{how}, {share} of it, {budget}: {_cost_text(made)} (compiled)")
         if self.least_bytes is not None:
             known = "proved" if self.least_proved else "not proved"
             least = format_bytes(self.least_bytes)
-            found.append(f"{how}, the least budget: {least} (planned in XLA's schedule; {known})")
-        return found
+            sentences.append(f"{how}, the least budget: {least} (planned in XLA's schedule; {known})")
+        return sentences
 
 
 def _cost_text(report: Report) -> str:
@@ -131,7 +131,7 @@ def budgets_of(
             half=made, planned=inspect(half), least_bytes=_least(least_bytes, made), least_proved=proved
         )
     named = half if isinstance(half, InfeasibleBudgetError) else None
-    found = BudgetRange(
+    budget_range = BudgetRange(
         half_refused=str(half).partition("\n")[0],
         least_bytes=None if named is None else named.least_bytes,
         least_proved=named is not None and named.proved,
@@ -140,10 +140,10 @@ def budgets_of(
     tell(f"compiling it within three quarters of its bytes{how}")
     milder = _within(fn, specs, max(1, 3 * total_bytes // 4), options)
     if isinstance(milder, CoopError):
-        return found
+        return budget_range
     made = report_beside(milder, plain)
-    least_bytes = _least(found.least_bytes, made)
-    return dataclasses.replace(found, milder=made, planned=inspect(milder), least_bytes=least_bytes)
+    least_bytes = _least(budget_range.least_bytes, made)
+    return dataclasses.replace(budget_range, milder=made, planned=inspect(milder), least_bytes=least_bytes)
 
 
 def _least(named_bytes: int | None, met: Report) -> int:

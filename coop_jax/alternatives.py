@@ -24,11 +24,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from coop_jax import again
-from coop_jax.again import Plain, Variant, Wish
+from coop_jax import relowering
 from coop_jax.progress import progress
 from coop_jax.record import UNLIMITED_BYTES, Record, with_hlo
 from coop_jax.registry import Choice
+from coop_jax.relowering import Plain, Variant, Wish
 from coop_jax.replacing import Calls, in_place_of, signature
 from coop_jax.text import format_bytes
 from passes.ir import Status
@@ -78,12 +78,12 @@ class _Memory:
         with self._lock:
             return self._known.get(program, ())
 
-    def learn(self, program: str, found: Known) -> None:
+    def learn(self, program: str, known: Known) -> None:
         """Remember one more way; those that another one beats in bytes and in cost are forgotten."""
         with self._lock:
-            kept = [k for k in self._known.pop(program, ()) if not _beats(found, k)]
-            if not any(_beats(k, found) for k in kept):
-                kept.append(found)
+            kept = [k for k in self._known.pop(program, ()) if not _beats(known, k)]
+            if not any(_beats(k, known) for k in kept):
+                kept.append(known)
             self._known[program] = tuple(kept[-MOST_KNOWN:])
             while len(self._known) > MOST_PROGRAMS:
                 self._known.popitem(last=False)
@@ -135,7 +135,7 @@ class OtherWays:
         record = search.record
         first = Choice(record=with_hlo(record, outcome))
         first_wish = Wish(budget_bytes=record.budget_bytes, aim_bytes=record.budget_bytes)
-        if again.wish() is not None or self.settings != self.program.settings():
+        if relowering.wish() is not None or self.settings != self.program.settings():
             return first
         search.is_seen(record, first_wish)
         tuned = search.paged(search.tuned(first), outcome)
@@ -209,12 +209,12 @@ class _Search:
             calibration = following
             budget_bytes = self.record.budget_bytes
             asked = Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes, calibration=calibration)
-            found = self._look(asked)
-            if found is None:
+            variant = self._look(asked)
+            if variant is None:
                 break
-            planned, verdict = found.record.jaxpr, _hlo(found)
+            planned, verdict = variant.record.jaxpr, _hlo(variant)
             if _rank(verdict) < _rank_of(best):
-                best = self._choice(found)
+                best = self._choice(variant)
         return best
 
     def paged(self, best: Choice, first: StageOutcome) -> Choice:
@@ -227,9 +227,9 @@ class _Search:
         aims = [Wish(budget_bytes=budget_bytes, aim_bytes=UNLIMITED_BYTES)]
         aims += [Wish(budget_bytes=budget_bytes, temp_ratio=r) for r in PAGED_RATIOS if r > left]
         for asked in aims:
-            found = self._look(asked)
-            if found is not None and _rank(_hlo(found)) < _rank_of(best):
-                best = self._choice(found)
+            variant = self._look(asked)
+            if variant is not None and _rank(_hlo(variant)) < _rank_of(best):
+                best = self._choice(variant)
         return best
 
     def with_its_own_kernels(self, made: Choice) -> Choice:
@@ -241,8 +241,8 @@ class _Search:
         promised_ns = planned.cost_ns + planned.recompute_ns
         if _cost_ns(hlo) < MISSED_RATIO * promised_ns or planned.kernels_ns > MISSED_RATIO * _cost_ns(hlo):
             return made
-        found = self._try(Wish(plain=True, budget_bytes=self.record.budget_bytes), known=True)
-        return made if found is None or _cost_ns(_hlo(found)) >= _cost_ns(hlo) else self._choice(found)
+        variant = self._try(Wish(plain=True, budget_bytes=self.record.budget_bytes), known=True)
+        return made if variant is None or _cost_ns(_hlo(variant)) >= _cost_ns(hlo) else self._choice(variant)
 
     def cheaper_than(self, first: Record) -> Choice | None:
         """What is known to keep the budget for less time, if anything is.
@@ -256,11 +256,11 @@ class _Search:
         if known and not _is_changed(first):
             plain = self._plain()
             if plain is not None and plain.memory.total_bytes <= self.record.budget_bytes:
-                known = [again.PLAIN] if plain.cost_ns < limit_ns else []
+                known = [relowering.PLAIN] if plain.cost_ns < limit_ns else []
         for asked in known:
-            found = self._try(asked, known=True)
-            if found is not None and _cost_ns(_hlo(found)) < limit_ns:
-                return self._choice(found)
+            variant = self._try(asked, known=True)
+            if variant is not None and _cost_ns(_hlo(variant)) < limit_ns:
+                return self._choice(variant)
         return None
 
     def instead_of(self, refused: StageOutcome) -> Choice:
@@ -271,9 +271,9 @@ class _Search:
         self.ways.learn(Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes), refused)
         ways = [(k.wish, True) for k in self._known()] + [(w, False) for w in self._wishes(refused)]
         for asked, known in ways:
-            found = self._try(asked, known=known)
-            if found is not None:
-                return self._choice(found)
+            variant = self._try(asked, known=known)
+            if variant is not None:
+                return self._choice(variant)
         return Choice(record=with_hlo(self.record, self.named(refused)))
 
     def named(self, refused: StageOutcome) -> StageOutcome:
@@ -305,7 +305,7 @@ class _Search:
 
     def _wishes(self, refused: StageOutcome) -> list[Wish]:
         """The program as it is, unless that breaks a constraint, then deeper plans, the mildest first."""
-        plain = [] if self.record.constraints else [again.PLAIN]
+        plain = [] if self.record.constraints else [relowering.PLAIN]
         left = (self.record.budget_bytes - refused.fixed_bytes) / max(refused.before_temp_bytes, 1)
         mildest = next((k for k, r in enumerate(RATIOS) if r <= left), len(RATIOS) - 1)
         deeper = [Wish(budget_bytes=self.record.budget_bytes, temp_ratio=r) for r in RATIOS[mildest:]]
@@ -313,33 +313,33 @@ class _Search:
 
     def _try(self, asked: Wish, *, known: bool) -> Variant | None:
         """The program as it is with a wish, if that keeps the budget; `known`: though it looks seen."""
-        found = self._look(asked, known=known)
-        if found is None or not _hlo(found).status.found:
+        variant = self._look(asked, known=known)
+        if variant is None or not _hlo(variant).status.found:
             return None
-        return found if _hlo(found).planned_total_bytes <= self.record.budget_bytes else None
+        return variant if _hlo(variant).planned_total_bytes <= self.record.budget_bytes else None
 
     def _look(self, asked: Wish, *, known: bool = False) -> Variant | None:
         """The program as it is with a wish; what it needs is known afterwards."""
-        plain = self._plain() if asked == again.PLAIN else None
+        plain = self._plain() if asked == relowering.PLAIN else None
         if plain is not None and not self._is_met_by(plain):
             return None
         record = dataclasses.replace(self.record, jaxpr=None, budget_bytes=asked.budget_bytes)
         self._tell(asked)
-        found = again.variant(
+        variant = relowering.variant(
             self.ways.program, asked, record, skip=lambda r: self.is_seen(r, asked) and not known
         )
-        if found is None:
+        if variant is None:
             return None
         self.looks += 1
         if plain is not None:
-            found = _as_counted(found, plain)
+            variant = _as_counted(variant, plain)
         if self.module is not None:
-            fit = in_place_of(found.module, found.calls, self.module, self.ways.calls)
+            fit = in_place_of(variant.module, variant.calls, self.module, self.ways.calls)
             if fit is None:
                 return None
-            found = dataclasses.replace(found, module=fit)
-        self.ways.learn(asked, _hlo(found))
-        return found
+            variant = dataclasses.replace(variant, module=fit)
+        self.ways.learn(asked, _hlo(variant))
+        return variant
 
     def _tell(self, asked: Wish) -> None:
         within = f"for {format_bytes(self.record.budget_bytes, exact=False)}"
@@ -352,7 +352,7 @@ class _Search:
 
     def _plain(self) -> Plain | None:
         """The program without `coop.remat`, as XLA counts it; None where it cannot be had."""
-        return again.plain_program(self.ways.program, self.record.device_name)
+        return relowering.plain_program(self.ways.program, self.record.device_name)
 
     def _is_met_by(self, plain: Plain) -> bool:
         """True if the program without `coop.remat` keeps the budget; what it needs is known afterwards."""
@@ -360,7 +360,7 @@ class _Search:
             return False
         if plain.memory.host_bytes > self.record.host_budget_bytes > 0:
             return False
-        known = Known(wish=again.PLAIN, total_bytes=plain.memory.total_bytes, cost_ns=plain.cost_ns)
+        known = Known(wish=relowering.PLAIN, total_bytes=plain.memory.total_bytes, cost_ns=plain.cost_ns)
         MEMORY.learn(self.ways.key, known)
         return known.total_bytes <= self.record.budget_bytes
 
@@ -378,11 +378,11 @@ class _Search:
         self.seen.add(key)
         return False
 
-    def _choice(self, found: Variant) -> Choice:
+    def _choice(self, variant: Variant) -> Choice:
         """A way with the words of the user's own request."""
-        outcome = dataclasses.replace(_hlo(found), budget_bytes=self.record.budget_bytes)
-        record = dataclasses.replace(self.record, jaxpr=found.record.jaxpr, hlo=outcome)
-        return Choice(record=record, module=found.module)
+        outcome = dataclasses.replace(_hlo(variant), budget_bytes=self.record.budget_bytes)
+        record = dataclasses.replace(self.record, jaxpr=variant.record.jaxpr, hlo=outcome)
+        return Choice(record=record, module=variant.module)
 
 
 def _rank(verdict: StageOutcome) -> tuple[bool, int]:
@@ -398,16 +398,16 @@ def _rank_of(choice: Choice) -> tuple[bool, int]:
     return _rank(choice.record.hlo)
 
 
-def _hlo(found: Variant) -> StageOutcome:
-    assert found.record.hlo is not None, "a variant was looked at"
-    return found.record.hlo
+def _hlo(variant: Variant) -> StageOutcome:
+    assert variant.record.hlo is not None, "a variant was looked at"
+    return variant.record.hlo
 
 
-def _as_counted(found: Variant, plain: Plain) -> Variant:
+def _as_counted(variant: Variant, plain: Plain) -> Variant:
     """The plain program with XLA's own count in the place of what was predicted."""
-    temp_bytes = plain.memory.total_bytes - _hlo(found).fixed_bytes
-    counted = dataclasses.replace(_hlo(found), planned_temp_bytes=temp_bytes)
-    return dataclasses.replace(found, record=with_hlo(found.record, counted))
+    temp_bytes = plain.memory.total_bytes - _hlo(variant).fixed_bytes
+    counted = dataclasses.replace(_hlo(variant), planned_temp_bytes=temp_bytes)
+    return dataclasses.replace(variant, record=with_hlo(variant.record, counted))
 
 
 def _is_changed(record: Record) -> bool:

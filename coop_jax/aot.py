@@ -148,9 +148,9 @@ def target(name: str) -> Target:
             f"device {name!r} is not known; there are {', '.join(TARGETS)}, and slices such as v6e:2x4."
         )
     text = resources.files("coop_jax").joinpath(f"targets/{name.lower()}.txtpb").read_text()
-    found = _MEMORY_SIZE.search(text)
-    assert found is not None, f"targets/{name}.txtpb has no device_memory_size"
-    return Target(name=name.lower(), text=text, memory_bytes=int(found[1]))
+    size = _MEMORY_SIZE.search(text)
+    assert size is not None, f"targets/{name}.txtpb has no device_memory_size"
+    return Target(name=name.lower(), text=text, memory_bytes=int(size[1]))
 
 
 def devices(device: str | Target, *, count: int = 1) -> tuple[Any, ...]:
@@ -194,11 +194,11 @@ def _no_plugin_text(name: str) -> str:
             f"compiling for an absent {name} needs jaxlib's CUDA plugin (130 MB, no NVIDIA libraries):\n"
             f"  pip install --no-deps {' '.join(wheels)}"
         )
-    found = os.environ.get("JAX_PLATFORMS", "")
+    platforms = os.environ.get("JAX_PLATFORMS", "")
     return (
         f"jaxlib's CUDA plugin is installed, but did not start: it cannot compile for an absent {name}. "
         "On a machine without a GPU set JAX_PLATFORMS=cpu in the environment before jax is imported "
-        f"(it is {found!r})."
+        f"(it is {platforms!r})."
     )
 
 

@@ -86,8 +86,8 @@ def _linearize(
 
     def tangent(residuals: Sequence[Any], *tangents: Any) -> list[Any]:
         values = [*residuals, *map(compat.instantiate, _where(tangents, differentiated))]
-        found = coop_linear_p.bind(*values, jaxpr=jaxpr, config=config, pair=pair)
-        return _with_zeros(jaxpr.out_avals, pair.tangents_out, found)
+        outs = coop_linear_p.bind(*values, jaxpr=jaxpr, config=config, pair=pair)
+        return _with_zeros(jaxpr.out_avals, pair.tangents_out, outs)
 
     residuals = [*primals, *(available[i] for i in pair.saved)]
     return results[:n_outs], list(pair.tangents_out), residuals, tangent
@@ -127,8 +127,8 @@ def _part_jvp(
     closed, consts = source.closed()
     values, dots = source.of(primals), source.of(tangents)
     dots = [*(compat.zero_tangent(compat.typeof(c)) for c in consts), *dots]
-    results, found = _jvp([*consts, *values], dots, jaxpr=closed, config=_derived(config))
-    return [*results, *saved], [*found, *map(_no_tangent, saved)]
+    results, pushed = _jvp([*consts, *values], dots, jaxpr=closed, config=_derived(config))
+    return [*results, *saved], [*pushed, *map(_no_tangent, saved)]
 
 
 def _part_linearize(
@@ -184,8 +184,8 @@ def _push_jaxpr(jaxpr: Any, pair: Pair) -> Any:
         for i, held in zip(pair.references, rest[:n_refs], strict=True):
             args[i] = jax.new_ref(held)
         jvp_jaxpr, nonzeros_out = compat.jvp_jaxpr(jaxpr, pair.differentiated)
-        found = compat.evaluate(jvp_jaxpr, [*args, *rest[n_refs:]])[len(nonzeros_out) :]
-        every = _with_zeros(jaxpr.out_avals, nonzeros_out, found)
+        pushed = compat.evaluate(jvp_jaxpr, [*args, *rest[n_refs:]])[len(nonzeros_out) :]
+        every = _with_zeros(jaxpr.out_avals, nonzeros_out, pushed)
         return [compat.instantiate(t) for t, has in zip(every, pair.tangents_out, strict=True) if has]
 
     held = [jaxpr.in_avals[i].inner_aval for i in pair.references]
@@ -209,9 +209,9 @@ def _linear_jvp(
     nonzeros = [not compat.is_zero(t) for t in tangents]
     push = _push_jaxpr(jaxpr, pair)
     jvp_jaxpr, nonzeros_out = compat.jvp_jaxpr(push, nonzeros)
-    found = compat.evaluate(jvp_jaxpr, [*primals, *_where(tangents, nonzeros)])
+    pushed = compat.evaluate(jvp_jaxpr, [*primals, *_where(tangents, nonzeros)])
     n_outs = len(push.out_avals)
-    return found[:n_outs], _with_zeros(push.out_avals, nonzeros_out, found[n_outs:])
+    return pushed[:n_outs], _with_zeros(push.out_avals, nonzeros_out, pushed[n_outs:])
 
 
 def _linear_transpose(
@@ -227,14 +227,14 @@ def _linear_transpose(
         gradients: list[Any] = [None] * n_linear
     elif all(planned or not here for planned, here in zip(pair.cotangents, arrived, strict=True)):
         values = [*operands[:cut], *map(compat.instantiate, _where(every, pair.cotangents))]
-        found = _bind_part(pair.backward, config, pair.planned, pair.backward_source(jaxpr), values)
-        gradients, logs = found[:n_linear], jax.tree.unflatten(pair.logs, found[n_linear:])
+        pulled = _bind_part(pair.backward, config, pair.planned, pair.backward_source(jaxpr), values)
+        gradients, logs = pulled[:n_linear], jax.tree.unflatten(pair.logs, pulled[n_linear:])
     else:
         asked = Pullback(differentiated=pair.differentiated, cotangents=arrived, references=pair.references)
         pull, tree = pull_jaxpr(jaxpr, asked)
         held = operands[cut - len(pair.references) : cut]
-        found = bind(pull, config, [*operands[:n_args], *held, *_where(every, arrived)])
-        gradients, logs = found[:n_linear], jax.tree.unflatten(tree, found[n_linear:])
+        pulled = bind(pull, config, [*operands[:n_args], *held, *_where(every, arrived)])
+        gradients, logs = pulled[:n_linear], jax.tree.unflatten(tree, pulled[n_linear:])
     wanted = map(compat.is_linear_input, operands[cut:])
     given = [
         (compat.zero_tangent(x.aval) if g is None else g) if w else None
@@ -252,8 +252,8 @@ def _transpose(
     known, rest, out_unknown, n_residuals = compat.split_jaxpr(jaxpr, linear)
     values = compat.evaluate(known, _where(operands, [not lin for lin in linear]))
     residuals = values[len(values) - n_residuals :]
-    found, logs = compat.transpose_linear(rest, residuals, _where(cotangents, out_unknown))
-    gradients = iter(found)
+    pulled, logs = compat.transpose_linear(rest, residuals, _where(cotangents, out_unknown))
+    gradients = iter(pulled)
     return [next(gradients) if lin else None for lin in linear], logs
 
 
@@ -268,8 +268,8 @@ def _part_transpose(
     del jaxpr, planned
     closed, consts = source.closed()
     values = [*consts, *source.of(operands)]
-    found, logs = _transpose(cotangents[: source.n_results], *values, jaxpr=closed, config=config)
-    return source.spread(found[len(consts) :], len(operands)), logs
+    pulled, logs = _transpose(cotangents[: source.n_results], *values, jaxpr=closed, config=config)
+    return source.spread(pulled[len(consts) :], len(operands)), logs
 
 
 def _batch(

@@ -1,6 +1,6 @@
 """What a program needs without rematerialization: what a budget that is a fraction is a fraction of.
 
-It is found by tracing and compiling the whole program once more without `coop.remat` (`coop_jax.again`).
+It is found by tracing and compiling the whole program once more without `coop.remat` (`coop_jax.relowering`).
 Where it cannot be had (the program was traced apart from its lowering, or is a part that runs outside `jit`),
 the plain function is compiled; if that is only a part of the program, the total is taken as the program's own
 arguments and results and the plain function's temporaries, but at least as what the program needs with the
@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from coop_jax import again, aot, module
+from coop_jax import aot, module, relowering
 from coop_jax.errors import UnsupportedError
 from coop_jax.pinning import pin
 from coop_jax.requests import OneDevice, Partition
@@ -72,7 +72,7 @@ def baseline(
     Raises:
         UnsupportedError: over several devices only the whole program can tell.
     """
-    plain = None if program is None else again.plain_program(program, request.device.name)
+    plain = None if program is None else relowering.plain_program(program, request.device.name)
     if plain is not None:
         return Baseline(total_bytes=plain.memory.total_bytes, compiled=True, cost_ns=plain.cost_ns)
     if isinstance(devices, Partition):
@@ -81,7 +81,7 @@ def baseline(
             'compiled from here to take a fraction of it. Give bytes per device, such as "8GiB".'
         )
     of_part = _of_a_part(part, facts, request)
-    written_bytes = 0 if program is None or of_part.compiled else again.written_bytes(program)
+    written_bytes = 0 if program is None or of_part.compiled else relowering.written_bytes(program)
     return (
         of_part
         if written_bytes <= of_part.total_bytes
@@ -98,11 +98,11 @@ def _of_a_part(part: Part, facts: module.ModuleFacts, request: JaxprRequest) -> 
         plains = (*part.plains(), *([part.jaxpr] if part.is_plain else []))
     exact = next((plain for plain in plains if is_whole(plain, facts)), None)
     plain = plains[-1] if exact is None else exact
-    found = _compiled(plain, facts, request, () if exact is None else facts.donated)
-    if found is None:
+    baseline = _compiled(plain, facts, request, () if exact is None else facts.donated)
+    if baseline is None:
         outcome = plan_program(plain, request)[1]
         return Baseline(total_bytes=max(1, request.fixed_bytes + outcome.before_temp_bytes), compiled=False)
-    memory, cost_ns = found
+    memory, cost_ns = baseline
     if exact is not None:
         return Baseline(total_bytes=memory.total_bytes, compiled=True, cost_ns=cost_ns)
     total_bytes = max(memory.total_bytes, request.fixed_bytes + memory.temp_bytes)

@@ -1,6 +1,6 @@
 """The callback that XLA makes into this package, and the check after every compile.
 
-XLA hands every scheduled module to the callback; an unmarked one (`coop_jax.mark`) goes back untouched at
+XLA hands every scheduled module to the callback; an unmarked one (`coop_jax.mark`) goes back unchanged at
 once, a marked one goes through the enforcing stage, and where that finds no way, or a dearer one than is
 known, through the program's alternatives (`coop_jax.alternatives`). After every compile, and every look into
 JAX's compilation cache, XLA's own count of a marked program is held against the budget that its mark names:

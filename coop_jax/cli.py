@@ -195,7 +195,7 @@ def summary(program: Program, made: Plan, before_bytes: int) -> str:
     placement_bytes = placed_bytes(program, made)
     fragmentation_ratio = placement_bytes / made.peak_bytes - 1 if made.peak_bytes else 0.0
     share = f"{made.peak_bytes / before_bytes:.3f} of before" if before_bytes else "nothing to plan"
-    again_ns = sum(program.ops[made.steps[i]].cost_ns for i in made.recomputes()) + made.waiting_ns
+    recompute_ns = sum(program.ops[made.steps[i]].cost_ns for i in made.recomputes()) + made.waiting_ns
     rows = [
         (
             "program",
@@ -205,7 +205,7 @@ def summary(program: Program, made: Plan, before_bytes: int) -> str:
         ("peak before", format_bytes(before_bytes)),
         ("peak after", f"{format_bytes(made.peak_bytes)}, {share}"),
         ("placed heap", f"{format_bytes(placement_bytes)}, {fragmentation_ratio:.2%} over the peak"),
-        ("overhead", f"{made.overhead_ratio:.3%}, cost {again_ns}"),
+        ("overhead", f"{made.overhead_ratio:.3%}, cost {recompute_ns}"),
         ("lower bound", f"{made.lower_bound_ratio:.3%}"),
         ("recomputes", str(len(made.recomputes()))),
         *_host_rows(made),
@@ -226,7 +226,7 @@ def _host_rows(made: Plan) -> list[tuple[str, str]]:
 
 
 def placed_bytes(program: Program, made: Plan) -> int:
-    """The end of the highest copy: at the plan's offsets, or at best fit's if that ends lower."""
+    """The end of the highest live range: at the plan's offsets, or at best fit's if that ends lower."""
     argument_bytes = sum(program.buffers[b].nbytes for b in program.arguments)
     ends = [
         offset + program.buffers[b].nbytes

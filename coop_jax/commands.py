@@ -64,10 +64,10 @@ def _program(arguments: argparse.Namespace) -> tuple[NamedProgram, dict[str, Any
 def _explain(arguments: argparse.Namespace) -> int:
     program, options = _program(arguments)
     with of_user(arguments.target):
-        found = explain(
+        explanation = explain(
             program.function, *program.specs, budgets=not arguments.quick, top=arguments.top, **options
         )
-    return _give(arguments, found, found.save)
+    return _give(arguments, explanation, explanation.save)
 
 
 def _pareto(arguments: argparse.Namespace) -> int:
@@ -78,8 +78,8 @@ def _pareto(arguments: argparse.Namespace) -> int:
     named = {name: load(f"{place}:{name}", []).function for name in arguments.rival}
     rivals = named if named or arguments.no_rivals else None
     with of_user(arguments.target):
-        found = pareto(program.function, *program.specs, budgets=arguments.budgets, rivals=rivals, **options)
-    return _give(arguments, found, found.save)
+        curve = pareto(program.function, *program.specs, budgets=arguments.budgets, rivals=rivals, **options)
+    return _give(arguments, curve, curve.save)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -90,7 +90,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         tell("compiling it within the budget")
         compiled = compile_within(program.function, *program.specs, **asked, **options)
         if not drawn:
-            return _give(arguments, found := report(compiled), lambda path: save(found, path))
+            return _give(arguments, planned := report(compiled), lambda path: save(planned, path))
         tell("compiling the program as it is, for the picture")
         plain = compile_plain(program.function, program.specs, static_argnums=(), kwargs=None, **options)
     shown = report_beside(compiled, plain)
@@ -117,10 +117,10 @@ def _report(arguments: argparse.Namespace) -> int:
     _check(arguments)
     first = _report_of(arguments.report)
     if arguments.after is not None:
-        found: Any = difference(first, _report_of(arguments.after))
+        shown: Any = difference(first, _report_of(arguments.after))
     else:
-        found = _shown_report(first)
-    return _give(arguments, found, lambda path: save(found, path))
+        shown = _shown_report(first)
+    return _give(arguments, shown, lambda path: save(shown, path))
 
 
 def _report_of(path: Path) -> Mapping[str, Any]:
@@ -148,8 +148,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
         curve = _curve(open_path(source, **options), arguments.device)
     blocks = [*memory_blocks(memory, top=arguments.top), *_curve_blocks(curve)]
     fields = {**memory.to_dict(), "simulated": [dataclasses.asdict(point) for point in curve]}
-    found = Shown(found=tuple(blocks), fields=fields)
-    return _give(arguments, found, lambda path: save(found, path, maps=[memory], titles=(memory.name,)))
+    shown = Shown(found=tuple(blocks), fields=fields)
+    return _give(arguments, shown, lambda path: save(shown, path, maps=[memory], titles=(memory.name,)))
 
 
 def _is_map(path: Path) -> bool:

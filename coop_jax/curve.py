@@ -209,11 +209,11 @@ def _point(fn: Any, specs: Sequence[Any], budget: int, options: dict[str, Any], 
         compiled = compile_within(fn, *specs, budget=budget, **options)
     except CoopError as error:
         return ParetoPoint(budget_bytes=budget, refused=str(error).partition("\n")[0])
-    found, cost_ns = report(compiled), aot.kernels_ns(compiled, plain.device)
+    compiled_report, cost_ns = report(compiled), aot.kernels_ns(compiled, plain.device)
     return ParetoPoint(
         budget_bytes=budget,
-        total_bytes=found.compiled_total_bytes,
+        total_bytes=compiled_report.compiled_total_bytes,
         cost_ns=cost_ns,
         overhead_ratio=cost_ns / max(1, plain.cost_ns) - 1,
-        lower_bound_ratio=found.lower_bound_ratio,
+        lower_bound_ratio=compiled_report.lower_bound_ratio,
     )

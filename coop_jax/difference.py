@@ -74,13 +74,13 @@ class Difference(Printable):
     @staticmethod
     def _recomputed(fields: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
         """Times and bytes by op and line."""
-        found: dict[str, tuple[int, int]] = {}
+        by_line: dict[str, tuple[int, int]] = {}
         for item in fields["recomputed"]:
             place = item["source"].partition(" (")[0].rpartition("/")[2]
             key = f"{item['op']} at {place}" if place else item["op"]
-            times, nbytes = found.get(key, (0, 0))
-            found[key] = (times + 1, nbytes + item["nbytes"])
-        return found
+            times, nbytes = by_line.get(key, (0, 0))
+            by_line[key] = (times + 1, nbytes + item["nbytes"])
+        return by_line
 
     def to_dict(self) -> dict[str, Any]:
         """Both reports, in JSON types."""

@@ -128,9 +128,9 @@ def _enforced() -> str:
 
 def _addresses() -> str:
     spec = jax.ShapeDtypeStruct((128, 128), jnp.float32)
-    found = inspect(jax.jit(jax.grad(_chain)).lower(spec).compile())
-    assert found.exact_addresses, "XLA does not tell where it put the temporaries"
-    return f"{sum(v.offset is not None for v in found.values)} values"
+    inspected = inspect(jax.jit(jax.grad(_chain)).lower(spec).compile())
+    assert inspected.exact_addresses, "XLA does not tell where it put the temporaries"
+    return f"{sum(v.offset is not None for v in inspected.values)} values"
 
 
 def _absent() -> str:

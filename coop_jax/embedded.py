@@ -43,10 +43,10 @@ def inlined(
             [*(results[n] for n in order), *buffers],
             input_output_aliases={argument: n for n, argument in enumerate(aliases.values())},
         )
-        found = call(
+        flat_results = call(
             *arguments, *module.constants, module=module.message, num_aliased_outputs=np.int64(len(aliases)),
             num_scratch=np.int64(len(fresh) + len(scratch)),
         )  # fmt: skip
-        return [found[order.index(n)] for n in range(len(results))]
+        return [flat_results[order.index(n)] for n in range(len(results))]
 
     return run

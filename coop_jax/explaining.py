@@ -44,8 +44,8 @@ class Explanation(Printable):
     def blocks(self) -> list[Block]:
         """For `coop_jax.screen`."""
         advice = self._advice()
-        found = memory_blocks(self.memory, top=self.top)
-        return [*found, Heading(text="what could be had"), Lines(lines=tuple(advice))] if advice else found
+        blocks = memory_blocks(self.memory, top=self.top)
+        return [*blocks, Heading(text="what could be had"), Lines(lines=tuple(advice))] if advice else blocks
 
     def _advice(self) -> list[str]:
         lines = [
@@ -76,13 +76,13 @@ class Explanation(Printable):
         Raises:
             UnsupportedError: another ending, or a picture without matplotlib.
         """
-        found = self.recompute or BudgetRange()
-        made = found.half or found.milder
+        budget_range = self.recompute or BudgetRange()
+        made = budget_range.half or budget_range.milder
         save(
             self,
             path,
-            maps=[self.memory, found.planned],
-            titles=("as it is", "within half" if found.half else "within three quarters"),
+            maps=[self.memory, budget_range.planned],
+            titles=("as it is", "within half" if budget_range.half else "within three quarters"),
             budget_bytes=None if made is None else made.budget_bytes,
         )
 
@@ -119,16 +119,16 @@ def explain(
     with progress() as tell:
         tell("compiling the program as it is")
         plain = compile_plain(fn, specs, **options)
-        found = Explanation(
+        explanation = Explanation(
             memory=inspect(plain.compiled),
             device_name=plain.device.name,
             donations=donations(plain.lowered),
             top=top,
         )
         if not budgets:
-            return found
+            return explanation
         recompute = budgets_of(fn, specs, plain, options, tell)
         paging = None
         if plain.pages:
             paging = budgets_of(fn, specs, plain, options, tell, with_host=True)
-        return dataclasses.replace(found, recompute=recompute, paging=paging)
+        return dataclasses.replace(explanation, recompute=recompute, paging=paging)

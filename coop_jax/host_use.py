@@ -69,23 +69,23 @@ class HostUse:
             return []
         limited = 0 < self.budget_bytes < UNLIMITED_BYTES
         given = f" of {format_bytes(self.budget_bytes)}" if limited else ""
-        found = [
+        sentences = [
             f"on the host: {format_bytes(self.compiled_bytes)}{given} by XLA's count, "
             f"planned {format_bytes(self.planned_bytes)}"
         ]
         if self.budget_bytes and self.budget_bytes == self.limit_bytes:
-            found[0] += " (the budget there is the pinned pool of JAX's GPU client)"
+            sentences[0] += " (the budget there is the pinned pool of JAX's GPU client)"
         if self.paged:
             nbytes = sum(p.nbytes for p in self.paged)
-            found.append(
+            sentences.append(
                 f"paged: {len(self.paged)} values, {format_bytes(nbytes)}; waiting for the link: "
                 f"estimated {format_ns(self.waiting_ns)}"
             )
         elif self.budget_bytes and not self.is_possible:
-            found.append("paged: nothing, since this platform has no copies that run beside kernels")
+            sentences.append("paged: nothing, since this platform has no copies that run beside kernels")
         elif self.budget_bytes:
-            found.append("paged: nothing, that is cheapest here")
-        return found
+            sentences.append("paged: nothing, that is cheapest here")
+        return sentences
 
     def table(self) -> Table | None:
         """One row for each op and source line, largest bytes first."""

@@ -117,16 +117,16 @@ def open_path(path: Path, *, platform: str | None = None, module: str | None = N
     if not path.is_dir():
         named = dumps.module_of_path(path)
         return _open_file(path, platform or named.platform)
-    found = dumps.dumped_modules(path)
-    chosen = [m for m in found if module is None or module in m.path.name]
+    modules = dumps.dumped_modules(path)
+    chosen = [m for m in modules if module is None or module in m.path.name]
     if not chosen:
-        raise InputError(f"no module in {path} has {module!r} in its name; there are {_names(found)}")
+        raise InputError(f"no module in {path} has {module!r} in its name; there are {_names(modules)}")
     opened = [_open_file(m.path, platform or m.platform) for m in chosen]
     return max(opened, key=lambda o: o.memory_map().total_bytes)
 
 
-def _names(found: list[dumps.DumpedModule]) -> str:
-    names = [m.name for m in found]
+def _names(modules: list[dumps.DumpedModule]) -> str:
+    names = [m.name for m in modules]
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import jax
 
-from coop_jax import again, aot, mark, module
-from coop_jax.again import PlannedAlreadyError, Wish
+from coop_jax import aot, mark, module, relowering
 from coop_jax.alternatives import OtherWays
 from coop_jax.baseline import Baseline, Part, baseline, is_whole, joined_programs, pinned_plain_bytes
 from coop_jax.budget import Budget
 from coop_jax.errors import ConstraintError, InfeasibleBudgetError, UnsupportedError
 from coop_jax.record import UNLIMITED_BYTES, Record
+from coop_jax.relowering import PlannedAlreadyError, Wish
 from coop_jax.requests import OneDevice, Partition, as_wished, devices_of, request_of, unlimited
 from passes.backend import BACKENDS, CUDA
 from passes.cost import DEVICES, DeviceModel
@@ -86,12 +86,12 @@ class Planned:
 
 def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Planned | None) -> Any:
     """The lowering rule: write the planned function in place and mark the program."""
-    asked = again.wish()
+    asked = relowering.wish()
     if asked is not None and asked.plain and (planned is None or not planned.outcome.changed):
         return compat.lower_inline(ctx, jaxpr, operands)
     if asked is not None and asked.replans and planned is not None and (asked.plain or not asked.traced):
         raise PlannedAlreadyError
-    with again.nothing_wished():
+    with relowering.nothing_wished():
         written = _planned_and_marked(ctx, jaxpr, config, planned, asked)
     if uses_host(compat.open_jaxpr(written)[0]):
         module.keep_memory_moves(ctx)
@@ -109,15 +109,15 @@ def _planned_and_marked(
     plain = _inlined(jaxpr) if planned is None else None
     constrained = None if plain is None else _constrained(plain, config)
     devices = devices_of(facts, constrained)
-    found = None
+    known = None
     if asked is None and config.budget.needs_baseline:
         request = request_of(devices, UNLIMITED_BYTES, device, config.planner)
-        found = baseline(program, _part(jaxpr, planned), facts, devices, request)
-    budget_bytes = _budget_bytes(config, facts, found) if asked is None else asked.budget_bytes
+        known = baseline(program, _part(jaxpr, planned), facts, devices, request)
+    budget_bytes = _budget_bytes(config, facts, known) if asked is None else asked.budget_bytes
     budget_bytes = _at_most_the_devices(budget_bytes, facts)
     if planned is None:
         is_plain = constrained is plain and isinstance(devices, OneDevice)
-        known_bytes = found.total_bytes if found is not None and found.compiled and is_plain else None
+        known_bytes = known.total_bytes if known is not None and known.compiled and is_plain else None
         request = request_of(devices, budget_bytes, device, config.planner, known_bytes)
         jaxpr, outcome = _plan_whole(constrained, request, devices, facts, config, asked)
     else:
@@ -130,9 +130,9 @@ def _planned_and_marked(
         budget_bytes=budget_bytes,
         planner=config.planner,
         device_name=device.name,
-        baseline_total_bytes=None if found is None else found.total_bytes,
-        baseline_compiled=found is not None and found.compiled,
-        baseline_cost_ns=None if found is None else found.cost_ns,
+        baseline_total_bytes=None if known is None else known.total_bytes,
+        baseline_compiled=known is not None and known.compiled,
+        baseline_cost_ns=None if known is None else known.cost_ns,
         jaxpr=outcome,
         pin=config.pin,
         on_fragmentation=config.on_fragmentation,
@@ -161,10 +161,10 @@ def _part(jaxpr: Any, planned: Planned | None) -> Part:
     return Part(jaxpr=_inlined(jaxpr), is_plain=is_plain, plains=plains)
 
 
-def _budget_bytes(config: RematConfig, facts: module.ModuleFacts, found: Baseline | None) -> int:
+def _budget_bytes(config: RematConfig, facts: module.ModuleFacts, baseline: Baseline | None) -> int:
     """What the user asked for, in bytes."""
     memory_bytes = None if facts.device is None else aot.device_memory_bytes(facts.device)
-    baseline_bytes = None if found is None else (lambda: found.total_bytes)
+    baseline_bytes = None if baseline is None else (lambda: baseline.total_bytes)
     return config.budget.resolve(device_bytes=memory_bytes, baseline_bytes=baseline_bytes)
 
 
@@ -244,7 +244,7 @@ def plan_pair(
         outcome = plan_joint(forward, backward, n_outs, request)[1]
         return max(1, outcome.fixed_bytes + outcome.before_temp_bytes)
 
-    asked = again.wish()
+    asked = relowering.wish()
     if asked is None:
         memory_bytes = _expected_memory_bytes(config) if config.budget.needs_device else None
         budget_bytes = config.budget.resolve(device_bytes=memory_bytes, baseline_bytes=predicted_bytes)

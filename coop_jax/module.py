@@ -152,10 +152,10 @@ def _mesh_text(module: Any, attributes: Sequence[Any]) -> str:
 
 def _mesh(text: str, devices: Sequence[Any]) -> Mesh | None:
     """The one mesh over `devices`; None where there is none, or its devices are in another order."""
-    found = {tuple(re.findall(r'"([^"]+)"=(\d+)', axes)) for axes in re.findall(r'<\[("[^\]]*)\]', text)}
-    if len(found) != 1 or "device_ids" in text:
+    meshes = {tuple(re.findall(r'"([^"]+)"=(\d+)', axes)) for axes in re.findall(r'<\[("[^\]]*)\]', text)}
+    if len(meshes) != 1 or "device_ids" in text:
         return None
-    names, sizes = zip(*found.pop(), strict=True)
+    names, sizes = zip(*meshes.pop(), strict=True)
     shape = tuple(map(int, sizes))
     return None if math.prod(shape) != len(devices) else Mesh(np.array(devices).reshape(shape), names)
 
@@ -165,8 +165,8 @@ def _axes(attributes: Any) -> tuple[tuple[str, ...], ...] | None:
     if "sdy.sharding" not in attributes:
         return None
     dimensions = re.search(r"\[(\{.*?\})\]", str(attributes["sdy.sharding"]))
-    found = re.findall(r"\{(.*?)\}", "" if dimensions is None else dimensions[1])
-    return tuple(tuple(re.findall(r'"([^"]+)"', dimension)) for dimension in found)
+    named = re.findall(r"\{(.*?)\}", "" if dimensions is None else dimensions[1])
+    return tuple(tuple(re.findall(r'"([^"]+)"', dimension)) for dimension in named)
 
 
 def _sharding(mesh: Mesh, axes: Sequence[tuple[str, ...]]) -> NamedSharding:
@@ -228,8 +228,8 @@ def platforms_of(lowered: Any) -> tuple[str, ...]:
 
 def python_calls(ctx: Any) -> list[Any]:
     """The Python functions that the module that is being lowered calls, by number; grows until that ends."""
-    found: list[Any] = ctx.module_context.host_callbacks
-    return found
+    calls: list[Any] = ctx.module_context.host_callbacks
+    return calls
 
 
 def python_calls_of(lowered: Any) -> list[Any]:
@@ -239,12 +239,12 @@ def python_calls_of(lowered: Any) -> list[Any]:
 
 def with_own_module(lowered: Any) -> Any:
     """A lowered program with a module of its own: JAX remembers what it lowered, and what it made of it."""
-    found, lowering = copy.copy(lowered), copy.copy(lowered._lowering)
+    own, lowering = copy.copy(lowered), copy.copy(lowered._lowering)
     whole = lowering._hlo.operation
     lowering._hlo = ir.Module.parse(whole.get_asm(binary=True, enable_debug_info=True), whole.context)
     lowering._executable = None
-    found._lowering = lowering
-    return found
+    own._lowering = lowering
+    return own
 
 
 def module_attributes(ctx: Any) -> dict[str, str]:
@@ -257,8 +257,8 @@ def attributes_of(lowered: Any) -> dict[str, str]:
     attributes = lowered.operation.attributes
     if _ATTRIBUTES not in attributes:
         return {}
-    found = ir.DictAttr(attributes[_ATTRIBUTES])
-    return {item.name: ir.StringAttr(item.attr).value for item in found}
+    attributes_here = ir.DictAttr(attributes[_ATTRIBUTES])
+    return {item.name: ir.StringAttr(item.attr).value for item in attributes_here}
 
 
 def set_module_attributes(lowered: Any, entries: Mapping[str, str]) -> None:

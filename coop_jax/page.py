@@ -39,7 +39,7 @@ def page(
             {"label": IN_WORDS[kind], "color": COLORS[kind], "hatch": HATCHES.get(kind, "")}
             for kind in _KINDS
         ],
-        "maps": [_map(found, title) for found, title in maps],
+        "maps": [_map(memory_map, title) for memory_map, title in maps],
         "budget": budget_bytes,
         "pareto": pareto,
     }
@@ -51,7 +51,7 @@ def page(
     return parts[0] + as_html(blocks) + parts[1].replace("__DATA__", text)
 
 
-def _map(found: MemoryMap, title: str) -> dict[str, Any]:
+def _map(memory_map: MemoryMap, title: str) -> dict[str, Any]:
     places: dict[str, int] = {}
 
     def place(text: str) -> int:
@@ -61,15 +61,15 @@ def _map(found: MemoryMap, title: str) -> dict[str, Any]:
         [place(v.name), place(v.op), place(v.shape), v.nbytes, v.start, v.stop,
          -1 if v.offset is None else v.offset, _KINDS.index(v.kind),
          place(v.source), place(v.scope), place(why(v)), int(v.evicted)]
-        for v in found.values
+        for v in memory_map.values
     ]  # fmt: skip
-    profile = found.profile()
+    profile = memory_map.profile()
     return {
         "title": title,
-        "steps": max(1, len(found.steps)),
-        "total": found.total_bytes,
-        "temp": found.temp_bytes,
-        "peak": found.peak_step,
+        "steps": max(1, len(memory_map.steps)),
+        "total": memory_map.total_bytes,
+        "temp": memory_map.temp_bytes,
+        "peak": memory_map.peak_step,
         "profile": [profile[kind] if any(profile[kind]) else None for kind in _KINDS if kind != PACKING],
         "strings": list(places),
         "values": values,

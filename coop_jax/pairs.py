@@ -296,8 +296,8 @@ def _halves(jaxpr: Any, differentiated: Sequence[bool], cotangents: Sequence[boo
         leaves = [next(residuals) if place is None else outer[place] for place in seen.places]
         pullback = jax.tree.unflatten(seen.tree, leaves)
         gradients, logs = pullback.with_logs(list(values[cut + n_refs :]))
-        found, seen.logs = jax.tree.flatten(logs)
-        return [*gradients, *found]
+        log_leaves, seen.logs = jax.tree.flatten(logs)
+        return [*gradients, *log_leaves]
 
     given = [
         *traced.out_avals[n_outs:],

@@ -86,12 +86,12 @@ def memory(
     axes = figure.subplots(2, len(maps), sharey="row", squeeze=False)
     most = max(max(m.total_bytes for m, _ in maps), budget_bytes or 0)
     top = max(max(m.temp_bytes for m, _ in maps), 1)
-    for n, (found, title) in enumerate(maps):
+    for n, (memory_map, title) in enumerate(maps):
         over_time, addresses = axes[0][n], axes[1][n]
-        _over_time(over_time, found, most, budget_bytes, look)
-        over_time.set_title(f"{title}: {format_bytes(found.total_bytes, exact=False)}", fontsize=9)
+        _over_time(over_time, memory_map, most, budget_bytes, look)
+        over_time.set_title(f"{title}: {format_bytes(memory_map.total_bytes, exact=False)}", fontsize=9)
         over_time.tick_params(labelbottom=False)
-        _addresses(addresses, found, top, look)
+        _addresses(addresses, memory_map, top, look)
         addresses.set_xlabel("step of the schedule")
         if n == 0:
             over_time.set_ylabel(f"all bytes, {_unit(most)[1]}")
@@ -111,9 +111,9 @@ def over_time(
     figure, look = _figure(theme), _LOOKS[theme]
     axes = figure.subplots(1, len(maps), sharey="row", squeeze=False)[0]
     most = max(max(m.total_bytes for m, _ in maps), budget_bytes or 0)
-    for n, (found, title) in enumerate(maps):
-        _over_time(axes[n], found, most, budget_bytes, look)
-        axes[n].set_title(f"{title}: {format_bytes(found.total_bytes, exact=False)}", fontsize=9)
+    for n, (memory_map, title) in enumerate(maps):
+        _over_time(axes[n], memory_map, most, budget_bytes, look)
+        axes[n].set_title(f"{title}: {format_bytes(memory_map.total_bytes, exact=False)}", fontsize=9)
         axes[n].set_xlabel("step of the schedule")
     axes[0].set_ylabel(f"all bytes, {_unit(most)[1]}")
     _legend(figure, [m for m, _ in maps], budget_bytes, look)
@@ -125,10 +125,10 @@ def addresses(maps: Sequence[tuple[MemoryMap, str]], path: str | Path, *, theme:
     figure, look = _figure(theme), _LOOKS[theme]
     axes = figure.subplots(1, len(maps), sharey="row", squeeze=False)[0]
     top = max(max(m.temp_bytes for m, _ in maps), 1)
-    for n, (found, title) in enumerate(maps):
-        _addresses(axes[n], found, top, look)
+    for n, (memory_map, title) in enumerate(maps):
+        _addresses(axes[n], memory_map, top, look)
         axes[n].set_title(
-            f"{title}: {format_bytes(found.temp_bytes, exact=False)} of temporaries", fontsize=9
+            f"{title}: {format_bytes(memory_map.temp_bytes, exact=False)} of temporaries", fontsize=9
         )
         axes[n].set_xlabel("step of the schedule")
     axes[0].set_ylabel(f"address, {_unit(top)[1]}")
@@ -249,10 +249,10 @@ def _plain_axes(axes: Any, look: _Look) -> None:
         spine.set_color(look.ink)
 
 
-def _over_time(axes: Any, found: MemoryMap, most: int, budget_bytes: int | None, look: _Look) -> None:
+def _over_time(axes: Any, memory_map: MemoryMap, most: int, budget_bytes: int | None, look: _Look) -> None:
     _plain_axes(axes, look)
     scale, _ = _unit(most)
-    profile = found.profile()
+    profile = memory_map.profile()
     steps = list(range(len(profile[ARGUMENT]) + 1))
     below = [0.0] * len(steps)
     for kind in KINDS:
@@ -265,22 +265,22 @@ def _over_time(axes: Any, found: MemoryMap, most: int, budget_bytes: int | None,
             edgecolor=look.paper, linewidth=0,
         )  # fmt: skip
         below = above
-    axes.axhline(found.total_bytes / scale, color=look.ink, linewidth=0.9)
+    axes.axhline(memory_map.total_bytes / scale, color=look.ink, linewidth=0.9)
     if budget_bytes is not None:
         axes.axhline(budget_bytes / scale, color=BUDGET_COLOR, linewidth=1.4, linestyle="--")
     axes.set_xlim(0, max(1, len(steps) - 1))
     axes.set_ylim(0, 1.06 * most / scale)
 
 
-def _addresses(axes: Any, found: MemoryMap, top: int, look: _Look) -> None:
+def _addresses(axes: Any, memory_map: MemoryMap, top: int, look: _Look) -> None:
     from matplotlib.collections import LineCollection, PatchCollection
     from matplotlib.patches import Rectangle
 
     _plain_axes(axes, look)
     scale, _ = _unit(top)
-    last = max(1, len(found.steps))
-    axes.add_patch(Rectangle((0, 0), last, found.temp_bytes / scale, facecolor=look.hole, linewidth=0))
-    placed = [v for v in found.values if v.offset is not None and v.kind not in FIXED_KINDS]
+    last = max(1, len(memory_map.steps))
+    axes.add_patch(Rectangle((0, 0), last, memory_map.temp_bytes / scale, facecolor=look.hole, linewidth=0))
+    placed = [v for v in memory_map.values if v.offset is not None and v.kind not in FIXED_KINDS]
     for kind in (WORKING, KEPT, RECOMPUTED):
         boxes = [
             Rectangle((v.start, (v.offset or 0) / scale), max(v.stop - v.start, 0.2), v.nbytes / scale)
@@ -302,7 +302,7 @@ def _addresses(axes: Any, found: MemoryMap, top: int, look: _Look) -> None:
         if v.evicted
     ]
     axes.add_collection(LineCollection(ends, colors=EVICTED_COLOR, linewidths=1.6))
-    axes.axhline(found.temp_bytes / scale, color=look.ink, linewidth=0.9)
+    axes.axhline(memory_map.temp_bytes / scale, color=look.ink, linewidth=0.9)
     axes.set_xlim(0, last)
     axes.set_ylim(0, 1.06 * top / scale)
 

@@ -86,7 +86,7 @@ def pin(program: Any, *, compiler_options: Mapping[str, Any] | None = None) -> A
     begin = time.perf_counter()
     before = _temp_bytes(program)
     try:
-        found, result = _pinned(program)
+        pinned, result = _pinned(program)
     except _Kept as kept:
         outcome = PinOutcome(
             pinned=False, reason=str(kept), temp_bytes_before=before, temp_bytes=before,
@@ -99,7 +99,7 @@ def pin(program: Any, *, compiler_options: Mapping[str, Any] | None = None) -> A
         reason="" if changed else "XLA's own packing is as good as the best that was found",
         temp_bytes_before=before,
         temp_bytes=_temp_bytes(result),
-        live_bytes=found.live_bytes, buffers=found.buffers, moved=found.moved,
+        live_bytes=pinned.live_bytes, buffers=pinned.buffers, moved=pinned.moved,
         seconds=time.perf_counter() - begin,
     )  # fmt: skip
     return serialized.with_note(result, outcome)
@@ -142,8 +142,8 @@ def inlined(compiled: Any) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
-        found = [(jax.typeof(x).shape, jax.typeof(x).dtype) for x in leaves]
-        if tree != expected or found != [(a.shape, a.dtype) for a in avals]:
+        given = [(jax.typeof(x).shape, jax.typeof(x).dtype) for x in leaves]
+        if tree != expected or given != [(a.shape, a.dtype) for a in avals]:
             raise UnsupportedError("the arguments differ from those that the program was compiled for.")
         return jax.tree.unflatten(compiled.out_tree, run(*(leaves[n] for n in kept)))
 
@@ -232,23 +232,23 @@ def _pinned(program: Any) -> tuple[Any, Any]:
     kind = _kind_of(program)
     data = _data_of(program)
     try:
-        found = pin_bytes(data, schema(serialized.proto_library(kind)), kind)
-        return found, program if found.data is data else _loaded(program, found)
+        pinned = pin_bytes(data, schema(serialized.proto_library(kind)), kind)
+        return pinned, program if pinned.data is data else _loaded(program, pinned)
     except (PinError, SchemaError, FileNotFoundError) as error:
         raise _Kept(str(error)) from error
     except jax.errors.JaxRuntimeError as error:
         raise _Kept(f"XLA does not read the rewritten program: {_first_line(error)}") from error
 
 
-def _loaded(program: Any, found: Pinned) -> Any:
+def _loaded(program: Any, changes: Pinned) -> Any:
     """`program` with the rewritten executable, which XLA must count as many bytes fewer as were saved."""
-    saved = found.temp_bytes_before - found.temp_bytes
+    saved = changes.temp_bytes_before - changes.temp_bytes
     if not serialized.is_loaded(program):
         raise _Kept(
-            f"its device is not here to load it; pinned it would take {format_bytes(found.temp_bytes)} for "
+            f"its device is not here to load it; pinned it would take {format_bytes(changes.temp_bytes)} for "
             f"temporaries, {format_bytes(saved)} less"
         )
-    pinned = serialized.with_bytes(program, found.data)
+    pinned = serialized.with_bytes(program, changes.data)
     counted = _temp_bytes(program) - _temp_bytes(pinned)
     if counted != saved:
         raise _Kept(f"XLA counts {counted} bytes saved in the rewritten program, not {saved}")

@@ -165,12 +165,12 @@ def minimum_budget(
     while compiles < max(2, max_compiles):
         compiles += 1
         try:
-            found = plan(fn, *specs, budget=asked, device=device, **options)
+            planned = plan(fn, *specs, budget=asked, device=device, **options)
         except InfeasibleBudgetError as refused:
             error = refused
             refusals.append(asked)
         else:
-            best = found
+            best = planned
         # A larger budget can be refused though a smaller one is met: the planners are not monotone.
         failed = max((n for n in refusals if best is None or n < best.budget_bytes), default=0)
         if best is not None and (error is None or error.proved or _close(failed, best.budget_bytes)):

@@ -86,12 +86,12 @@ def _module(place: str) -> ModuleType:
 
 
 def _named(module: ModuleType, name: str) -> Any:
-    found: Any = module
+    value: Any = module
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(value, part):
             raise InputError(f"{module.__name__} has no {name!r}")
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def _spec(module: ModuleType, text: str) -> Any:
@@ -102,9 +102,9 @@ def _spec(module: ModuleType, text: str) -> Any:
                 f"--spec is {reprlib.repr(text)}; write a shape such as f32[1024,256], or a name "
                 "in the module"
             )
-        found = _named(module, text)
+        value = _named(module, text)
         try:
-            return jax.eval_shape(found) if callable(found) else found
+            return jax.eval_shape(value) if callable(value) else value
         except Exception as error:
             raise InputError(f"--spec {text}: calling it failed: {_said(error)}") from error
     if match[1] not in _TYPES:

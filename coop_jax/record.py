@@ -99,13 +99,13 @@ def _facts(record: Record) -> dict[str, Any]:
 
 def read_attributes(data: bytes) -> dict[str, str]:
     """Frontend attributes of a serialized HloModuleProto, without parsing the rest of it."""
-    found: dict[str, str] = {}
+    attributes: dict[str, str] = {}
     for number, value in wire.contents(data):
         if number == _MODULE_ATTRIBUTES_FIELD:
             for _, entry in wire.contents(value):
                 parts = dict(wire.contents(entry))
-                found[parts.get(1, b"").decode()] = parts.get(2, b"").decode()
-    return found
+                attributes[parts.get(1, b"").decode()] = parts.get(2, b"").decode()
+    return attributes
 
 
 def with_attributes(data: bytes, attributes: Mapping[str, str]) -> bytes:

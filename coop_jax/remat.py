@@ -9,7 +9,7 @@ from typing import Any, overload
 
 import jax
 
-from coop_jax import again, autodiff, nnx
+from coop_jax import autodiff, nnx, relowering
 from coop_jax.arguments import Mixed, argument_name, hold, release, unchanged
 from coop_jax.budget import Budget
 from coop_jax.errors import ConstraintError, UnsupportedError
@@ -156,7 +156,7 @@ def _decorate(
 
     @functools.wraps(function, updated=() if owner else functools.WRAPPER_UPDATES)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        asked = again.wish()
+        asked = relowering.wish()
         if asked is not None and asked.plain:
             return function(*args, **kwargs)
         args, kwargs = static.mark(args, kwargs)

@@ -47,19 +47,23 @@ def in_place_of(one: bytes, calls: Calls, other: bytes, other_calls: Calls) -> b
         for instruction in computation.instructions:
             if _PYTHON not in instruction.custom_call_target:
                 continue
-            found = _NUMBER.search(instruction.backend_config)
-            number = None if found is None else numbers.get(int(found[2]))
-            if found is None or number is None:
+            match = _NUMBER.search(instruction.backend_config)
+            number = None if match is None else numbers.get(int(match[2]))
+            if match is None or number is None:
                 return None
-            text = b"%b%d" % (found[1], number)
+            text = b"%b%d" % (match[1], number)
             instruction.backend_config = _NUMBER.sub(text, instruction.backend_config, count=1)
     return proto.serialize(module)
 
 
 def signature(data: bytes) -> list[tuple[int, bytes]]:
     """What a serialized module takes and returns: equal for those that may stand in each other's place."""
-    found = [(number, value) for number, value in wire.contents(data) if number in _SIGNATURE_FIELDS]
-    return sorted(found, key=lambda field: field[0])  # whoever wrote a module chose an order of its fields
+    signature_fields = [
+        (number, value) for number, value in wire.contents(data) if number in _SIGNATURE_FIELDS
+    ]
+    return sorted(
+        signature_fields, key=lambda field: field[0]
+    )  # whoever wrote a module chose an order of its fields
 
 
 def _numbers(calls: Calls, other_calls: Calls) -> dict[int, int]:

@@ -140,9 +140,9 @@ class Report(Printable):
             KeyError, TypeError, ValueError: it is another version's, or something else.
         """
         given = {f.name: data[f.name] for f in dataclasses.fields(cls)}
-        again = tuple(Recomputed(**item) for item in given["recomputed"])
+        recomputed = tuple(Recomputed(**item) for item in given["recomputed"])
         host = HostUse.from_dict(given["host"])
-        return cls(**{**given, "status": Status(given["status"]), "recomputed": again, "host": host})
+        return cls(**{**given, "status": Status(given["status"]), "recomputed": recomputed, "host": host})
 
     def blocks(self) -> list[Block]:
         """For `coop_jax.screen`."""
@@ -269,7 +269,7 @@ def _assemble(record: Record, memory: aot.Memory, offsets: Offsets, host: HostUs
 def _offsets(compiled: Any, record: Record, memory: aot.Memory) -> Offsets:
     pinned = outcome_of(compiled)
     predicted = None if record.hlo is None else record.hlo.planned_temp_bytes
-    found: Offsets = {
+    offsets: Offsets = {
         "predicted_temp_bytes": predicted,
         "compiled_temp_bytes": memory.temp_bytes,
         "pinned": pinned is not None and pinned.pinned,
@@ -279,14 +279,14 @@ def _offsets(compiled: Any, record: Record, memory: aot.Memory) -> Offsets:
         # The proof reads every place from the bytes that were loaded.
         same = {"buffers": pinned.buffers, "equal": pinned.buffers}
         return {
-            **found, **same, "live_temp_bytes": pinned.live_bytes, "packed_temp_bytes": pinned.temp_bytes,
+            **offsets, **same, "live_temp_bytes": pinned.live_bytes, "packed_temp_bytes": pinned.temp_bytes,
             "saved_temp_bytes": pinned.temp_bytes_before - pinned.temp_bytes,
         }  # fmt: skip
     if not BACKENDS[serialized.kind_of(compiled)].runs_as_scheduled:
-        return found
+        return offsets
     view = address_view(compiled)
     return {
-        **found, "buffers": view.buffers, "equal": view.equal, "live_temp_bytes": view.live_bytes,
+        **offsets, "buffers": view.buffers, "equal": view.equal, "live_temp_bytes": view.live_bytes,
         "packed_temp_bytes": view.packed_bytes, "saved_temp_bytes": 0,
     }  # fmt: skip
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from coop_jax.again import Wish
 from coop_jax.module import ModuleFacts
 from coop_jax.record import UNLIMITED_BYTES
+from coop_jax.relowering import Wish
 from passes.cost import DeviceModel
 from passes.jaxpr.candidate import JaxprRequest
 from passes.jaxpr.shards import enter

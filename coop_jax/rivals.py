@@ -42,15 +42,15 @@ def natural_rivals(
     blocks = find_blocks(closed)
     if not blocks or jaxpr.effects:
         return {}
-    found: dict[str, Callable[..., Any]] = {}
+    rivals: dict[str, Callable[..., Any]] = {}
     for name in POLICIES:
         try:
             rewritten = under_policy(closed, blocks, getattr(jax.checkpoint_policies, name))
         except ConstraintUnsupported:
             continue
         if rewritten is not closed:
-            found[f"{blocks}: {name}"] = _function(rewritten, tree, static_argnums)
-    return found
+            rivals[f"{blocks}: {name}"] = _function(rewritten, tree, static_argnums)
+    return rivals
 
 
 def _are_arrays(

@@ -90,13 +90,13 @@ def _text_lines(block: Block, width: int) -> list[str]:
 
 def _wrapped(line: str, width: int) -> list[str]:
     """A line broken at its spaces; what follows is indented as the line was, and two more."""
-    found, indent = [], " " * (len(line) - len(line.lstrip()) + 2)
+    lines, indent = [], " " * (len(line) - len(line.lstrip()) + 2)
     while len(line) > width:
         at = line.rfind(" ", len(indent) + 1, width + 1)
         at = at if at > 0 else width
-        found.append(line[:at])
+        lines.append(line[:at])
         line = indent + line[at:].lstrip()
-    return [*found, line]
+    return [*lines, line]
 
 
 def _table_lines(table: Table, width: int) -> list[str]:

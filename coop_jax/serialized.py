@@ -27,10 +27,10 @@ def proto_library(platform: str) -> str:
     package = BACKENDS[platform].library
     spec = importlib.util.find_spec(package)
     places = [] if spec is None else list(spec.submodule_search_locations or ())
-    found = [p for place in places for suffix in _LIBRARIES for p in Path(place).glob(f"*{suffix}")]
-    if not found:
+    libraries = [p for place in places for suffix in _LIBRARIES for p in Path(place).glob(f"*{suffix}")]
+    if not libraries:
         raise FileNotFoundError(f"{package} has no shared library")
-    return str(max(found, key=lambda p: (p.stat().st_size, p.name)))
+    return str(max(libraries, key=lambda p: (p.stat().st_size, p.name)))
 
 
 def platform_of(compiled: Any) -> str:

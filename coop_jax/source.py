@@ -54,10 +54,10 @@ class Source:
         """Those of a part's operands, or of what goes with them, that it takes."""
         return [values[i] for i in self.operands]
 
-    def spread(self, found: Sequence[Any], n_operands: int) -> list[Any]:
-        """`found` for its operands as a list for the part's operands, None for the others."""
+    def spread(self, values: Sequence[Any], n_operands: int) -> list[Any]:
+        """`values` for its operands as a list for the part's operands, None for the others."""
         every: list[Any] = [None] * n_operands
-        for i, x in zip(self.operands, found, strict=True):
+        for i, x in zip(self.operands, values, strict=True):
             every[i] = x
         return every
 
@@ -134,17 +134,17 @@ class Batched:
 
     def __call__(self, closed: Any) -> Any:
         """`closed` over the batch."""
-        batched, found = compat.batch_jaxpr(closed, self.axis, self.dims)
-        return batched if tuple(found) == self.on_axis else _as_in(batched, tuple(found), self)
+        batched, is_batched = compat.batch_jaxpr(closed, self.axis, self.dims)
+        return batched if tuple(is_batched) == self.on_axis else _as_in(batched, tuple(is_batched), self)
 
 
 @compat.cached_by_jaxpr
-def _as_in(batched: Any, found: tuple[bool, ...], asked: Batched) -> Any:
+def _as_in(batched: Any, is_batched: tuple[bool, ...], asked: Batched) -> Any:
     """`batched` where one of two equal programs knows of a result that it is the same for the whole batch."""
 
     def run(*values: Any) -> list[Any]:
         results = compat.evaluate(batched, values)
-        both = zip(results, found, asked.on_axis, strict=True)
+        both = zip(results, is_batched, asked.on_axis, strict=True)
         return [
             x if f == a else jnp.broadcast_to(x, (asked.axis.size, *x.shape)) if a else x[0]
             for x, f, a in both

@@ -106,8 +106,8 @@ def attributes(value: Any) -> dict[str, Any]:
 
 
 def _slots(value: Any) -> list[str]:
-    found = [getattr(cls, "__slots__", ()) for cls in type(value).__mro__]
-    names = [name for slots in found for name in ((slots,) if isinstance(slots, str) else slots)]
+    by_class = [getattr(cls, "__slots__", ()) for cls in type(value).__mro__]
+    names = [name for slots in by_class for name in ((slots,) if isinstance(slots, str) else slots)]
     return [name for name in names if not name.startswith("__")]
 
 

@@ -64,8 +64,8 @@ def bytes_out_of_memory(message: str) -> int | None:
 
     XLA writes three digits, such as `(25.38G)`.
     """
-    found = _OUT_OF_MEMORY.search(message)
-    return None if found is None else int(float(found[1]) * _UNITS[found[2]])
+    stated = _OUT_OF_MEMORY.search(message)
+    return None if stated is None else int(float(stated[1]) * _UNITS[stated[2]])
 
 
 def absent_devices(topology: str) -> tuple[Any, ...]:
@@ -77,14 +77,14 @@ def absent_devices(topology: str) -> tuple[Any, ...]:
     Raises:
         UnsupportedError: libtpu is not installed, or knows no such slice.
     """
-    found = split(topology)
-    assert found is not None, f"{topology} names no TPU"
+    parts = split(topology)
+    assert parts is not None, f"{topology} names no TPU"
     if importlib.util.find_spec("libtpu") is None:
         raise UnsupportedError(
             f"compiling for an absent TPU ({topology}) needs libtpu (214 MB; x86 Linux only):\n"
             "  pip install --no-deps libtpu"
         )
-    chip, shape = found
+    chip, shape = parts
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     bounds = {} if shape else {"chips_per_host_bounds": (1, 1, 1)}

@@ -13,11 +13,11 @@ argument  a buffer that exists before the first op. It is never evicted.
 output    a buffer that must exist after the last op. It is never evicted.
 plan      a sequence of op ids, in the order in which they run. Every op of the program runs first in
           schedule order; a further occurrence is a recompute.
-copy      one run's instance of a buffer. A use is served by the latest earlier run of the buffer's
-          producer; a copy lives until the last use that it serves.
+range     a buffer's live range: from one run of its producer to the last use that this run serves. A use is
+          served by the latest earlier run.
 slot      the place just before the first run of op `j` (slot `j`); recomputes live in slots.
-live      bytes of all copies that are alive at a step.
-page      a copy that leaves for the host's memory and comes back: its bytes are free in between.
+live      bytes of all live ranges that are alive at a step.
+page      a live range that leaves for the host's memory and comes back: its bytes are free in between.
 peak      the largest live bytes over all steps; `passes.simulate` holds its one definition.
 budget    the bytes that the peak must not exceed.
 
@@ -252,9 +252,9 @@ class Program:
             InputError: not JSON, another format, or a broken program, with what is wrong.
         """
         data = json_of(text)
-        found = data.get("format") if isinstance(data, Mapping) else data
-        if found != PROGRAM_FORMAT:
-            raise InputError(f'expected "format": "{PROGRAM_FORMAT}", found {reprlib.repr(found)}')
+        stated = data.get("format") if isinstance(data, Mapping) else data
+        if stated != PROGRAM_FORMAT:
+            raise InputError(f'expected "format": "{PROGRAM_FORMAT}", found {reprlib.repr(stated)}')
         data = mapped(data, "the program", ("ops", "buffers"))
         ops = tuple(_op_from_json(OpId(i), entry) for i, entry in enumerate(listed(data["ops"], "ops")))
         stay = frozenset(_ids(data.get("stay", []), "stay"))
@@ -273,15 +273,15 @@ class Program:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """A copy of a buffer that is sent to the host and brought back.
+    """A live range of a buffer that is sent to the host and brought back.
 
     Every index is a place in `Plan.steps`; "before step i" is the moment just before that step runs.
-    The copy's device bytes are free from `out_done` to `in_start`. Pages of the same copy share one
-    copy on the host, which is written once, and lives until the last of them is back.
+    The live range's device bytes are free from `out_done` to `in_start`. Pages of the same live range share
+    one copy on the host, which is written once, and lives until the last of them is back.
 
     Attributes:
         buffer: what is sent.
-        run: the step that wrote the copy. The copy to the host starts after it. None would be an
+        run: the step that wrote the live range. The copy to the host starts after it. None would be an
             argument, which is never evicted: the simulator refuses it.
         out_done: before this step the copy has arrived, and the bytes on the device are free.
         in_start: before this step bytes on the device are taken again, and the copy back starts. It is
@@ -311,7 +311,7 @@ class Plan:
         planner: which planner made it.
         seconds: wall time of planning.
         offsets: for every step, the byte offset of each output of that run; empty if not placed.
-        pages: copies that wait on the host.
+        pages: live ranges that wait on the host.
         page_offsets: for every page, the byte offset at which it comes back; empty if not placed.
         waiting_ns: how long kernels stand still for the link (`passes.planners.paging.queues`).
         host_peak_bytes: the most bytes on the host at once.
@@ -338,12 +338,12 @@ class Plan:
     def recomputes(self) -> tuple[int, ...]:
         """Indices into `steps` that are recomputes."""
         seen: set[OpId] = set()
-        again = []
+        recomputed = []
         for i, op in enumerate(self.steps):
             if op in seen:
-                again.append(i)
+                recomputed.append(i)
             seen.add(op)
-        return tuple(again)
+        return tuple(recomputed)
 
     def __str__(self) -> str:
         return as_text(self)

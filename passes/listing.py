@@ -94,11 +94,11 @@ def plan_text(plan: Plan, program: Program | None = None) -> str:
     Raises:
         InputError: the plan is not one of the program's.
     """
-    again = frozenset(plan.recomputes())
+    recomputed = frozenset(plan.recomputes())
     head = [
         f"plan by {json.dumps(plan.planner or 'hand')}: {plan.status}, "
         f"peak {plan.peak_bytes} of {plan.budget_bytes} bytes, {len(plan.steps)} steps, "
-        f"{len(again)} recomputed",
+        f"{len(recomputed)} recomputed",
         f"overhead {plan.overhead_ratio!r}, at least {plan.lower_bound_ratio!r}, planned in "
         f"{plan.seconds!r} s",
     ]
@@ -107,17 +107,17 @@ def plan_text(plan: Plan, program: Program | None = None) -> str:
             f"{len(plan.pages)} paged, peak on the host {plan.host_peak_bytes} of {plan.host_budget_bytes} "
             f"bytes, waiting {plan.waiting_ns} ns"
         )
-    rows = _step_rows(plan, again) if program is None else _op_rows(plan, program, again)
+    rows = _step_rows(plan, recomputed) if program is None else _op_rows(plan, program, recomputed)
     return "\n".join([*head, *rows, *_offset_rows(plan), *_page_rows(plan), ""])
 
 
-def _step_rows(plan: Plan, again: frozenset[int]) -> list[str]:
-    steps = [f"{step}*" if i in again else str(step) for i, step in enumerate(plan.steps)]
+def _step_rows(plan: Plan, recomputed: frozenset[int]) -> list[str]:
+    steps = [f"{step}*" if i in recomputed else str(step) for i, step in enumerate(plan.steps)]
     rows = [" ".join(steps[i : i + _STEPS_A_ROW]) for i in range(0, len(steps), _STEPS_A_ROW)]
     return ["steps, recomputed ones with a star", *rows]
 
 
-def _op_rows(plan: Plan, program: Program, again: frozenset[int]) -> list[str]:
+def _op_rows(plan: Plan, program: Program, recomputed: frozenset[int]) -> list[str]:
     try:
         live = simulate(program, plan.steps, plan.pages).live_bytes.tolist()
     except (ValueError, IndexError) as error:
@@ -125,7 +125,7 @@ def _op_rows(plan: Plan, program: Program, again: frozenset[int]) -> list[str]:
     width = len(str(max(live, default=0)))
     moves = _moves(program, plan.pages)
     return [
-        f"{i:4} |{_bar(live[i], live)}{live[i]:{width + 1}} | {'*' if i in again else ' '}{step:4}  "
+        f"{i:4} |{_bar(live[i], live)}{live[i]:{width + 1}} | {'*' if i in recomputed else ' '}{step:4}  "
         f"{_op_text(program, program.ops[step])}{moves.get(i, '')}"
         for i, step in enumerate(plan.steps)
     ]
@@ -147,12 +147,12 @@ def _page_rows(plan: Plan) -> list[str]:
 
 def _moves(program: Program, pages: Sequence[Page]) -> dict[int, str]:
     """For steps what leaves the device, or comes back, just before them."""
-    found: dict[int, str] = {}
+    moves: dict[int, str] = {}
     for page in pages:
         name = _sized(program, page.buffer)
-        found[page.out_done] = found.get(page.out_done, "") + f"  out {name}"
-        found[page.in_start] = found.get(page.in_start, "") + f"  in {name}"
-    return found
+        moves[page.out_done] = moves.get(page.out_done, "") + f"  out {name}"
+        moves[page.in_start] = moves.get(page.in_start, "") + f"  in {name}"
+    return moves
 
 
 def read_program(text: str) -> Program:

@@ -1,8 +1,8 @@
-"""Which copy serves which use, and when every copy is alive.
+"""Which live range serves which use, and when every live range is alive.
 
 Everything that reasons about memory over a sequence of steps starts here: the simulator, the placement
 and the planners. The validator does not, on purpose. Invariant: intervals are half-open in steps.
-Arguments never die, so they have no copies here; their bytes are `Graph.argument_bytes`.
+Arguments never die, so they have no live ranges here; their bytes are `Graph.argument_bytes`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from passes.ir import BufferId, Op, Page, Program
-from passes.returned import check_served, pages_by_copy
+from passes.returned import check_served, pages_by_range
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -22,7 +22,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Arrays:
-    """A graph's numbers as arrays, for work on whole sequences; rows are what ops touch, arguments apart.
+    """A graph's numbers as arrays, for work on whole sequences; rows are what ops use, arguments apart.
 
     Attributes:
         nbytes: size of every buffer.
@@ -31,7 +31,7 @@ class Arrays:
         workspace_bytes: scratch memory of every op.
         first: index of every op's first row, and the number of all rows at the end; shape (ops + 1,).
         buffer: the buffer of every row; an op's inputs come before its outputs.
-        is_run: whether the row is an output.
+        is_def: whether the row is an output.
         shares: number of `may_share` pairs of every op.
         share_row: for ops with exactly one pair the place of its input among the op's rows, else 0.
         share_bytes: what that pair can save.
@@ -43,7 +43,7 @@ class Arrays:
     workspace_bytes: IntArray
     first: IntArray
     buffer: IntArray
-    is_run: BoolArray
+    is_def: BoolArray
     shares: IntArray
     share_row: IntArray
     share_bytes: IntArray
@@ -62,10 +62,10 @@ class Arrays:
         is_output[list(program.outputs)] = True
         rows = [(*i, *o) for i, o in zip(inputs, outputs, strict=True)]
         first = np.cumsum([0, *map(len, rows)], dtype=np.int64)
-        is_run = np.zeros(int(first[-1]), dtype=np.bool_)
+        is_def = np.zeros(int(first[-1]), dtype=np.bool_)
         share_row, share_bytes = np.zeros((2, len(rows)), dtype=np.int64)
         for op, row in enumerate(rows):
-            is_run[first[op] + len(inputs[op]) : first[op + 1]] = True
+            is_def[first[op] + len(inputs[op]) : first[op + 1]] = True
             if len(shares[op]) == 1:
                 ((out, inp),) = shares[op]
                 share_row[op] = row.index(inp)
@@ -77,7 +77,7 @@ class Arrays:
             workspace_bytes=np.asarray([op.workspace_bytes for op in program.ops], dtype=np.int64),
             first=first,
             buffer=np.asarray([b for row in rows for b in row], dtype=np.int64),
-            is_run=is_run,
+            is_def=is_def,
             shares=np.asarray([len(pairs) for pairs in shares], dtype=np.int64),
             share_row=share_row,
             share_bytes=share_bytes,
@@ -168,15 +168,15 @@ def _local_bytes(op: Op, nbytes: list[int], producer: list[int]) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Copies:
-    """The copies that a sequence of steps makes, in the order in which they are made, then returned ones.
+class LiveRanges:
+    """The live ranges of a sequence of steps in the order in which they begin, then returned ones.
 
     Attributes:
-        buffer: what each is a copy of.
+        buffer: whose each is.
         start: step that makes it, or before which its bytes are taken when it comes back from the host.
         stop: first step at which it is no longer alive (half-open).
-        place: index of the dying copy whose place it takes, -1 if it takes none.
-        page: for returned copies, which are last, the place of their page in the plan's pages.
+        place: index of the dying live range whose place it takes, -1 if it takes none.
+        page: for returned live ranges, which are last, the place of their page in the plan's pages.
     """
 
     buffer: list[int]
@@ -186,8 +186,8 @@ class Copies:
     page: list[int] = field(default_factory=list)
 
 
-def copies_of(graph: Graph, steps: Sequence[int], pages: Sequence[Page] = ()) -> Copies:
-    """Lifetimes of all copies, and which of them take the place of a dying input.
+def live_ranges(graph: Graph, steps: Sequence[int], pages: Sequence[Page] = ()) -> LiveRanges:
+    """Lifetimes of all live ranges, and which of them take the place of a dying input.
 
     What leaves for the host gives its place to nobody.
 
@@ -202,10 +202,10 @@ def copies_of(graph: Graph, steps: Sequence[int], pages: Sequence[Page] = ()) ->
     reads: list[list[int]] = []
     for position, op in enumerate(steps):
         read = [latest[b] for b in graph.inputs[op]]
-        for copy in read:
-            if copy < 0:
+        for live_range in read:
+            if live_range < 0:
                 raise ValueError(f"step {position} runs op {op} before all its inputs have been made")
-            stop[copy] = position + 1
+            stop[live_range] = position + 1
         reads.append(read)
         for b in graph.outputs[op]:
             latest[b] = len(buffer)
@@ -217,57 +217,57 @@ def copies_of(graph: Graph, steps: Sequence[int], pages: Sequence[Page] = ()) ->
             stop[latest[b]] = len(steps)
         elif graph.producer[b] >= 0:
             raise ValueError(f"no step makes the program's output {b}")
-    copies = Copies(buffer=buffer, start=start, stop=stop, place=[-1] * len(buffer))
+    ranges = LiveRanges(buffer=buffer, start=start, stop=stop, place=[-1] * len(buffer))
     final = {latest[b] for b in graph.program.outputs if latest[b] >= 0}
     if pages:
-        final |= _send_away(graph, pages, reads, copies, final)
-    _take_places(graph, steps, reads, copies, frozenset(final))
-    return copies
+        final |= _send_away(graph, pages, reads, ranges, final)
+    _take_places(graph, steps, reads, ranges, frozenset(final))
+    return ranges
 
 
 def _send_away(
-    graph: Graph, pages: Sequence[Page], reads: list[list[int]], copies: Copies, final: set[int]
+    graph: Graph, pages: Sequence[Page], reads: list[list[int]], ranges: LiveRanges, final: set[int]
 ) -> set[int]:
-    """Cut lifetimes where copies are on the host; returns the parts whose places nobody may take."""
-    made = {(copies.start[c], copies.buffer[c]): c for c in range(len(copies.buffer))}
+    """Cut lifetimes where live ranges are on the host; returns the parts whose places nobody may take."""
+    made = {(ranges.start[c], ranges.buffer[c]): c for c in range(len(ranges.buffer))}
     uses: dict[int, list[int]] = {}
     for position, read in enumerate(reads):
-        for copy in read:
-            uses.setdefault(copy, []).append(position)
+        for live_range in read:
+            uses.setdefault(live_range, []).append(position)
     index = {id(page): k for k, page in enumerate(pages)}
     keep: set[int] = set()
-    for key, own in pages_by_copy(pages).items():
+    for key, own in pages_by_range(pages).items():
         if not graph.program.buffers[key[1]].pageable:
             raise ValueError(f"buffer {key[1]} cannot be sent to the host: {own[0]}")
         if key not in made:
             raise ValueError(f"step {key[0]} does not make buffer {key[1]}, which a page sends to the host")
-        copy = part = made[key]
+        live_range = part = made[key]
         for page in own:
-            check_served(page, uses.get(copy, ()), len(reads) if copy in final else None)
+            check_served(page, uses.get(live_range, ()), len(reads) if live_range in final else None)
             keep.add(part)
-            new = len(copies.buffer)
-            copies.buffer.append(copies.buffer[copy])
-            copies.start.append(page.in_start)
-            copies.stop.append(copies.stop[part])
-            copies.stop[part] = page.out_done
-            copies.place.append(-1)
-            copies.page.append(index[id(page)])
-            for position in uses.get(copy, ()):
+            new = len(ranges.buffer)
+            ranges.buffer.append(ranges.buffer[live_range])
+            ranges.start.append(page.in_start)
+            ranges.stop.append(ranges.stop[part])
+            ranges.stop[part] = page.out_done
+            ranges.place.append(-1)
+            ranges.page.append(index[id(page)])
+            for position in uses.get(live_range, ()):
                 if position >= page.in_done:
                     reads[position] = [new if c == part else c for c in reads[position]]
             part = new
-        if copy in final:
+        if live_range in final:
             keep.add(part)
     return keep
 
 
 def _take_places(
-    graph: Graph, steps: Sequence[int], reads: list[list[int]], copies: Copies, final: frozenset[int]
+    graph: Graph, steps: Sequence[int], reads: list[list[int]], ranges: LiveRanges, final: frozenset[int]
 ) -> None:
     """Pair outputs with inputs that die at the same step, in the order of `may_share`.
 
     Args:
-        final: copies that outlive the last step; no output of that step may take their place.
+        final: live ranges that outlive the last step; no output of that step may take their place.
     """
     made = 0
     for position, op in enumerate(steps):
@@ -277,9 +277,9 @@ def _take_places(
             taken: list[int] = []
             for out, inp in graph.shares[op]:
                 old, new = serving[inp], index[out]
-                dies = copies.stop[old] == position + 1 and old not in final
-                if dies and old not in taken and copies.place[new] < 0:
-                    copies.place[new] = old
+                dies = ranges.stop[old] == position + 1 and old not in final
+                if dies and old not in taken and ranges.place[new] < 0:
+                    ranges.place[new] = old
                     taken.append(old)
         made += len(graph.outputs[op])
 

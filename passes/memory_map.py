@@ -112,9 +112,9 @@ class MemoryMap:
         value ever fills at the peak.
         """
         n = max(1, len(self.steps))
-        found = {kind: self._alive(kind, n) for kind in KINDS if kind != PACKING}
-        alive = [sum(at) for at in zip(*found.values(), strict=True)]
-        return {**found, PACKING: [self.total_bytes - max(alive)] * n}
+        by_kind = {kind: self._alive(kind, n) for kind in KINDS if kind != PACKING}
+        alive = [sum(at) for at in zip(*by_kind.values(), strict=True)]
+        return {**by_kind, PACKING: [self.total_bytes - max(alive)] * n}
 
     def _alive(self, kind: str, n: int) -> list[int]:
         change = [0] * (n + 1)

@@ -176,31 +176,31 @@ def recomputed_by(program: Program, steps: Sequence[OpId], stage: Stage) -> tupl
     A first run that nothing reads is not written: the op has only moved, which costs nothing.
     """
     seen: set[OpId] = set()
-    found = []
+    recomputed = []
     for step, is_live in zip(steps, live_steps(program, steps), strict=True):
         if not is_live:
             continue
         if step in seen:
             op = program.ops[step]
             nbytes = sum(program.buffers[b].nbytes for b in op.outputs)
-            found.append(
+            recomputed.append(
                 Recomputed(op=op.name, source=op.source, nbytes=nbytes, cost_ns=op.cost_ns, stage=stage)
             )
         seen.add(step)
-    return tuple(found)
+    return tuple(recomputed)
 
 
 def paged_by(program: Program, pages: Sequence[Page], stage: Stage) -> tuple[Paged, ...]:
-    """What pages send to the host, each copy once, in the order of their runs."""
+    """What pages send to the host, each live range once, in the order of their runs."""
     times: dict[tuple[int, BufferId], int] = {}
     for page in sorted(pages, key=lambda p: (-1 if p.run is None else p.run, p.buffer)):
         key = (-1 if page.run is None else page.run, page.buffer)
         times[key] = times.get(key, 0) + 1
-    found = []
+    paged = []
     for (_, buffer), n in times.items():
         producer = program.producer[buffer]
         op = None if producer is None else program.ops[producer]
-        found.append(
+        paged.append(
             Paged(
                 op=program.buffers[buffer].name if op is None else op.name,
                 source="" if op is None else op.source,
@@ -209,13 +209,13 @@ def paged_by(program: Program, pages: Sequence[Page], stage: Stage) -> tuple[Pag
                 stage=stage,
             )
         )
-    return tuple(found)
+    return tuple(paged)
 
 
 def tightest_values(program: Program, steps: Sequence[OpId]) -> tuple[LiveValue, ...]:
     """The largest values that ops of the program keep alive at the peak of a sequence of steps."""
     timeline = simulate(program, steps)
-    lives = zip(timeline.copies.buffer, timeline.copies.start, timeline.copies.stop, strict=True)
+    lives = zip(timeline.ranges.buffer, timeline.ranges.start, timeline.ranges.stop, strict=True)
     alive = [program.buffers[b] for b, start, stop in lives if start <= timeline.peak_step < stop]
     alive.sort(key=lambda buffer: (-buffer.nbytes, buffer.id))
     values = []

@@ -19,7 +19,7 @@ class Planner:
         frugal: the same for configs whose objective is energy; "" if it knows time only.
         searches: whether it is one of the search, which also finds least peaks and frontiers.
         proves: whether its plans get the linear bound without being asked.
-        measured: whether `benchmarks.planners` has a line for it.
+        in_benchmark: whether `benchmarks.planners` has a line for it.
     """
 
     does: str
@@ -28,7 +28,7 @@ class Planner:
     frugal: str = ""
     searches: bool = False
     proves: bool = False
-    measured: bool = True
+    in_benchmark: bool = True
 
 
 _SEARCH = "passes.planners.search:plan"
@@ -37,12 +37,14 @@ _FRUGAL = "passes.planners.paging.energy:plan_energy"
 _REPLAYED = "passes.planners.baselines.plans:plan"
 
 
-def _searching(does: str, measured: bool = False) -> Planner:
-    return Planner(does=does, entry=_SEARCH, paged=_PAGED, frugal=_FRUGAL, searches=True, measured=measured)
+def _searching(does: str, in_benchmark: bool = False) -> Planner:
+    return Planner(
+        does=does, entry=_SEARCH, paged=_PAGED, frugal=_FRUGAL, searches=True, in_benchmark=in_benchmark
+    )
 
 
 PLANNERS = {
-    "auto": _searching("search (default)", measured=True),
+    "auto": _searching("search (default)", in_benchmark=True),
     "window": _searching("walks over addresses alone"),
     "cut": _searching("minimum cuts alone"),
     "exact": Planner(

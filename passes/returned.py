@@ -1,6 +1,6 @@
-"""Copies that leave the device and come back: one lifetime on the device becomes several.
+"""Live ranges that leave the device and come back: one lifetime on the device becomes several.
 
-A copy with pages is on the device from its run until its first page's `out_done`, from each page's
+A live range with pages is on the device from its run until its first page's `out_done`, from each page's
 `in_start` until the next one's `out_done`, and at the end until its last use. On the example of
 `passes.ir`, a page of `b` (run 1, out done 3, in start 4, in done 4) splits its lifetime [1, 5) into
 [1, 3) and [4, 5).
@@ -13,31 +13,31 @@ from collections.abc import Sequence
 from passes.ir import Page
 
 
-def pages_by_copy(pages: Sequence[Page]) -> dict[tuple[int, int], list[Page]]:
-    """Pages of each copy, named by (run, buffer), in the order of time.
+def pages_by_range(pages: Sequence[Page]) -> dict[tuple[int, int], list[Page]]:
+    """Pages of each live range, named by (run, buffer), in the order of time.
 
     Raises:
         ValueError: a page of an argument, or one whose moments are out of order.
     """
-    found: dict[tuple[int, int], list[Page]] = {}
+    by_range: dict[tuple[int, int], list[Page]] = {}
     for page in sorted(pages, key=lambda p: (p.buffer, p.out_done, p.in_start, p.in_done)):
         if page.run is None:
             raise ValueError(f"buffer {page.buffer} is an argument, which stays on the device: {page}")
         if not page.run < page.out_done <= page.in_start <= page.in_done:
             raise ValueError(f"the moments of a page are out of order: {page}")
-        same = found.setdefault((page.run, page.buffer), [])
+        same = by_range.setdefault((page.run, page.buffer), [])
         if same and page.out_done < same[-1].in_done:
-            raise ValueError(f"two pages of one copy overlap: {same[-1]} and {page}")
+            raise ValueError(f"two pages of one live range overlap: {same[-1]} and {page}")
         same.append(page)
-    return found
+    return by_range
 
 
 def check_served(page: Page, uses: Sequence[int], end: int | None) -> None:
-    """Raise unless every use of a copy finds it on the device, and something needs it back.
+    """Raise unless every use of a live range finds it on the device, and something needs it back.
 
     Args:
-        uses: steps that read the copy, ascending.
-        end: the number of steps if the copy must be there after the last one, else None.
+        uses: steps that read the live range, ascending.
+        end: the number of steps if the live range must be there after the last one, else None.
     """
     caught = [use for use in uses if page.out_done <= use < page.in_done]
     if caught:

@@ -4,9 +4,9 @@ At a run step (1) outputs come alive and the op's workspace with them; an output
 of an input which dies at this step adds only the difference in size, never less than nothing, and each
 place is taken at most once, in the order of `may_share`; (2) the peak is sampled; (3) what had its last
 use dies. An output that nobody uses dies right after its step, unless it is a program output whose
-latest run it is: that one lives to the end. Arguments live throughout. A copy that is on the host (a page)
-is not alive from before step `out_done` until before step `in_start`. On the example of `passes.ir`, the
-steps 0 1 2 3 1 4 5 are sampled at 4, 8, 12, 9, 9, 10 and 6 bytes.
+latest run it is: that one lives to the end. Arguments live throughout. A live range that is on the host (a
+page) is not alive from before step `out_done` until before step `in_start`. On the example of `passes.ir`,
+the steps 0 1 2 3 1 4 5 are sampled at 4, 8, 12, 9, 9, 10 and 6 bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from passes.ir import OpId, Page, Program
-from passes.liveness import Copies, Graph, IntArray, copies_of
+from passes.liveness import Graph, IntArray, LiveRanges, live_ranges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -30,7 +30,7 @@ class Timeline:
         peak_step: the first step at which it is reached, 0 if there is no step.
         cost_ns: cost of all steps; waiting for the link is not in it (`passes.planners.paging.queues`).
         overhead_ratio: cost of the recomputes over the cost of running every op once.
-        copies: lifetimes of all copies but the arguments; what came back has one of its own.
+        ranges: of all but the arguments; what came back has one of its own.
     """
 
     live_bytes: IntArray
@@ -38,7 +38,7 @@ class Timeline:
     peak_step: int
     cost_ns: int
     overhead_ratio: float
-    copies: Copies
+    ranges: LiveRanges
 
 
 def simulate(program: Program, steps: Sequence[OpId], pages: Sequence[Page] = ()) -> Timeline:
@@ -53,8 +53,8 @@ def simulate(program: Program, steps: Sequence[OpId], pages: Sequence[Page] = ()
 
 def simulate_graph(graph: Graph, steps: Sequence[int], pages: Sequence[Page] = ()) -> Timeline:
     """`simulate` for callers that keep the `Graph` of a program."""
-    copies = copies_of(graph, steps, pages)
-    live = profile(graph, steps, copies)
+    ranges = live_ranges(graph, steps, pages)
+    live = profile(graph, steps, ranges)
     peak_step = int(np.argmax(live)) if len(steps) else 0
     cost_ns = sum(graph.cost_ns[op] for op in steps)
     base_ns = sum(graph.cost_ns)
@@ -64,21 +64,21 @@ def simulate_graph(graph: Graph, steps: Sequence[int], pages: Sequence[Page] = (
         peak_step=peak_step,
         cost_ns=cost_ns,
         overhead_ratio=(cost_ns - base_ns) / base_ns if base_ns else 0.0,
-        copies=copies,
+        ranges=ranges,
     )
 
 
-def profile(graph: Graph, steps: Sequence[int], copies: Copies) -> IntArray:
+def profile(graph: Graph, steps: Sequence[int], ranges: LiveRanges) -> IntArray:
     """Live bytes at every step, shape (steps,)."""
     change = np.zeros(len(steps) + 1, dtype=np.int64)
-    if copies.buffer:
-        nbytes = np.asarray(graph.nbytes, dtype=np.int64)[copies.buffer]
-        np.add.at(change, copies.start, nbytes)
-        np.subtract.at(change, copies.stop, nbytes)
+    if ranges.buffer:
+        nbytes = np.asarray(graph.nbytes, dtype=np.int64)[ranges.buffer]
+        np.add.at(change, ranges.start, nbytes)
+        np.subtract.at(change, ranges.stop, nbytes)
     live: IntArray = np.cumsum(change)[: len(steps)] + graph.argument_bytes
     live += np.asarray(graph.workspace_bytes, dtype=np.int64)[list(steps)] if len(steps) else 0
-    for new, old in enumerate(copies.place):
+    for new, old in enumerate(ranges.place):
         if old >= 0:
-            shared = min(graph.nbytes[copies.buffer[new]], graph.nbytes[copies.buffer[old]])
-            live[copies.start[new]] -= shared
+            shared = min(graph.nbytes[ranges.buffer[new]], graph.nbytes[ranges.buffer[old]])
+            live[ranges.start[new]] -= shared
     return live

@@ -68,19 +68,19 @@ def _check_inputs(program: Program, plan: Plan) -> None:
 
 
 def _uses(program: Program, plan: Plan, run: int, buffer: int) -> list[int]:
-    """Steps that read the copy of `buffer` that step `run` made; the number of steps for a last output."""
-    found = []
+    """Steps that read what step `run` made of `buffer`; the number of steps for a last output."""
+    uses = []
     for later in range(run + 1, len(plan.steps)):
         op = program.ops[plan.steps[later]]
         if buffer in op.inputs:
-            found.append(later)
+            uses.append(later)
         if buffer in op.outputs:
-            return found
-    return [*found, len(plan.steps)] if buffer in program.outputs else found
+            return uses
+    return [*uses, len(plan.steps)] if buffer in program.outputs else uses
 
 
 def _check_pages(program: Program, plan: Plan) -> None:
-    """Every page is of a copy that is made, away only while nothing reads it, and back when it is needed."""
+    """Every page is of what is made, away only while nothing reads it, and back when it is needed."""
     n_steps = len(plan.steps)
     for page in plan.pages:
         run = page.run
@@ -101,8 +101,8 @@ def _check_pages(program: Program, plan: Plan) -> None:
         for other in plan.pages:
             same = other is not page and (other.buffer, other.run) == (page.buffer, run)
             if same and page.out_done < other.in_done and other.out_done < page.in_done:
-                raise ValueError(f"two pages of one copy overlap: {page} and {other}")
-    peak_bytes = max((_host_bytes(program, plan, moment) for moment in range(n_steps + 1)), default=0)
+                raise ValueError(f"two pages of one live range overlap: {page} and {other}")
+    peak_bytes = max((_host_bytes(program, plan, step) for step in range(n_steps + 1)), default=0)
     if peak_bytes != plan.host_peak_bytes:
         raise ValueError(
             f"the plan says its pages take {plan.host_peak_bytes} bytes on the host, "
@@ -114,18 +114,18 @@ def _check_pages(program: Program, plan: Plan) -> None:
         )
 
 
-def _host_bytes(program: Program, plan: Plan, moment: int) -> int:
-    """Bytes on the host just before step `moment`: copies that have been made and will come back."""
+def _host_bytes(program: Program, plan: Plan, step: int) -> int:
+    """Bytes on the host just before step `step`: live ranges that have been made and will come back."""
     there = {
         (page.run, page.buffer)
         for page in plan.pages
-        if page.run is not None and page.run < moment <= page.in_done
+        if page.run is not None and page.run < step <= page.in_done
     }
     return sum(program.buffers[buffer].nbytes for _, buffer in there)
 
 
 def _is_first(plan: Plan, page: Page) -> bool:
-    """True if no page of the same copy leaves before this one."""
+    """True if no page of the same live range leaves before this one."""
     return all(
         page.out_done <= other.out_done
         for other in plan.pages
@@ -162,12 +162,12 @@ def _check_waiting(program: Program, plan: Plan, link: Link) -> None:
 
 
 def _dies_at(program: Program, plan: Plan, run: int, buffer: int) -> int:
-    """The step after which the copy of `buffer` that step `run` made is not needed; none for the end."""
+    """The step after which what step `run` made of `buffer` is not needed; none for the end."""
     return max([run, *_uses(program, plan, run, buffer)])
 
 
 def _lives(program: Program, plan: Plan, run: int, buffer: int) -> list[tuple[int, int]]:
-    """From which step to which, both included, the copy is on the device; the first part was made there."""
+    """From which step to which, both included, it is on the device; the first part was made there."""
     parts = []
     begin = run
     for page in sorted(plan.pages, key=lambda page: page.out_done):
@@ -177,8 +177,8 @@ def _lives(program: Program, plan: Plan, run: int, buffer: int) -> list[tuple[in
     return [*parts, (begin, _dies_at(program, plan, run, buffer))]
 
 
-def _is_away(plan: Plan, buffer: int, moment: int) -> bool:
-    return any(page.buffer == buffer and page.out_done <= moment < page.in_start for page in plan.pages)
+def _is_away(plan: Plan, buffer: int, step: int) -> bool:
+    return any(page.buffer == buffer and page.out_done <= step < page.in_start for page in plan.pages)
 
 
 def _naive_peak_bytes(program: Program, plan: Plan) -> int:
@@ -209,8 +209,8 @@ def _naive_peak_bytes(program: Program, plan: Plan) -> int:
 
 def _check_overhead(program: Program, plan: Plan) -> None:
     once_ns = sum(op.cost_ns for op in program.ops)
-    again_ns = sum(program.ops[plan.steps[i]].cost_ns for i in plan.recomputes()) + plan.waiting_ns
-    ratio = again_ns / once_ns if once_ns else 0.0
+    recompute_ns = sum(program.ops[plan.steps[i]].cost_ns for i in plan.recomputes()) + plan.waiting_ns
+    ratio = recompute_ns / once_ns if once_ns else 0.0
     if abs(ratio - plan.overhead_ratio) > 1e-9 * max(1.0, ratio):
         what = "its recomputes and waiting cost" if plan.waiting_ns else "its recomputes cost"
         raise ValueError(f"the plan says its overhead is {plan.overhead_ratio}, but {what} {ratio}")
@@ -219,7 +219,7 @@ def _check_overhead(program: Program, plan: Plan) -> None:
 
 
 def _check_offsets(program: Program, plan: Plan) -> None:
-    """No two copies that are alive at once overlap, but for an output in the place of a dying input."""
+    """No two live ranges that are alive at once overlap, but for an output in the place of a dying input."""
     copies: list[tuple[int, int, int, int, int]] = []
     for now, buffer, last, offset, is_made in _placed(program, plan):
         nbytes = program.buffers[buffer].nbytes
@@ -238,7 +238,7 @@ def _check_offsets(program: Program, plan: Plan) -> None:
 
 def _placed(program: Program, plan: Plan) -> list[tuple[int, int, int, int, bool]]:
     """(first step, buffer, last step, offset, whether that step makes it) of all that has an offset."""
-    found = []
+    placed = []
     back = {
         (page.buffer, page.run, page.in_start): offset
         for page, offset in zip(plan.pages, plan.page_offsets, strict=True)
@@ -247,6 +247,6 @@ def _placed(program: Program, plan: Plan) -> list[tuple[int, int, int, int, bool
         outputs = tuple(dict.fromkeys(program.ops[step].outputs))
         for buffer, offset in zip(outputs, offsets, strict=True):
             made, *returned = _lives(program, plan, now, buffer)
-            found.append((made[0], buffer, made[1], offset, True))
-            found += [(begin, buffer, last, back[buffer, now, begin], False) for begin, last in returned]
-    return sorted(found, key=lambda copy: (copy[0], not copy[4]))
+            placed.append((made[0], buffer, made[1], offset, True))
+            placed += [(begin, buffer, last, back[buffer, now, begin], False) for begin, last in returned]
+    return sorted(placed, key=lambda copy: (copy[0], not copy[4]))

@@ -162,16 +162,16 @@ def random_pages(program: Program, steps: Sequence[OpId], seed: int, rate: float
     """With probability `rate` a page for every gap between uses of every copy, at any moments in the gap."""
     rng = random.Random(seed)
     latest: dict[int, int] = {}
-    touched: dict[tuple[int, int], list[int]] = {}
+    used: dict[tuple[int, int], list[int]] = {}
     for place, step in enumerate(steps):
         for b in program.ops[step].inputs:
             if b in latest:
-                touched[b, latest[b]].append(place)
+                used[b, latest[b]].append(place)
         for b in program.ops[step].outputs:
             latest[b] = place
-            touched[b, place] = [place]
+            used[b, place] = [place]
     pages = []
-    for (b, run), places in touched.items():
+    for (b, run), places in used.items():
         buffer = program.buffers[b]
         if not buffer.pageable or not buffer.nbytes or b in program.outputs:
             continue

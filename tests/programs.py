@@ -237,7 +237,7 @@ def _stacks(a: Any, b: Any, n: int, body: Body, outer: Any) -> Any:
 
 
 def _while(a: Any, b: Any, n: int, body: Body, outer: Any) -> Any:
-    """Any number of turns, which JAX cannot differentiate in reverse: its values are constants there."""
+    """Any number of iterations, which JAX cannot differentiate in reverse: its values are constants there."""
     body = functools.partial(body, outer=jax.tree.map(lax.stop_gradient, outer))
     return (
         b + lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, body(c[1])), (0, lax.stop_gradient(a)))[1]
@@ -293,7 +293,7 @@ def _ints(a: Any, b: Any, n: int, rows: Any) -> Any:
 
 
 def _ref(a: Any, b: Any, n: int) -> Any:
-    """A reference that is made, written in turns and read."""
+    """A reference that is made, written in iterations and read."""
     ref = jax.new_ref(jnp.sin(a))
     for _ in range(n):
         ref[...] = ref[...] * b

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from coop_jax import again, alternatives
-from coop_jax.again import PLAIN, Plain, Variant, Wish
 from coop_jax.alternatives import RATIOS, Known, OtherWays
 from coop_jax.record import Record, with_hlo
+from coop_jax.relowering import PLAIN, Plain, Variant, Wish
 from coop_jax.replacing import Calls, does_the_same, signature
 from passes.hlo import proto
 from passes.ir import Status

@@ -153,7 +153,7 @@ CASES: dict[str, Callable[[Decorate], Any]] = {
 }
 
 
-def everything_again(forward: Any, backward: Any, n_outs: int, request: JaxprRequest) -> Any:
+def everything_recomputed(forward: Any, backward: Any, n_outs: int, request: JaxprRequest) -> Any:
     """A plan that saves the arguments alone; backward runs the whole of forward behind a barrier."""
     outcome = plan_joint(forward, backward, n_outs, request)[1]
     n_args = len(forward.in_avals)
@@ -189,7 +189,7 @@ def equal(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_transformation_keeps_the_numbers(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coop_jax.lowering, "plan_joint", everything_again)
+    monkeypatch.setattr(coop_jax.lowering, "plan_joint", everything_recomputed)
     equal(CASES[case](lambda f: remat(f, budget="1TiB")), plain_result(case))
 
 

@@ -9,7 +9,7 @@ from passes.jaxpr.calibration import (
     CHEAP_REPAIR_RATIO,
     UNCALIBRATED,
     Calibration,
-    Measured,
+    Trial,
     expected_ratio,
     tried,
 )
@@ -68,13 +68,13 @@ def test_of_rewritten_scans_it_is_remembered_what_each_needs() -> None:
     scan = replace(PLANNED, recipe=SCANS, planned_temp_bytes=800)
     known = UNCALIBRATED.after(scan, needing(1400))
     assert known is not None
-    assert known.measured == (Measured(recipe=SCANS, estimated_bytes=800, temp_bytes=1400),)
+    assert known.trials == (Trial(recipe=SCANS, estimated_bytes=800, temp_bytes=1400),)
     repaired = UNCALIBRATED.after(scan, needing(1400, found=True))
     assert repaired is not None
-    assert repaired.measured[0].temp_bytes == 1000
-    assert tried(known.of_parts(8).measured, SCANS, 8 * 800 + 5) is not None
-    assert tried(known.measured, SCANS, 900) is None
-    assert tried(known.measured, ALONE, 800) is None
+    assert repaired.trials[0].temp_bytes == 1000
+    assert tried(known.of_parts(8).trials, SCANS, 8 * 800 + 5) is not None
+    assert tried(known.trials, SCANS, 900) is None
+    assert tried(known.trials, ALONE, 800) is None
 
 
 def test_rewritten_scans_that_are_repaired_fit_only_if_that_is_cheap() -> None:
@@ -84,14 +84,14 @@ def test_rewritten_scans_that_are_repaired_fit_only_if_that_is_cheap() -> None:
     for repair_ns, temp_bytes in ((cheap_ns, 1000), (cheap_ns + 1, 1100)):
         found = UNCALIBRATED.after(scans, needing(1100, found=True, repair_ns=repair_ns))
         assert found is not None
-        assert found.measured[0].temp_bytes == temp_bytes
+        assert found.trials[0].temp_bytes == temp_bytes
 
 
 def test_an_estimate_is_corrected_by_the_nearest_of_its_kind() -> None:
-    measured = (
-        Measured(recipe=ALONE, estimated_bytes=100, temp_bytes=110),
-        Measured(recipe=ALONE, estimated_bytes=1000, temp_bytes=900),
+    trials = (
+        Trial(recipe=ALONE, estimated_bytes=100, temp_bytes=110),
+        Trial(recipe=ALONE, estimated_bytes=1000, temp_bytes=900),
     )
-    assert expected_ratio(measured, ALONE, 120) == 1.1
-    assert expected_ratio(measured, ALONE, 800) == 0.9
-    assert expected_ratio(measured, SEGMENTS, 800, 1.5) == 1.5
+    assert expected_ratio(trials, ALONE, 120) == 1.1
+    assert expected_ratio(trials, ALONE, 800) == 0.9
+    assert expected_ratio(trials, SEGMENTS, 800, 1.5) == 1.5

@@ -95,7 +95,7 @@ def with_effects(w: Any, x: Any) -> Any:
 
 STEPS: dict[str, Callable[..., Any]] = {
     "switch": switched,
-    "fori, any number of turns": lambda w, x: lax.fori_loop(
+    "fori, any number of iterations": lambda w, x: lax.fori_loop(
         0, (x.sum() > 0).astype(int) + 2, lambda _, w: step(w, x), w
     ),
     "fori under grad": lambda w, x: jax.grad(

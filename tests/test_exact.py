@@ -121,7 +121,7 @@ def holds(made: Retention, **fixed: dict[tuple[int, int], bool]) -> bool:
 ALL_CUTS = range(5)
 
 
-def test_a_copy_is_kept_only_from_a_copy():
+def test_a_live_range_is_kept_only_from_a_live_range():
     made = model_of(example(), ALL_CUTS, 99, retention.add_carrying)
     assert holds(made, kept={(2, 0): True, (3, 0): True})
     assert not holds(made, kept={(2, 0): False, (3, 0): True}, recompute={(2, 0): False})
@@ -143,8 +143,8 @@ def test_outputs_are_there_at_the_end():
 
 def test_the_budget_holds_when_a_cut_runs():
     # Op 2 reads b and writes c (8 bytes); a (4 bytes) may be kept beside them, into block 3.
-    fits = model_of(example(), ALL_CUTS, 12, retention.add_moment_memory)
-    tight = model_of(example(), ALL_CUTS, 11, retention.add_moment_memory)
+    fits = model_of(example(), ALL_CUTS, 12, retention.add_slot_memory)
+    tight = model_of(example(), ALL_CUTS, 11, retention.add_slot_memory)
     assert holds(fits, kept={(3, 0): True})
     assert not holds(tight, kept={(3, 0): True})
     assert holds(tight, kept={(3, 0): False})
@@ -160,14 +160,14 @@ def test_a_recompute_fits_beside_what_passes_through():
 def test_ordered_recomputes_count_what_the_slot_holds():
     # In slot 4, recomputing b: a, b and dc (9 bytes), which the coarse family does not see.
     families = (retention.add_carrying, retention.add_inputs, retention.add_ordered_memory)
-    b_again = {(4, 1): True, (4, 0): False}
+    recomputed_b = {(4, 1): True, (4, 0): False}
     fits = model_of(example(), ALL_CUTS, 10, *families, ordered=(4,))
     tight = model_of(example(), ALL_CUTS, 8, *families, ordered=(4,))
-    assert holds(fits, recompute=b_again)
-    assert not holds(tight, recompute=b_again)
+    assert holds(fits, recompute=recomputed_b)
+    assert not holds(tight, recompute=recomputed_b)
 
 
-@pytest.mark.parametrize("family", [retention.add_moment_memory, retention.add_ordered_memory])
+@pytest.mark.parametrize("family", [retention.add_slot_memory, retention.add_ordered_memory])
 def test_an_output_in_a_dying_input_s_place_takes_no_bytes(family: Family):
     ordered = (1,) if family is retention.add_ordered_memory else ()
     assert holds(model_of(in_place(read_again=False), (0, 1), 4, family, ordered=ordered))

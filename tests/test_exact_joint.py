@@ -55,8 +55,8 @@ def test_no_placed_plan_in_schedule_order_costs_less(data: st.DataObject):
         assert made.overhead_ratio * program.cost_ns <= least + 1e-6
 
 
-def test_a_chain_whose_copies_meet_is_packed_as_one_item():
-    # The second copy takes the first one's place at 2, where something else is alive, too.
+def test_a_chain_whose_live_ranges_meet_is_packed_as_one_item():
+    # The second live range takes the first one's place at 2, where something else is alive, too.
     chain = disjoint((Span(start=0, stop=3, nbytes=2), Span(start=2, stop=4, nbytes=1)))
     assert chain == (Span(start=0, stop=3, nbytes=2), Span(start=3, stop=4, nbytes=1))
     beside = (Span(start=2, stop=4, nbytes=1),)

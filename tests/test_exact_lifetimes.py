@@ -13,8 +13,8 @@ from ortools.sat.python import cp_model
 from strategies import example, in_place, programs, sequences
 
 from passes.ir import OpId, Program
-from passes.liveness import Graph, copies_of
-from passes.offsets.best_fit import copy_groups
+from passes.liveness import Graph, live_ranges
+from passes.offsets.best_fit import range_groups
 from passes.planners.exact import lifetimes
 from passes.planners.exact.axis import Axis
 from passes.planners.exact.lifetimes import Lifetimes
@@ -33,18 +33,18 @@ def plans_on(axis: Axis) -> Iterator[tuple[OpId, ...]]:
 
 
 def can_be_placed(program: Program, steps: tuple[OpId, ...], budget_bytes: int) -> bool:
-    """Whether the copies of a sequence fit, with any choice of who takes a dying input's place."""
+    """Whether the live ranges of a sequence fit, with any choice of who takes a dying input's place."""
     graph = Graph.of(program)
     if budget_bytes < graph.argument_bytes:
         return False
-    copies = copies_of(graph, steps)
-    takers = [copy for copy, old in enumerate(copies.place) if old >= 0]
+    ranges = live_ranges(graph, steps)
+    takers = [live_range for live_range, old in enumerate(ranges.place) if old >= 0]
     for bits in range(1 << len(takers)):
-        place = list(copies.place)
-        for k, copy in enumerate(takers):
+        place = list(ranges.place)
+        for k, live_range in enumerate(takers):
             if bits >> k & 1:
-                place[copy] = -1
-        _, items = copy_groups(graph, steps, dataclasses.replace(copies, place=place))
+                place[live_range] = -1
+        _, items = range_groups(graph, steps, dataclasses.replace(ranges, place=place))
         if pack([tuple(item) for item in items], budget_bytes - graph.argument_bytes).fits:
             return True
     return False
@@ -55,7 +55,7 @@ def least_ns(axis: Axis, keeps: Callable[[tuple[OpId, ...]], bool]) -> int | Non
     cost_ns = axis.graph.cost_ns
     once_ns = sum(cost_ns)
     by_cost = sorted((sum(cost_ns[op] for op in steps) - once_ns, steps) for steps in plans_on(axis))
-    return next((again_ns for again_ns, steps in by_cost if keeps(steps)), None)
+    return next((recompute_ns for recompute_ns, steps in by_cost if keeps(steps)), None)
 
 
 def solved(made: Lifetimes) -> tuple[int, tuple[OpId, ...]] | None:
@@ -123,7 +123,7 @@ def holds(made: Lifetimes, *fixed: cp_model.BoundedLinearExpression | cp_model.L
 AGAIN = (0, 1, 2, 3, 1, 4, 5)
 
 
-def test_a_copy_is_needed_until_it_is_made_again():
+def test_a_live_range_is_needed_until_it_is_made_again():
     made = model_of(example(), AGAIN, 99)
     run, needed = made.run[4], made.needed[1, 1]
     assert holds(made, run, ~needed)
@@ -140,7 +140,7 @@ def test_live_bytes_are_within_the_budget_at_every_step():
     assert not holds(tight, ~tight.run[4])
 
 
-def test_a_copy_ends_behind_its_last_reader():
+def test_a_live_range_ends_behind_its_last_reader():
     made = model_of(example(), AGAIN, 99, lifetimes.add_sharing, lifetimes.add_stops)
     stop = made.stop[1, 0]
     assert holds(made, made.run[4], stop == 3)

@@ -57,7 +57,7 @@ RESULTS = h.Example(name="results", fn=_results, args=ARGS)
 TOGETHER = h.Example(name="together", fn=_together, args=ARGS)
 
 
-def _untouched(example: h.Example, platform: str) -> tuple[bytes, Any]:
+def _unchanged(example: h.Example, platform: str) -> tuple[bytes, Any]:
     seen: list[bytes] = []
     compiled = h.compile_with(example, lambda data: seen.append(data) or data, platform, barriers=True)
     return seen[0], compiled
@@ -68,7 +68,7 @@ def _count(module: Any) -> int:
 
 
 def test_every_barrier_is_removed_once_in_every_computation() -> None:
-    data, _ = _untouched(LOOP, "cpu")
+    data, _ = _unchanged(LOOP, "cpu")
     module = proto.parse(data)
     assert _count(module) == 1
     before = {i.id for c in module.computations for i in c.instructions}
@@ -92,7 +92,7 @@ def test_a_module_without_barriers_stays_as_it_is() -> None:
 @pytest.mark.parametrize("example", [TWICE, TOGETHER], ids=lambda e: e.name)
 def test_no_kernel_reads_an_operand_twice_that_it_read_behind_a_barrier(example: h.Example) -> None:
     """XLA would write the kernel's result over it, looking at one of the two reads only."""
-    data, _ = _untouched(example, "cpu")
+    data, _ = _unchanged(example, "cpu")
     module = proto.parse(data)
     drop_barriers(module)
     assert _count(module) == 0
@@ -122,7 +122,7 @@ def test_a_third_derivative_through_barriers_is_right() -> None:
 
 @pytest.mark.parametrize("example", [STRAIGHT, LOOP, TWICE, TOGETHER], ids=lambda e: e.name)
 def test_without_barriers_xla_computes_the_same_in_no_more_bytes(example: h.Example) -> None:
-    _, with_barriers = _untouched(example, "cpu")
+    _, with_barriers = _unchanged(example, "cpu")
     data, without = h.scheduled(example)
     assert h.predicted(h.predict(proto.parse(data), "cpu")) == h.totals(without)
     assert h.totals(without)["total"] <= h.totals(with_barriers)["total"]

@@ -59,15 +59,15 @@ def _loops(view: graph.Module) -> list[int]:
 
 def _drawn(data: bytes, platform: str, seed: int, rate: float) -> tuple[Any, int]:
     """A module with recomputes drawn at random in every body, and how many there are."""
-    module, n_again = proto.parse(data), 0
+    module, n_recomputes = proto.parse(data), 0
     for body in _loops(graph.read(module)):
         view = graph.read(module)
         assigner = Assigner(view, platform, old_rules=h.OLD_RULES)
         found = lift(view, h.MODEL[platform], platform, scope=view.computations[body], assigner=assigner)
         steps = h.random_steps(seed, rate)(found.program)
-        n_again += len(steps) - len(found.program.ops)
+        n_recomputes += len(steps) - len(found.program.ops)
         module = emit(found, steps)
-    return module, n_again
+    return module, n_recomputes
 
 
 def _compiled(example: h.Example, platform: str, seed: int) -> tuple[Any, Any, int]:
@@ -87,8 +87,8 @@ def test_any_re_runs_in_bodies_give_the_same_numbers_in_the_predicted_bytes(name
     example = _example(name)
     args = h.data_for(example, exact=True)
     _, plain = h.scheduled(example)
-    compiled, module, n_again = _compiled(example, "cpu", seed)
-    assert n_again > 0
+    compiled, module, n_recomputes = _compiled(example, "cpu", seed)
+    assert n_recomputes > 0
     assert h.predicted(h.predict(module, "cpu")) == h.totals(compiled)
     h.replayed(compiled)
     for a, b in zip(h.run(plain, args), h.run(compiled, args), strict=True):
@@ -97,8 +97,8 @@ def test_any_re_runs_in_bodies_give_the_same_numbers_in_the_predicted_bytes(name
 
 @pytest.mark.parametrize("name", ["whole", "nested"])
 def test_re_runs_in_bodies_are_predicted_on_h200(h200: str, name: str) -> None:
-    compiled, module, n_again = _compiled(_example(name), "cuda", seed=1)
-    assert n_again > 0
+    compiled, module, n_recomputes = _compiled(_example(name), "cuda", seed=1)
+    assert n_recomputes > 0
     assert h.predicted(h.predict(module, "cuda")) == h.totals(compiled)
     h.replayed(compiled)
 

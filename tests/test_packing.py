@@ -95,7 +95,7 @@ def test_items_that_are_apart_are_packed_apart():
 def test_a_tall_stack_is_searched_without_recursion():
     height = sys.getrecursionlimit() // 2
     items = [(Span(start=min(i, 5), stop=10 + i, nbytes=1),) for i in range(height)]
-    found = Sweep(items, height).solve(7500, first_turn=2)
+    found = Sweep(items, height).solve(7500, first_round=2)
     assert found is not None
     assert sorted(found) == list(range(height))
 

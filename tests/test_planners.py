@@ -352,7 +352,7 @@ def test_a_work_limit_of_nothing_still_plans():
     [
         ({"planner": "best"}, "unknown planner 'best'; choose one of auto, window, cut"),
         ({"work_limit": -1}, "`work_limit` is -1; it must not be negative"),
-        ({"bound_moments": 0}, "`bound_moments` is 0; it must be at least 1"),
+        ({"bound_cuts": 0}, "`bound_cuts` is 0; it must be at least 1"),
     ],
 )
 def test_a_bad_config_is_refused(change: dict[str, object], message: str):

@@ -16,9 +16,9 @@ from passes.planners import PlannerConfig, plan
 from passes.simulate import simulate
 
 
-def naive_copies(program: Program, steps: tuple[OpId, ...]) -> list[tuple[int, int, int, int]]:
-    """(buffer, index in the op's outputs, first step, last step) of every copy, by plain search."""
-    copies = []
+def naive_ranges(program: Program, steps: tuple[OpId, ...]) -> list[tuple[int, int, int, int]]:
+    """(buffer, index in the op's outputs, first step, last step) of every live range, by plain search."""
+    ranges = []
     for run, step in enumerate(steps):
         for k, buffer in enumerate(program.ops[step].outputs):
             last = run
@@ -29,17 +29,17 @@ def naive_copies(program: Program, steps: tuple[OpId, ...]) -> list[tuple[int, i
                     break
             else:
                 last = len(steps) if buffer in program.outputs else last
-            copies.append((buffer, k, run, last))
-    return copies
+            ranges.append((buffer, k, run, last))
+    return ranges
 
 
 def check_offsets(
     program: Program, steps: tuple[OpId, ...], offsets: tuple[tuple[int, ...], ...], heap_bytes: int
 ) -> None:
-    """No two copies overlap in time and bytes, but an output and the dying input whose place it takes."""
+    """No two live ranges overlap in time and bytes but an output and a dying input whose place it takes."""
     assert len(offsets) == len(steps)
     spans = []
-    for buffer, k, first, last in naive_copies(program, steps):
+    for buffer, k, first, last in naive_ranges(program, steps):
         offset, nbytes = offsets[first][k], program.buffers[buffer].nbytes
         assert nbytes == 0 or offset + nbytes <= heap_bytes
         assert nbytes == 0 or offset >= sum(program.buffers[b].nbytes for b in program.arguments)
@@ -100,7 +100,7 @@ def check_blocks(pool: Pool, start: int, stop: int) -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.booleans(), st.integers(0, 99)), max_size=40))
 def test_the_pool_keeps_its_blocks_in_order(requests: list[tuple[int, bool, int]]):
-    pool = Pool(32, reserved_bytes=2)
+    pool = Pool(32, ground_bytes=2)
     for owner, (nbytes, from_top, choice) in enumerate(requests):
         index = pool.fit(nbytes, from_top=from_top)
         if index is not None:

@@ -264,7 +264,8 @@ def test_a_stack_that_something_else_reads_stays_and_costs_nothing() -> None:
     (pair,) = find_pairs(jaxpr)
     assert set(pair.passed) - pair.only
     lowest = frontier(jaxpr, CPU)[-1]
-    # The carry of turn i + 1 is the result of turn i, but only the stack of results is read by others.
+    # The carry of iteration i + 1 is the result of iteration i, but only the stack of results is read by
+    # others.
     assert stack_bytes(rewrite(jaxpr, lowest)) < stack_bytes(jaxpr)
 
 

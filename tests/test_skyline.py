@@ -108,13 +108,13 @@ def test_room_is_counted_as_alive_in_its_slot():
     program = random_program(random.Random(0), 20)
     graph = Graph.of(program)
     plain = Schedule(graph, range(20))
-    room = np.zeros(21, dtype=np.int64)
-    room[19] = 7
-    roomy = dataclasses.replace(graph, slack_bytes=room)
-    assert (Schedule(roomy, range(20)).live - plain.live).tolist() == [0] * 19 + [7]
+    slack = np.zeros(21, dtype=np.int64)
+    slack[19] = 7
+    slackened = dataclasses.replace(graph, slack_bytes=slack)
+    assert (Schedule(slackened, range(20)).live - plain.live).tolist() == [0] * 19 + [7]
 
 
-def test_stacking_agrees_with_best_fit_on_what_the_copies_are():
+def test_stacking_agrees_with_best_fit_on_what_the_live_ranges_are():
     program = layered(60, 6, 0)
     graph = Graph.of(program)
     steps = tuple(op.id for op in program.ops)

@@ -158,14 +158,14 @@ class Assigner:
         allocation.lives_out |= group in self._outputs
         for v in self.flow.classes[group]:
             allocation.values.append(v)
-            found = self.ranges[v]
-            allocation.busy |= ((1 << (found.end - found.start + 1)) - 1) << found.start
+            live = self.ranges[v]
+            allocation.busy |= ((1 << (live.end - live.start + 1)) - 1) << live.start
 
     def _candidates(self, members: list[Value]) -> list[Allocation]:
         """Allocations in XLA's order of trial: those of operands, then the newest first."""
         if not self.backend.reuses_results:
             return []
-        found: list[Allocation] = []
+        candidates: list[Allocation] = []
         for value in members:
             if value.home.index or value.is_tuple:
                 continue
@@ -173,8 +173,8 @@ class Assigner:
                 top = self.flow.trees[value.home.computation, operand][()]
                 allocation = self.home.get(self.flow.class_of[top])
                 if allocation is not None and allocation.kind in ("output", "donated"):
-                    found.append(allocation)
-        return found + self._reusable[::-1]
+                    candidates.append(allocation)
+        return candidates + self._reusable[::-1]
 
     def _fits(self, allocation: Allocation, group: int, lives_out: bool) -> bool:
         if self._sizes[group] > allocation.nbytes or allocation.space != self.space_of(group):
@@ -183,9 +183,9 @@ class Assigner:
             return False
         edges = False
         for v in self.flow.classes[group]:
-            found = self.ranges[v]
-            span = allocation.busy >> found.start
-            width = found.end - found.start
+            live = self.ranges[v]
+            span = allocation.busy >> live.start
+            width = live.end - live.start
             if width > 1 and span >> 1 & ((1 << (width - 1)) - 1):
                 return False
             edges = edges or bool(span & 1) or bool(span >> width & 1)

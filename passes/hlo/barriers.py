@@ -25,7 +25,7 @@ def drop_barriers(module: Any) -> bool:
     """
     schedule = {s.key: s.value for s in module.schedule.sequences}
     computations = {c.id: c for c in module.computations}
-    found = False
+    has_any = False
     for computation in module.computations:
         known = _resolved(computation)
         through = any(source != i for i, source in known.items())
@@ -33,8 +33,8 @@ def drop_barriers(module: Any) -> bool:
         sequence = schedule.get(computation.id)
         if removed and sequence is not None:
             sequence.instruction_ids[:] = [i for i in sequence.instruction_ids if i not in removed]
-        found = found or bool(removed)
-    return found
+        has_any = has_any or bool(removed)
+    return has_any
 
 
 def _drop(computation: Any, computations: dict[int, Any], known: dict[int, int]) -> set[int]:

@@ -82,8 +82,8 @@ def instruction_pj(
         return 0
     if opcode in ("call", "async-start", "conditional", "while"):
         inner = [_computation_pj(module, module.computations[c], device) for c in instruction.called]
-        turns = trip_count(module, instruction) if opcode == "while" else 1
-        return turns * (max(inner) if opcode == "conditional" else sum(inner))
+        iterations = trip_count(module, instruction) if opcode == "while" else 1
+        return iterations * (max(inner) if opcode == "conditional" else sum(inner))
     nbytes, flops, bits, _ = _work(module, computation, instruction)
     return kernel_pj(device, nbytes=nbytes, matrix_flops=flops, bits=bits)
 
@@ -123,10 +123,10 @@ def computation_times_ns(module: Module, computation: Computation, device: Devic
 
 
 def _loop_times_ns(module: Module, loop: Instruction, device: DeviceModel) -> tuple[int, int]:
-    """Estimated time of the kernels of all turns of a loop, and of waiting for copies beside them."""
+    """Estimated time of the kernels of all iterations of a loop, and of waiting for copies beside them."""
     inner = [computation_times_ns(module, module.computations[c], device) for c in loop.called]
-    turns = trip_count(module, loop)
-    return turns * sum(kernels for kernels, _ in inner), turns * sum(late for _, late in inner)
+    iterations = trip_count(module, loop)
+    return iterations * sum(kernels for kernels, _ in inner), iterations * sum(late for _, late in inner)
 
 
 def host_transfer(module: Module, instruction: Instruction) -> tuple[bool, int] | None:
@@ -184,9 +184,9 @@ def trip_count(module: Module, loop: Instruction) -> int:
         if condition.by_id[condition.root].shape.is_tuple:
             continue
         limits = [_integer(i) for i in condition.by_id.values() if i.opcode == "constant"]
-        found = [n for n in limits if n is not None and n > 0]
-        if len(found) == 1:
-            return found[0]
+        counts = [n for n in limits if n is not None and n > 0]
+        if len(counts) == 1:
+            return counts[0]
     return 1
 
 
@@ -200,10 +200,10 @@ def _integer(constant: Instruction) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FusedWork:
-    """What the kernel of a fused computation does; `touched_bytes` is of each parameter."""
+    """What the kernel of a fused computation does; `used_bytes` is of each parameter."""
 
     written_bytes: int
-    touched_bytes: tuple[int, ...]
+    used_bytes: tuple[int, ...]
     matrix_flops: int
     bits: int
     vector_flops: int
@@ -211,7 +211,7 @@ class _FusedWork:
     def read_bytes(self, operands: tuple[int, ...]) -> int:
         """Bytes read of every distinct operand."""
         total: dict[int, int] = {}
-        for operand, nbytes in zip(operands, self.touched_bytes, strict=True):
+        for operand, nbytes in zip(operands, self.used_bytes, strict=True):
             total[operand] = max(total.get(operand, 0), nbytes)
         return sum(total.values())
 
@@ -223,12 +223,12 @@ _WORK: WeakKeyDictionary[Computation, _FusedWork] = WeakKeyDictionary()
 def _fused_work(module: Module, fused: Computation) -> _FusedWork:
     if fused not in _WORK:
         users = fused.users()
-        found = [_flops(module, fused, i) for i in fused.by_id.values()]
+        flops = [_flops(module, fused, i) for i in fused.by_id.values()]
         _WORK[fused] = _FusedWork(
             written_bytes=_written_by_fusion(fused),
-            touched_bytes=tuple(_touched(fused, users, parameter) for parameter in fused.parameters()),
-            matrix_flops=sum(f for f, _ in found),
-            bits=max((b for f, b in found if f), default=32),
+            used_bytes=tuple(_used_bytes(fused, users, parameter) for parameter in fused.parameters()),
+            matrix_flops=sum(f for f, _ in flops),
+            bits=max((b for f, b in flops if f), default=32),
             vector_flops=sum(_vector_flops(module, fused, i) for i in fused.by_id.values()),
         )
     return _WORK[fused]
@@ -264,12 +264,12 @@ def _read(computation: Computation, instruction: Instruction) -> list[int]:
     return [computation.by_id[o].shape.total_nbytes for o in dict.fromkeys(instruction.operands)]
 
 
-def _touched(fused: Computation, users: dict[int, list[Instruction]], at: Instruction) -> int:
+def _used_bytes(fused: Computation, users: dict[int, list[Instruction]], at: Instruction) -> int:
     """Bytes of a fusion's parameter that its users look at."""
     seen = 0
     for user in users[at.id]:
         if user.opcode in ("bitcast", "reshape") and user.id != fused.root:
-            seen += _touched(fused, users, user)
+            seen += _used_bytes(fused, users, user)
         elif user.opcode in ("slice", "dynamic-slice", "gather") and user.operands[0] == at.id:
             seen += user.shape.nbytes
         elif (

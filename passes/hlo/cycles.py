@@ -21,8 +21,8 @@ _MOST = 1 << 60
 
 def kernel_cycles(instruction: Instruction) -> int | None:
     """What XLA wrote beside one kernel; None where it wrote nothing that means anything."""
-    found = _CYCLES.search(instruction.proto.backend_config)
-    cycles = None if found is None else int(found[1])
+    written = _CYCLES.search(instruction.proto.backend_config)
+    cycles = None if written is None else int(written[1])
     return None if cycles is None or cycles > _MOST else cycles
 
 

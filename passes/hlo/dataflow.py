@@ -198,8 +198,8 @@ class _Builder:
         ]
         tree: Tree = {}
         for index, _ in instr.shape.leaves():
-            found = {root[index] for root in roots}
-            same = len(found) == 1
+            sources = {root[index] for root in roots}
+            same = len(sources) == 1
             tree[index] = roots[0][index] if same else self.define(comp, instr, index, True)
         return tree
 

@@ -113,28 +113,28 @@ class _Describe:
 
     def temporaries(self) -> list[Value]:
         """What lies in the heap, and the tables of pointers beside it."""
-        found = []
+        values = []
         for v, nbytes, start, stop in self.lives:
             instruction = self.flow.instruction(self.flow.values[v].home)
             kind = self._kind(v, instruction)
             value = self._value(v, instruction, kind, nbytes)
             last = self.step(stop) - 1
-            found.append(
+            values.append(
                 replace(
                     value, start=self.step(start), stop=last + 1, offset=self._offset(v),
                     last_use=self.steps[last] if 0 <= last < len(self.steps) else "",
                 )
             )  # fmt: skip
         tables = [a for a in self.a.allocations if a.is_temp]
-        found += [
+        values += [
             replace(self._value(a.values[0], None, WORKING, a.nbytes), offset=self._offset(a.values[0]))
             for a in tables
         ]
-        return _with_evicted(found)
+        return _with_evicted(values)
 
     def fixed(self, constant_bytes: int) -> list[Value]:
         """Arguments, outputs and constants, each in its own allocation."""
-        found = []
+        values = []
         outputs = {id(self.a.home[g]): v for v, g in self._results() if g in self.a.home}
         for allocation in self.a.allocations:
             if allocation.space == HOST or not allocation.values:
@@ -142,17 +142,17 @@ class _Describe:
             v = outputs.get(id(allocation), allocation.values[0])
             if allocation.kind in ("argument", "donated"):
                 first = self.flow.instruction(self.flow.values[allocation.values[0]].home)
-                found.append(self._value(allocation.values[0], first, ARGUMENT, allocation.nbytes))
+                values.append(self._value(allocation.values[0], first, ARGUMENT, allocation.nbytes))
             elif allocation.kind == "output" or (allocation.kind == "tuple" and allocation.lives_out):
-                found.append(self._value(v, None, OUTPUT, allocation.nbytes))
+                values.append(self._value(v, None, OUTPUT, allocation.nbytes))
         if constant_bytes:
-            found.append(
+            values.append(
                 Value(
                     name="constants", op="constant", shape="", nbytes=constant_bytes, start=0,
                     stop=max(1, len(self.steps)), kind=CONSTANT,
                 )
             )  # fmt: skip
-        return found
+        return values
 
     def _results(self) -> list[tuple[int, int]]:
         entry = self.module.entry
@@ -203,7 +203,7 @@ class _Describe:
 def _lives(assigner: Assigner) -> list[tuple[int, int, int, int]]:
     """(value, room, first time, time after the last) of all in the heap; no storage is counted twice."""
     spaces = {assigner.space_of(g) for g in assigner.heap} - assigner.apart
-    found = []
+    lives = []
     for space in sorted(spaces):
         storages: dict[int, list[tuple[int, int, int, int]]] = {}
         for interval in heap_intervals(assigner, space):
@@ -214,8 +214,8 @@ def _lives(assigner: Assigner) -> list[tuple[int, int, int, int]]:
             following = [start for start, *_ in members[1:]] + [None]
             for (start, end, v, nbytes), after in zip(members, following, strict=True):
                 stop = end + 1 if after is None else min(end + 1, after)
-                found.append((v, nbytes, start, stop))
-    return sorted(found, key=lambda life: (life[2], life[0]))
+                lives.append((v, nbytes, start, stop))
+    return sorted(lives, key=lambda life: (life[2], life[0]))
 
 
 def _with_evicted(values: list[Value]) -> list[Value]:
@@ -227,8 +227,8 @@ def _with_evicted(values: list[Value]) -> list[Value]:
             latest[key] = max(latest.get(key, 0), value.start)
 
     def is_evicted(value: Value) -> bool:
-        again = latest.get((value.op, value.source, value.scope, value.shape), -1)
-        return value.kind == WORKING and value.stop <= again
+        recomputed_at = latest.get((value.op, value.source, value.scope, value.shape), -1)
+        return value.kind == WORKING and value.stop <= recomputed_at
 
     return [replace(value, evicted=True) if is_evicted(value) else value for value in values]
 
@@ -256,14 +256,14 @@ def _op(instruction: Instruction) -> str:
 
 def scope_of_name(path: str) -> str:
     """The named scopes in a name: "jit(f)/transpose(jvp(block_0))/attn/mul" is in "block_0/attn"."""
-    found = []
+    scopes = []
     for part in _parts(path.partition(";")[0])[:-1]:
         if part.startswith(("jit(", "pjit(")):
             continue
         while (match := _WRAPPED.fullmatch(part)) is not None:
             part = match[1]
-        found += [inner for inner in part.split("/") if inner and inner not in _PLUMBING]
-    return "/".join(found)
+        scopes += [inner for inner in part.split("/") if inner and inner not in _PLUMBING]
+    return "/".join(scopes)
 
 
 def _parts(path: str) -> list[str]:

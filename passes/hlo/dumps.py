@@ -45,13 +45,13 @@ def dumped_modules(folder: Path) -> list[DumpedModule]:
     Raises:
         InputError: there is none.
     """
-    found = [m for path in sorted(folder.iterdir()) if (m := module_of_path(path)).platform is not None]
-    if not found:
+    modules = [m for path in sorted(folder.iterdir()) if (m := module_of_path(path)).platform is not None]
+    if not modules:
         raise InputError(
             f"{folder} holds no module after optimizations; write one with "
             "XLA_FLAGS='--xla_dump_to=FOLDER --xla_dump_hlo_as_proto'"
         )
-    return found
+    return modules
 
 
 def module_of_path(path: Path) -> DumpedModule:
@@ -70,9 +70,9 @@ def read_proto(data: bytes) -> tuple[Any, bytes | None]:
     Raises:
         InputError: it is neither, or a module without instructions.
     """
-    for found in _readings(data):
-        if found[0].computations and found[0].entry_computation_id:
-            return found
+    for reading in _readings(data):
+        if reading[0].computations and reading[0].entry_computation_id:
+            return reading
     raise InputError("this is neither a serialized HloProto nor a serialized HloModuleProto")
 
 

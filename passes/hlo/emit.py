@@ -8,7 +8,7 @@ the host is a version like any other (`passes.hlo.pages`). A clone brings clones
 calls. Runs that nobody reads and outputs of fusions that nobody reads are dropped: XLA would do that after
 us, and the prediction must describe what XLA allocates.
 
-The arithmetic of every kernel is untouched. What can still differ by a rounding on CPU: LLVM may contract a
+The arithmetic of every kernel is unchanged. What can still differ by a rounding on CPU: LLVM may contract a
 multiply and an add differently when a kernel's buffers no longer overlap.
 """
 
@@ -122,7 +122,7 @@ class _Writer:
     def run(self, i: int) -> None:
         """Run an op (again)."""
         operands = [self.resolve(o) for o in self.old.by_id[i].operands]
-        new = self._instance(i, again=i in self.latest)
+        new = self._instance(i, is_recompute=i in self.latest)
         new.operand_ids[:] = operands
         self.latest[i] = new.id
         if self.returned:
@@ -139,8 +139,8 @@ class _Writer:
         self._put(instruction)
         return instruction
 
-    def _instance(self, i: int, again: bool) -> Any:
-        if not again:
+    def _instance(self, i: int, is_recompute: bool) -> Any:
+        if not is_recompute:
             return self.protos[i]
         new = type(self.protos[i])()
         new.CopyFrom(self.protos[i])
@@ -166,7 +166,7 @@ class _Writer:
         assert is_view(instruction.opcode), f"{instruction.name} is read before it is run"
         key = (i, tuple(self.resolve(o) for o in instruction.operands))
         if key not in self.views:
-            new = self._instance(i, again=i in self.written)
+            new = self._instance(i, is_recompute=i in self.written)
             new.operand_ids[:] = key[1]
             self.views[key] = new.id
             self._put(new)

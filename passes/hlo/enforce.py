@@ -89,10 +89,10 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
         return module_bytes, _host_refusal(request, view, prediction, begin)
     forced = forced_values(before.flow) if request.pages else frozenset()
     if prediction.total_bytes <= request.budget_bytes and not forced:
-        return module_bytes, _untouched(request, view, prediction, begin)
+        return module_bytes, _unchanged(request, view, prediction, begin)
     saved = 0 if request.on_fragmentation == "recompute" or forced else packing_saves(before)
     if saved and prediction.total_bytes - saved <= request.budget_bytes:
-        kept = _untouched(request, view, prediction, begin)
+        kept = _unchanged(request, view, prediction, begin)
         pinned_temp_bytes = kept.planned_temp_bytes - saved
         if request.on_fragmentation == "pin":
             return module_bytes, replace(kept, planned_temp_bytes=pinned_temp_bytes, needs_pinning=True)
@@ -152,8 +152,8 @@ def _reordered(lifted: LiftedModule, device: DeviceModel) -> LiftedModule:
         return lifted
     view = graph.read(emit(lifted, order), lifted.module)
     assigner = Assigner(view, lifted.platform, old_rules=lifted.assigner.old_rules)
-    found = lift(view, device, lifted.platform, assigner=assigner)
-    return found if found.prediction.total_bytes <= lifted.prediction.total_bytes else lifted
+    candidate = lift(view, device, lifted.platform, assigner=assigner)
+    return candidate if candidate.prediction.total_bytes <= lifted.prediction.total_bytes else lifted
 
 
 def _limit_bytes(task: Task, lowest: Written) -> int:
@@ -171,8 +171,8 @@ def _with_loops(
         limit_bytes: what the live bytes should not exceed; 0 for bodies that need as little as they can, and
             so depend on no budget: what is then reported as the least is met when it is asked for.
     """
-    found = tightened(task.lifted, lowest.plan, limit_bytes, request.device, task.for_retries())
-    return None if found is None else (_task(request, found.lifted), found.recomputed)
+    tighter = tightened(task.lifted, lowest.plan, limit_bytes, request.device, task.for_retries())
+    return None if tighter is None else (_task(request, tighter.lifted), tighter.recomputed)
 
 
 def _task(request: EnforceRequest, lifted: LiftedModule) -> Task:
@@ -198,11 +198,11 @@ def _host_refusal(
     request: EnforceRequest, view: graph.Module, prediction: HeapPrediction, begin: float
 ) -> StageOutcome:
     """The outcome for a module that has more on the host, by the user's own offloading, than it may."""
-    kept = _untouched(request, view, prediction, begin)
+    kept = _unchanged(request, view, prediction, begin)
     return replace(kept, status=Status.INFEASIBLE, host_budget_bytes=request.host_bytes)
 
 
-def _untouched(
+def _unchanged(
     request: EnforceRequest, view: graph.Module, prediction: HeapPrediction, begin: float
 ) -> StageOutcome:
     kernels_ns, waiting_ns = computation_times_ns(view, view.entry, request.device)

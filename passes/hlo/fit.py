@@ -213,8 +213,8 @@ def _relaxed(program: Program, least: Plan, limit_bytes: int) -> Plan:
     schedule = Schedule(Graph.of(program), least.steps)
     reverse_delete(schedule, limit_bytes)
     steps = tuple(OpId(op) for op in schedule.steps if op != HOLE)
-    found = simulate(program, steps)
+    timeline = simulate(program, steps)
     return replace(
-        least, steps=steps, peak_bytes=found.peak_bytes, budget_bytes=limit_bytes, status=Status.FEASIBLE,
-        overhead_ratio=found.overhead_ratio, lower_bound_ratio=0.0, offsets=(),
+        least, steps=steps, peak_bytes=timeline.peak_bytes, budget_bytes=limit_bytes, status=Status.FEASIBLE,
+        overhead_ratio=timeline.overhead_ratio, lower_bound_ratio=0.0, offsets=(),
     )  # fmt: skip

@@ -54,10 +54,10 @@ class Shape:
 
     def leaves(self) -> list[tuple[tuple[int, ...], Shape]]:
         """Every sub-shape with its index, this shape first."""
-        found: list[tuple[tuple[int, ...], Shape]] = [((), self)]
+        leaves: list[tuple[tuple[int, ...], Shape]] = [((), self)]
         for i, part in enumerate(self.parts or ()):
-            found.extend(((i, *index), shape) for index, shape in part.leaves())
-        return found
+            leaves.extend(((i, *index), shape) for index, shape in part.leaves())
+        return leaves
 
     def at(self, index: tuple[int, ...]) -> Shape:
         """The sub-shape at `index`."""
@@ -109,8 +109,8 @@ class Computation:
 
     def parameters(self) -> list[Instruction]:
         """The parameters in order of their numbers."""
-        found = [i for i in self.by_id.values() if i.opcode == "parameter"]
-        return sorted(found, key=lambda i: i.number)
+        parameters = [i for i in self.by_id.values() if i.opcode == "parameter"]
+        return sorted(parameters, key=lambda i: i.number)
 
     def users(self) -> dict[int, list[Instruction]]:
         """For every instruction its users, each once, in id order."""

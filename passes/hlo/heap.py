@@ -254,18 +254,18 @@ class _Row:
 def _row(assigner: Assigner) -> _Row:
     order = [(a.nbytes, a.is_temp) for a in assigner.allocations]
     spaces = sorted({assigner.space_of(g) for g in assigner.heap} - assigner.apart)
-    found = [layout(assigner, space) for space in spaces]
+    layouts = [layout(assigner, space) for space in spaces]
     first = len(order)
-    order += [(heap.size, True) for heap, _ in found]
+    order += [(heap.size, True) for heap, _ in layouts]
     local = _local_values(assigner.module, assigner.flow.reachable)
     order += [(i.shape.nbytes, False) for i in local]
     nbytes, starts = _concatenate(order, assigner.backend.alignment)
     heaps = [
         (space, starts[first + n], heap)
-        for n, (space, (heap, _)) in enumerate(zip(spaces, found, strict=True))
+        for n, (space, (heap, _)) in enumerate(zip(spaces, layouts, strict=True))
     ]
     tables = {n: at for n, at in starts.items() if n < first}
-    return _Row(nbytes=nbytes, tables=tables, heaps=heaps, peaks=[p for _, p in found], local=local)
+    return _Row(nbytes=nbytes, tables=tables, heaps=heaps, peaks=[p for _, p in layouts], local=local)
 
 
 def temp_offsets(assigner: Assigner) -> dict[int, int]:

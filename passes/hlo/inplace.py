@@ -74,16 +74,16 @@ def _fusion_pairs(module: Module, fusion: Instruction) -> list[Pair]:
         for operand, source, target in in_place_pairs(module, fused, at):
             if target != rest:
                 continue
-            found, found_index = _follow(fused, fused.by_id[at.operands[operand]], source)
-            if found.opcode == "fusion":
-                for nested_operand, nested_source, nested_target in in_place_pairs(module, fused, found):
+            end, found_index = _follow(fused, fused.by_id[at.operands[operand]], source)
+            if end.opcode == "fusion":
+                for nested_operand, nested_source, nested_target in in_place_pairs(module, fused, end):
                     if nested_target == found_index:
-                        found, found_index = _follow(
-                            fused, fused.by_id[found.operands[nested_operand]], nested_source
+                        end, found_index = _follow(
+                            fused, fused.by_id[end.operands[nested_operand]], nested_source
                         )
                         break
-            if found.opcode == "parameter":
-                pairs.append((found.number, found_index, index))
+            if end.opcode == "parameter":
+                pairs.append((end.number, found_index, index))
     return pairs
 
 
@@ -112,10 +112,10 @@ class Sharing:
 
     def users(self, computation: Computation) -> dict[int, list[Instruction]]:
         """Users of every instruction of a fused computation."""
-        found = self._users.get(computation.id)
-        if found is None:
-            found = self._users[computation.id] = computation.users()
-        return found
+        users = self._users.get(computation.id)
+        if users is None:
+            users = self._users[computation.id] = computation.users()
+        return users
 
     def may_share(
         self, computation: Computation, operand: Instruction, source: tuple[int, ...],

@@ -16,12 +16,12 @@ _THROUGH = frozenset({"bitcast", "reshape", "copy", "transpose", "convert"})
 
 def forced_values(flow: Dataflow) -> frozenset[int]:
     """Values of the entry that bear the mark."""
-    found = set()
+    forced = set()
     for v in sorted(pageable_values(flow)):
         home = flow.values[v].home
         if home.computation == flow.module.entry.id and _is_marked(flow, flow.instruction(home), home.index):
-            found.add(v)
-    return frozenset(found)
+            forced.add(v)
+    return frozenset(forced)
 
 
 def _is_marked(flow: Dataflow, instruction: Instruction, index: tuple[int, ...]) -> bool:

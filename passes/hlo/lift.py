@@ -165,21 +165,21 @@ class _Lift:
         return 0
 
     def buffer_of(self, v: int) -> BufferId:
-        found = self.buffer.get(v)
-        if found is None:
-            found = self.buffer[v] = BufferId(len(self.buffers))
+        buffer = self.buffer.get(v)
+        if buffer is None:
+            buffer = self.buffer[v] = BufferId(len(self.buffers))
             name = self.flow.instruction(self.flow.values[v].home).name
             self.buffers.append(
-                Buffer(id=found, nbytes=self.nbytes(v), name=name, pageable=v in self.pageable)
+                Buffer(id=buffer, nbytes=self.nbytes(v), name=name, pageable=v in self.pageable)
             )
             self.values.append(v)
-        return found
+        return buffer
 
     def arrays(self, instruction: int) -> list[int]:
         """Values of arrays at an instruction, each once, in index order."""
         tree = self.flow.trees[self.scope.id, instruction]
-        found = dict.fromkeys(tree[i] for i in sorted(tree))
-        return [v for v in found if not self.flow.values[v].is_tuple]
+        values = dict.fromkeys(tree[i] for i in sorted(tree))
+        return [v for v in values if not self.flow.values[v].is_tuple]
 
     def op(self, n: int) -> Op:
         instruction = self.scope.by_id[self.ops[n]]
@@ -215,10 +215,10 @@ class _Lift:
         if len(made) > 1 and not can_drop_outputs(instruction) and any(self._is_fixed(v) for v in made):
             return False
         mine = set(made) | set(self.nested.get(n, ()))
-        touched = set(read)
+        used = set(read)
         for v in sorted(mine):
             group = self.flow.class_of[v]
-            if any(w in touched for w in self.flow.classes[group]):
+            if any(w in used for w in self.flow.classes[group]):
                 return False
             if any(op < n for op in self.writers.get(group, ())):
                 return False
@@ -272,9 +272,9 @@ class _Lift:
             group = self.flow.class_of[v]
             if group in outside or group not in self.heap:
                 continue
-            found = self.assigner.ranges[v]
+            held = self.assigner.ranges[v]
             nbytes = self.flow.values[v].nbytes
-            events += [(found.start, 0, nbytes), (found.end, 1, -nbytes)]
+            events += [(held.start, 0, nbytes), (held.end, 1, -nbytes)]
         live = peak = 0
         for _, _, change in sorted(events):
             live += change

@@ -83,15 +83,15 @@ def live_ranges(flow: Dataflow, ticks: Clock, *, old_rules: bool = False) -> lis
     ranges = []
     for value in flow.values:
         home = value.home
-        found = _range(flow, ticks, value, done.get(home.computation, -1))
+        live = _range(flow, ticks, value, done.get(home.computation, -1))
         if home.computation in done and not old_rules:
             # What runs asynchronously is there from the instruction that starts it.
-            found.start = max(found.start, ticks.time[flow.callers[home.computation]])
+            live.start = max(live.start, ticks.time[flow.callers[home.computation]])
         instruction = flow.instruction(home)
         is_argument = home.computation == entry.id and instruction.opcode == "parameter"
         if is_argument and (instruction.number, home.index) not in donated:
-            found.end = ticks.end
-        ranges.append(found)
+            live.end = ticks.end
+        ranges.append(live)
     for group in flow.classes:
         if len(group) > 1:
             _normalize(ranges, group)

@@ -93,8 +93,8 @@ class _Work:
                 made = self._plan(body.program, target_bytes)
         if made.peak_bytes < _peak_bytes(body.program):
             self._write(body, made.steps)
-            again = recomputed_by(body.program, made.steps, "hlo")
-            self.recomputed += [replace(r, cost_ns=iterations * r.cost_ns) for r in again]
+            recomputed = recomputed_by(body.program, made.steps, "hlo")
+            self.recomputed += [replace(r, cost_ns=iterations * r.cost_ns) for r in recomputed]
 
     def _body(self, loop: Instruction) -> LiftedModule:
         """The body of a loop as it is now."""

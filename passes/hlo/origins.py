@@ -39,9 +39,9 @@ class Origins:
         if made.opcode in _CARRIED and len(self.flow.classes[group]) > 1:
             if group not in self.stacked:
                 self.stacked[group] = self._stacked(group)
-            found = self.stacked[group]
-            if found is not None:
-                return found
+            origin = self.stacked[group]
+            if origin is not None:
+                return origin
         if made.proto.metadata.op_name or home.computation not in self.flow.callers:
             return made
         computation, caller = self.flow.callers[home.computation]
@@ -52,9 +52,9 @@ class Origins:
         for v in self.flow.classes[group]:
             home = self.flow.values[v].home
             computation = self.module.computations[home.computation]
-            found = self._update(computation, computation.by_id[home.instruction], home.index)
-            if found is not None:
-                where, update = found
+            written = self._update(computation, computation.by_id[home.instruction], home.index)
+            if written is not None:
+                where, update = written
                 return self._behind(where, where.by_id[update.operands[1]])
         return None
 

@@ -99,12 +99,12 @@ def pageable_values(flow: Dataflow) -> frozenset[int]:
     """Values of the entry that can be sent to the host: arrays that are there when their op has run, and are
     read one by one, not as parts of tuples that an op made."""
     entry = flow.module.entry
-    found: set[int] = set()
+    pageable: set[int] = set()
     for instruction in entry.by_id.values():
         v = held_at(flow, instruction)
         if v is not None and _is_array(flow, v):
-            found.add(v)
-    return frozenset(found - _handed_on_whole(flow))
+            pageable.add(v)
+    return frozenset(pageable - _handed_on_whole(flow))
 
 
 def _is_array(flow: Dataflow, v: int) -> bool:
@@ -121,7 +121,7 @@ def _is_array(flow: Dataflow, v: int) -> bool:
 def _handed_on_whole(flow: Dataflow) -> set[int]:
     """Values in tuples that an op made and something else than a view reads."""
     entry = flow.module.entry
-    found: set[int] = set()
+    whole: set[int] = set()
 
     def visit(operand: Instruction) -> None:
         if not operand.shape.is_tuple:
@@ -130,23 +130,23 @@ def _handed_on_whole(flow: Dataflow) -> set[int]:
             for inner in entry.operands(operand):
                 visit(inner)
         else:
-            found.update(flow.trees[entry.id, operand.id].values())
+            whole.update(flow.trees[entry.id, operand.id].values())
 
     for instruction in entry.by_id.values():
         if instruction.opcode not in ("tuple", "get-tuple-element", "optimization-barrier", "opt-barrier"):
             for operand in entry.operands(instruction):
                 visit(operand)
     visit(entry.by_id[entry.root])
-    return found
+    return whole
 
 
 def holders(lifted: Any, values: Iterable[int]) -> dict[int, list[int]]:
     """For values of a lifted module the instructions that hold them, in the order of the schedule."""
     flow: Dataflow = lifted.assigner.flow
-    found: dict[int, list[int]] = {v: [] for v in sorted(values)}
-    if found:
+    by_value: dict[int, list[int]] = {v: [] for v in sorted(values)}
+    if by_value:
         for i in flow.module.entry.order:
             v = held_at(flow, flow.module.entry.by_id[i])
-            if v in found:
-                found[v].append(i)
-    return found
+            if v in by_value:
+                by_value[v].append(i)
+    return by_value

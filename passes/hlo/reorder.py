@@ -35,12 +35,12 @@ def _movable(lifted: LiftedModule) -> list[bool]:
     purity = Purity(lifted.module)
     by_id = lifted.scope.by_id
     before_others = {c for i in by_id.values() for c in i.control}
-    found = []
+    movable = []
     for i in lifted.instructions:
         instruction = by_id[i]
         tied = bool(instruction.control) or i in before_others
-        found.append(not tied and instruction.opcode not in _STAYS and purity.instruction(instruction))
-    return found
+        movable.append(not tied and instruction.opcode not in _STAYS and purity.instruction(instruction))
+    return movable
 
 
 def _needs(lifted: LiftedModule) -> list[frozenset[OpId]]:
@@ -50,8 +50,8 @@ def _needs(lifted: LiftedModule) -> list[frozenset[OpId]]:
     behind: dict[int, frozenset[OpId]] = {}
     for i in lifted.scope.order:
         operands = by_id[i].operands
-        found = [frozenset({op_of[o]}) if o in op_of else behind.get(o, frozenset()) for o in operands]
-        behind[i] = frozenset[OpId]().union(*found)
+        needed = [frozenset({op_of[o]}) if o in op_of else behind.get(o, frozenset()) for o in operands]
+        behind[i] = frozenset[OpId]().union(*needed)
     return [behind[i] for i in lifted.instructions]
 
 

@@ -3,7 +3,7 @@
 An abstract machine that knows nothing of plans: memory is ranges of bytes at XLA's own addresses, each of
 which holds the result of one run of one instruction. Kernels read all of their operands, then write.
 A copy that runs beside the kernels may read and write at any moment from its start to its done, so its source
-must be untouched until then, and nobody may read its target before, or write there. Loops run as often as
+must be unchanged until then, and nobody may read its target before, or write there. Loops run as often as
 their conditions say, with scalars that are really computed, so that what is written to a stack and read from
 it is known slice by slice.
 
@@ -181,11 +181,11 @@ class _Machine:
 
     def read_slices(self, reader: Instruction, n: int, stack: Content, scalars: Scalars) -> None:
         """Slices that are read of a stack must have been written."""
-        for found in scalars.slices_read(reader, n):
+        for part in scalars.slices_read(reader, n):
             if stack.on_host:
                 self.crossed[False] += 1
-            if stack.slices is not None and found not in stack.slices:
-                self.say(f"{reader.name} reads {found[1]} elements at {found[0]} of a stack, not written yet")
+            if stack.slices is not None and part not in stack.slices:
+                self.say(f"{reader.name} reads {part[1]} elements at {part[0]} of a stack, not written yet")
 
     def slices_after(
         self, instruction: Instruction, index: Index, operands: list[Tree], scalars: Scalars

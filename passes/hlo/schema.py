@@ -72,7 +72,7 @@ class Schema:
 
 
 def _descriptors(data: mmap.mmap) -> list[tuple[str, Any]]:
-    found = []
+    descriptors = []
     for match in _NAME_FIRST.finditer(data):
         if match[1][0] != len(match[2]):
             continue
@@ -81,8 +81,8 @@ def _descriptors(data: mmap.mmap) -> list[tuple[str, Any]]:
             message = descriptor_pb2.FileDescriptorProto.FromString(data[match.start() : end])
         except DecodeError:
             continue
-        found.append((message.name, message))
-    return found
+        descriptors.append((message.name, message))
+    return descriptors
 
 
 def _end(data: mmap.mmap, at: int) -> int:

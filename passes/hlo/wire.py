@@ -65,12 +65,12 @@ def replace_field(data: bytes, number: int, contents: bytes) -> bytes:
 
 def encode(value: int) -> bytes:
     """A number in base 128."""
-    found = bytearray()
+    written = bytearray()
     while value > 127:
-        found.append(value & 127 | 128)
+        written.append(value & 127 | 128)
         value >>= 7
-    found.append(value)
-    return bytes(found)
+    written.append(value)
+    return bytes(written)
 
 
 def _contents(data: bytes, start: int, end: int) -> bytes:
@@ -81,7 +81,7 @@ def _contents(data: bytes, start: int, end: int) -> bytes:
 
 
 def _place(data: bytes, number: int) -> tuple[int, int]:
-    found = [(start, end) for n, kind, start, end in fields(data) if n == number and kind == _DELIMITED]
-    if len(found) != 1:
-        raise ValueError(f"field {number} occurs {len(found)} times, not once")
-    return found[0]
+    places = [(start, end) for n, kind, start, end in fields(data) if n == number and kind == _DELIMITED]
+    if len(places) != 1:
+        raise ValueError(f"field {number} occurs {len(places)} times, not once")
+    return places[0]

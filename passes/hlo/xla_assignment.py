@@ -106,11 +106,11 @@ def is_temp(allocation: Any) -> bool:
 def predicted_addresses(assigner: Assigner) -> dict[Name, Address]:
     """Where XLA is expected to put everything: temporaries, what waits on the host, and the rest."""
     flow = assigner.flow
-    found: dict[Name, Address] = {}
+    addresses: dict[Name, Address] = {}
 
     def put(v: int, allocation: int, offset: int) -> None:
         value = flow.values[v]
-        found[flow.instruction(value.home).name, value.home.index] = Address(
+        addresses[flow.instruction(value.home).name, value.home.index] = Address(
             allocation=allocation, offset=offset, nbytes=value.nbytes, is_temp=not allocation
         )
 
@@ -120,7 +120,7 @@ def predicted_addresses(assigner: Assigner) -> dict[Name, Address]:
     for n, offsets in enumerate((temp_offsets(assigner), host_offsets(assigner))):
         for v, offset in offsets.items():
             put(v, n, offset)
-    return found
+    return addresses
 
 
 def compare(assigner: Assigner, real: Assignment) -> Comparison:

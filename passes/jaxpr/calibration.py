@@ -24,7 +24,7 @@ SAME_RATIO = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class Trial:
     """One candidate that was compiled.
 
     Attributes:
@@ -38,18 +38,18 @@ class Measured:
     temp_bytes: int
 
 
-def tried(measured: Sequence[Measured], recipe: Recipe, estimated_bytes: int) -> Measured | None:
+def tried(trials: Sequence[Trial], recipe: Recipe, estimated_bytes: int) -> Trial | None:
     """The candidate with this recipe and estimate, if it was compiled."""
-    alike = (m for m in measured if m.recipe == recipe)
+    alike = (m for m in trials if m.recipe == recipe)
     same = (m for m in alike if abs(m.estimated_bytes - estimated_bytes) <= SAME_RATIO * estimated_bytes)
     return next(same, None)
 
 
 def expected_ratio(
-    measured: Sequence[Measured], recipe: Recipe, estimated_bytes: int, prior_ratio: float = 1.0
+    trials: Sequence[Trial], recipe: Recipe, estimated_bytes: int, prior_ratio: float = 1.0
 ) -> float:
     """XLA's bytes over an estimate: the nearest one's of the same recipe, `prior_ratio` if there is none."""
-    alike = [m for m in measured if m.recipe == recipe]
+    alike = [m for m in trials if m.recipe == recipe]
     if not alike:
         return prior_ratio
     nearest = min(alike, key=lambda m: abs(math.log(max(m.estimated_bytes, 1) / max(estimated_bytes, 1))))
@@ -64,17 +64,17 @@ class Calibration:
         bytes_ratio: XLA's bytes of temporaries over the jaxpr stage's estimate.
         strict: True to leave XLA no freedom to merge small dots or to reorder recomputes: every such kernel
             is behind a barrier of its own, which costs time and is for programs that do not fit without.
-        measured: candidates with rewritten scans.
+        trials: candidates with rewritten scans.
     """
 
     bytes_ratio: float = 1.0
     strict: bool = False
-    measured: tuple[Measured, ...] = ()
+    trials: tuple[Trial, ...] = ()
 
     def after(self, planned: StageOutcome, verdict: StageOutcome) -> Calibration | None:
         """With what the enforcing stage said of a plan; None if no other plan follows from that."""
         if planned.recipe.scans is not Scans.NONE:
-            return replace(self, measured=(*self.measured, _measured(planned, verdict)))
+            return replace(self, trials=(*self.trials, _trial(planned, verdict)))
         if _is_cheaply_repaired(verdict):
             return None
         ratio = verdict.before_temp_bytes / max(planned.planned_temp_bytes, 1)
@@ -86,9 +86,9 @@ class Calibration:
         """What is known of one device's bytes, for all of them."""
         scaled = [
             replace(m, estimated_bytes=parts * m.estimated_bytes, temp_bytes=parts * m.temp_bytes)
-            for m in self.measured
+            for m in self.trials
         ]
-        return replace(self, measured=tuple(scaled))
+        return replace(self, trials=tuple(scaled))
 
 
 UNCALIBRATED = Calibration()
@@ -99,10 +99,10 @@ def _is_cheaply_repaired(verdict: StageOutcome) -> bool:
     return verdict.status.found and verdict.recompute_ns <= CHEAP_REPAIR_RATIO * verdict.cost_ns
 
 
-def _measured(planned: StageOutcome, verdict: StageOutcome) -> Measured:
+def _trial(planned: StageOutcome, verdict: StageOutcome) -> Trial:
     budget = verdict.budget_bytes - verdict.fixed_bytes
     needed = verdict.before_temp_bytes
-    return Measured(
+    return Trial(
         recipe=planned.recipe,
         estimated_bytes=planned.planned_temp_bytes,
         temp_bytes=min(needed, budget) if _is_cheaply_repaired(verdict) else needed,

@@ -460,8 +460,8 @@ def transpose_linear(
     """Cotangents of the inputs of `closed` that follow its residuals, in which it is linear; and logs."""
     linear = [ad.UndefinedPrimal(aval) for aval in closed.in_avals[len(residuals) :]]
     values = [*residuals, *linear]
-    found, logs = ad.backward_pass(closed, False, closed.consts, values, list(cotangents), return_logs=True)
-    return list(found[len(residuals) :]), logs
+    pulled, logs = ad.backward_pass(closed, False, closed.consts, values, list(cotangents), return_logs=True)
+    return list(pulled[len(residuals) :]), logs
 
 
 def is_linear_input(value: Any) -> bool:
@@ -486,8 +486,8 @@ def register_autodiff(
         linear = [isinstance(x, ad.GradAccum) for x in operands]
         pairs = zip(operands, linear, strict=True)
         given = [ad.UndefinedPrimal(x.aval) if lin else x for x, lin in pairs]
-        found, logs = transpose(cotangents, *given, **params)
-        for x, lin, cotangent in zip(operands, linear, found, strict=True):
+        pulled, logs = transpose(cotangents, *given, **params)
+        for x, lin, cotangent in zip(operands, linear, pulled, strict=True):
             if lin:
                 x.accum(cotangent)
         return logs
@@ -547,14 +547,14 @@ def register_call_rules(primitive: Any) -> None:
         known, rest, out_unknown, n_residuals = split_jaxpr(jaxpr, unknown)
         known, consts = hoist_consts(known)
         values = [t.pval.get_known() for t in tracers if t.is_known()]
-        found = primitive.bind(*consts, *values, jaxpr=known, **params)
-        cut = len(found) - n_residuals
-        residuals = [tracer_trace.new_instantiated_const(r) for r in found[cut:]]
+        results = primitive.bind(*consts, *values, jaxpr=known, **params)
+        cut = len(results) - n_residuals
+        residuals = [tracer_trace.new_instantiated_const(r) for r in results[cut:]]
         with core.set_current_trace(tracer_trace):
             rest_out = iter(
                 evaluate(rest, [*residuals, *(t for t, u in zip(tracers, unknown, strict=True) if u)])
             )
-        known_out = iter(found[:cut])
+        known_out = iter(results[:cut])
         return [next(rest_out if u else known_out) for u in out_unknown]
 
     pe.custom_partial_eval_rules[primitive] = partial_eval
@@ -567,9 +567,9 @@ def register_call_rules(primitive: Any) -> None:
     def error_check(ctx: Any, error: Any, enabled: Any, *args: Any, jaxpr: Any, **params: Any) -> Any:
         errors, tree = jax.tree.flatten(error)
         values = [*errors, *args]
-        found = checkify.jaxpr_to_checkify_jaxpr(ctx, jaxpr, enabled, tree, *map(core.typeof, values))
-        checked, consts = hoist_consts(found[0])
-        return jax.tree.unflatten(found[1], primitive.bind(*consts, *values, jaxpr=checked, **params))
+        results = checkify.jaxpr_to_checkify_jaxpr(ctx, jaxpr, enabled, tree, *map(core.typeof, values))
+        checked, consts = hoist_consts(results[0])
+        return jax.tree.unflatten(results[1], primitive.bind(*consts, *values, jaxpr=checked, **params))
 
     checkify.error_checks[primitive] = error_check
 
@@ -633,8 +633,8 @@ def _call_discharge(
     if "source" in params:
         params["source"] = None
     plain, consts = hoist_consts(discharge_state(jaxpr))
-    found = primitive.bind(*consts, *args, jaxpr=plain, **params)
-    outs, refs = found[: len(jaxpr.out_avals)], iter(found[len(jaxpr.out_avals) :])
+    results = primitive.bind(*consts, *args, jaxpr=plain, **params)
+    outs, refs = results[: len(jaxpr.out_avals)], iter(results[len(jaxpr.out_avals) :])
     return [next(refs) if is_ref(aval) else None for aval in ctx.in_avals], outs
 
 
@@ -768,7 +768,7 @@ def being_lowered() -> BeingLowered | None:
     parameters = {name: given[name] for name in inspect.signature(pjit._resolve_and_lower).parameters}
     jaxpr, mesh = given["jaxpr"], given["ctx_mesh"]
     lower = lambda: stages.Lowered(pjit._resolve_and_lower(**parameters), None, None)  # noqa: E731
-    trace = None if core.jaxpr_const_args(jaxpr) else _traced_again(frames)
+    trace = None if core.jaxpr_const_args(jaxpr) else _retraced(frames)
     return BeingLowered(
         jaxpr=jaxpr,
         lower=lambda: _outside(mesh, lower),
@@ -777,7 +777,7 @@ def being_lowered() -> BeingLowered | None:
     )
 
 
-def _traced_again(frames: dict[str, Any]) -> Callable[[], Any] | None:
+def _retraced(frames: dict[str, Any]) -> Callable[[], Any] | None:
     """Traces and lowers what was given to `jit`; None where that is not known, or closes over values."""
     traced = frames["lower"].f_locals.get("self") if "lower" in frames else None
     if "jit_lower" in frames and isinstance(traced, stages.Traced):
@@ -809,14 +809,14 @@ def _frames_to_jit(frame: Any) -> dict[str, Any]:
     files = {pjit.__file__, stages.__file__}
     while frame is not None and frame.f_code.co_name != "_resolve_and_lower":
         frame = frame.f_back
-    found: dict[str, Any] = {}
+    frames: dict[str, Any] = {}
     for _ in range(_REPORTING_FRAMES):
         if frame is None:
             break
         if frame.f_code.co_filename in files:
-            found.setdefault(frame.f_code.co_name, frame)
+            frames.setdefault(frame.f_code.co_name, frame)
         frame = frame.f_back
-    return found
+    return frames
 
 
 def _as_specs(tree: Any) -> Any:

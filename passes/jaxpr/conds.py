@@ -58,13 +58,13 @@ def _read_elsewhere(jaxpr: Any) -> set[Any]:
 def _joined(first: Any, second: Any, elsewhere: set[Any]) -> Any:
     """`second` with the branches of `first` before its own; the same object if nothing is won."""
     made = {v: k for k, v in enumerate(first.outvars) if v not in elsewhere}
-    again = [compat.is_variable(v) and v in made for v in second.invars[1:]]
-    if not any(again) or eqn_kind(first) is Kind.OPAQUE:
+    from_first = [compat.is_variable(v) and v in made for v in second.invars[1:]]
+    if not any(from_first) or eqn_kind(first) is Kind.OPAQUE:
         return second
-    places = [made[v] for v, a in zip(second.invars[1:], again, strict=True) if a]
-    own = [v for v, a in zip(second.invars[1:], again, strict=True) if not a]
+    places = [made[v] for v, a in zip(second.invars[1:], from_first, strict=True) if a]
+    own = [v for v, a in zip(second.invars[1:], from_first, strict=True) if not a]
     branches = tuple(
-        _joined_branch(before, branch, places, again)
+        _joined_branch(before, branch, places, from_first)
         for before, branch in zip(first.params["branches"], second.params["branches"], strict=True)
     )
     return second.replace(
@@ -72,14 +72,14 @@ def _joined(first: Any, second: Any, elsewhere: set[Any]) -> Any:
     )
 
 
-def _joined_branch(before: Any, branch: Any, places: Sequence[int], again: Sequence[bool]) -> Any:
+def _joined_branch(before: Any, branch: Any, places: Sequence[int], from_first: Sequence[bool]) -> Any:
     """(operands of `before`, what it does not make of `branch`'s) -> results of `branch`."""
     n_before = len(before.in_avals)
 
     def run(*values: Any) -> list[Any]:
         made = compat.evaluate(before, values[:n_before])
         passed, own = iter([made[k] for k in places]), iter(values[n_before:])
-        return compat.evaluate(branch, [next(passed if a else own) for a in again])
+        return compat.evaluate(branch, [next(passed if a else own) for a in from_first])
 
-    own = [aval for aval, a in zip(branch.in_avals, again, strict=True) if not a]
+    own = [aval for aval, a in zip(branch.in_avals, from_first, strict=True) if not a]
     return compat.close_jaxpr(consts_as_literals(compat.trace(run, [*before.in_avals, *own])), [])

@@ -58,8 +58,8 @@ def constrain_pair(forward: Any, backward: Any, n_outs: int, constraints: Constr
     if constrained is halves:
         return forward, backward
     cut = constrained.backward.count(False)
-    found = split(constrained.jaxpr, cut, n_arguments=n_inputs, n_forward_results=n_outs)
-    return closed_halves(joined, found)
+    written = split(constrained.jaxpr, cut, n_arguments=n_inputs, n_forward_results=n_outs)
+    return closed_halves(joined, written)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,9 +105,9 @@ def _with_bodies(eqn: Any, backward: bool, across: Sequence[bool], constraints: 
     if eqn.primitive.name not in CONTROL_FLOW:
         return eqn
     bodies = bodies_of(eqn)
-    found = [_constrained_body(body, backward, across, constraints) for body in bodies]
-    same = all(b is a for a, b in zip(bodies, found, strict=True))
-    return eqn if same else with_bodies(eqn, found)
+    constrained = [_constrained_body(body, backward, across, constraints) for body in bodies]
+    same = all(b is a for a, b in zip(bodies, constrained, strict=True))
+    return eqn if same else with_bodies(eqn, constrained)
 
 
 def _constrained_body(body: Any, backward: bool, across: Sequence[bool], constraints: Constraints) -> Any:
@@ -173,17 +173,17 @@ def _with_fewer_stacks(halves: _Halves, constraints: Constraints) -> _Halves:
 
 def _choice(pair: ScanPair, constraints: Constraints) -> Choice | None:
     """What is stacked instead of what must not be, in pairs inside the bodies, too; None for no change."""
-    boundary = len(pair.make.jaxpr.eqns)
+    boundary = len(pair.producer.jaxpr.eqns)
     joined = joined_body(pair)
     across = [p for p in find_pairs(joined) if p.first < boundary <= p.second]
     inner = tuple(c for p in across if (c := _choice(p, constraints)) is not None)
     if inner:
         pair = with_inner(pair, joined, inner)
-    make, take = pair.make.jaxpr, pair.take.jaxpr
-    own = set(defined(make))
-    read = [v for eqn in take.eqns for v in eqn.invars] + list(take.outvars)
+    producer, consumer = pair.producer.jaxpr, pair.consumer.jaxpr
+    own = set(defined(producer))
+    read = [v for eqn in consumer.eqns for v in eqn.invars] + list(consumer.outvars)
     demanded = dict.fromkeys(v for v in read if compat.is_variable(v) and v in own)
-    values = Values(make.eqns, [False] * len(make.eqns), constraints, list(demanded))
+    values = Values(producer.eqns, [False] * len(producer.eqns), constraints, list(demanded))
     if not inner and not any(map(values.is_dropped, demanded)):
         return None
     kept: dict[Any, None] = {}
@@ -194,13 +194,13 @@ def _choice(pair: ScanPair, constraints: Constraints) -> Choice | None:
         if not values.is_dropped(v):
             kept[v] = None
             continue
-        inputs = make.eqns[values.place[v]].invars
+        inputs = producer.eqns[values.place[v]].invars
         new = dict.fromkeys(u for u in inputs if compat.is_variable(u) and u not in seen)
         seen.update(new)
         stack.extend(new)
-    order = {v: i for i, v in enumerate(defined(make))}
-    found = tuple(sorted(kept, key=order.__getitem__))
-    return Choice(pair=pair, kept=found, stacked_bytes=0, recomputed=(), inner=inner)
+    order = {v: i for i, v in enumerate(defined(producer))}
+    stacked = tuple(sorted(kept, key=order.__getitem__))
+    return Choice(pair=pair, kept=stacked, stacked_bytes=0, recomputed=(), inner=inner)
 
 
 def _with_clones(halves: _Halves, values: Values) -> _Halves:
@@ -240,7 +240,7 @@ class _Cloner:
         for i, (eqn, backward) in enumerate(zip(self.halves.jaxpr.eqns, self.halves.backward, strict=True)):
             missing = [v for v in eqn.invars if backward and self.is_missing(v)]
             if missing:
-                self._make_again(missing, self._trigger(i, eqn))
+                self._recompute(missing, self._trigger(i, eqn))
             self._add(compat.rename_inputs(eqn, self.current), backward)
             if backward:
                 self.arrived += [v for v in eqn.outvars if self.last_read.get(v, -1) > i]
@@ -261,24 +261,26 @@ class _Cloner:
         later = [v for v in self.arrived if self.last_read[v] >= i]
         return next((vs[-1] for vs in (own, later) if vs), None)
 
-    def _make_again(self, missing: Sequence[Any], trigger: Any) -> None:
+    def _recompute(self, missing: Sequence[Any], trigger: Any) -> None:
         eqns = self.halves.jaxpr.eqns
-        again: set[int] = set()
+        recomputed: set[int] = set()
         stack = [self.values.place[v] for v in missing]
         while stack:
             i = stack.pop()
-            if i not in again:
-                again.add(i)
+            if i not in recomputed:
+                recomputed.add(i)
                 stack += [self.values.place[u] for u in eqns[i].invars if self.is_missing(u)]
-        made = {v for i in again for v in eqns[i].outvars}
-        read = [v for i in sorted(again) for v in eqns[i].invars if compat.is_variable(v) and v not in made]
+        made = {v for i in recomputed for v in eqns[i].outvars}
+        read = [
+            v for i in sorted(recomputed) for v in eqns[i].invars if compat.is_variable(v) and v not in made
+        ]
         held = dict.fromkeys([*read, *([] if trigger is None else [trigger])])
         if held:
             operands = [compat.renamed(v, self.current) for v in held]
             results = [compat.fresh_var(v) for v in held]
             self._add(compat.barrier_eqn(operands, results), True)
             self.current.update(zip(held, results, strict=True))
-        for i in sorted(again):
+        for i in sorted(recomputed):
             eqn = compat.rename_inputs(eqns[i], self.current)
             fresh = [v if isinstance(v, compat.DropVar) else compat.fresh_var(v) for v in eqn.outvars]
             self._add(eqn.replace(outvars=fresh), True)

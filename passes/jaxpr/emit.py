@@ -108,8 +108,8 @@ class _Emitter:
                 continue
             for part in self._parts(segment):
                 self._open_segment(part, op)
-                for again in part:
-                    self._run_op(again, is_recompute=True)
+                for recompute in part:
+                    self._run_op(recompute, is_recompute=True)
             segment = []
             self._pass_own_barriers(self.lifted.bodies[op][-1])
             self._part_from_distant_kernels(op)

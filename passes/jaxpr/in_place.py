@@ -59,7 +59,7 @@ def aliased(
 def updated_in_place(lifted: LiftedJaxpr, n_consts: int, n_carry: int) -> set[int]:
     """Which of a scan's carries are elementwise updates of themselves, such as a sum of gradients."""
     last_reader = {b: op.id for op in lifted.program.ops for b in op.inputs}
-    found = set()
+    updated = set()
     for k, v in enumerate(lifted.jaxpr.outvars[:n_carry]):
         old = lifted.jaxpr.invars[n_consts + k]
         b = compat.of_variable(lifted.buffer_of, v)
@@ -68,8 +68,8 @@ def updated_in_place(lifted: LiftedJaxpr, n_consts: int, n_carry: int) -> set[in
             continue
         root = lifted.jaxpr.eqns[lifted.bodies[maker][-1]]
         if kind_of(root.primitive.name) is Kind.FUSIBLE:
-            found.add(k)
-    return found
+            updated.add(k)
+    return updated
 
 
 def result_storage(results: Iterable[Any], jaxpr: Any, producer: dict[Any, int]) -> set[Any]:

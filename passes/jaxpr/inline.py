@@ -32,7 +32,7 @@ class _Flat:
 
     def walk(self, jaxpr: Any, env: dict[Any, Any], caller: Any) -> None:
         """Append the equations of `jaxpr`; `env` has its variables' atoms, `caller` is where it is called."""
-        for eqn in map(_settled, jaxpr.eqns):
+        for eqn in map(_inlined, jaxpr.eqns):
             source = compat.called_from(caller, eqn.source_info)
             operands = [_read(env, v) for v in eqn.invars]
             body = _opened(eqn)
@@ -77,24 +77,24 @@ def inline_calls(closed: Any) -> Any:
     return compat.close_jaxpr(rebuilt, flat.consts)
 
 
-def _settled(eqn: Any) -> Any:
+def _inlined(eqn: Any) -> Any:
     """`eqn` without the operands of planned parts, itself or in bodies, that only derivatives need."""
     name = eqn.primitive.name
     if name in CONTROL_FLOW:
         bodies = bodies_of(eqn)
-        settled = [_settled_body(body) for body in bodies]
-        same = all(a is b for a, b in zip(bodies, settled, strict=True))
-        return eqn if same else with_bodies(eqn, settled)
+        inlined = [_inlined_body(body) for body in bodies]
+        same = all(a is b for a, b in zip(bodies, inlined, strict=True))
+        return eqn if same else with_bodies(eqn, inlined)
     body = eqn.params.get(CALLS[name]) if name in CALLS and name != CHECKPOINT else None
-    if body is None or (settled := _settled_body(body)) is body:
+    if body is None or (inlined := _inlined_body(body)) is body:
         return compat.without_source(eqn)
-    return eqn.replace(params={**eqn.params, CALLS[name]: settled})
+    return eqn.replace(params={**eqn.params, CALLS[name]: inlined})
 
 
 @compat.cached_by_jaxpr
-def _settled_body(closed: Any) -> Any:
+def _inlined_body(closed: Any) -> Any:
     jaxpr, consts = compat.open_jaxpr(closed)
-    eqns = [_settled(eqn) for eqn in jaxpr.eqns]
+    eqns = [_inlined(eqn) for eqn in jaxpr.eqns]
     if all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True)):
         return closed
     return compat.close_jaxpr(compat.rebuild(jaxpr, eqns=eqns, outvars=jaxpr.outvars), consts)

@@ -26,8 +26,8 @@ def quiet(closed: Any) -> Any:
         ToldTwiceError: something reads them.
     """
     jaxpr, consts = compat.open_jaxpr(closed)
-    found = _quiet(jaxpr)
-    return closed if found is jaxpr else compat.close_jaxpr(found, consts)
+    quieted = _quiet(jaxpr)
+    return closed if quieted is jaxpr else compat.close_jaxpr(quieted, consts)
 
 
 def _quiet(jaxpr: Any) -> Any:
@@ -47,6 +47,6 @@ def _quiet(jaxpr: Any) -> Any:
 
 def _quiet_eqn(eqn: Any) -> Any:
     before = set().union(*(inner.effects for inner in compat.inner_jaxprs(eqn)))
-    found = compat.with_inner_jaxprs(eqn, _quiet)
-    after = set().union(*(inner.effects for inner in compat.inner_jaxprs(found)))
-    return found.replace(effects=eqn.effects - (before - after))
+    quieted = compat.with_inner_jaxprs(eqn, _quiet)
+    after = set().union(*(inner.effects for inner in compat.inner_jaxprs(quieted)))
+    return quieted.replace(effects=eqn.effects - (before - after))

@@ -141,8 +141,8 @@ def run_scan(
     consts, init = operands[:n_consts], operands[n_consts : n_consts + n_carry]
 
     def iteration(carry: Any, slices: Any) -> tuple[Any, Any]:
-        found = compat.evaluate(closed, [*consts, *carry, *slices])
-        return found[:n_carry], found[n_carry:]
+        results = compat.evaluate(closed, [*consts, *carry, *slices])
+        return results[:n_carry], results[n_carry:]
 
     carry, ys = jax.lax.scan(
         iteration,

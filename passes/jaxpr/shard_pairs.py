@@ -57,9 +57,11 @@ def write_pair(jaxpr: Any, second: int, pair: Pair, halves: Split) -> Any:
     backward = compat.close_jaxpr(halves.backward, [])
 
     def run_forward(*values: Any) -> tuple[Any, ...]:
-        found = compat.evaluate(forward, values)
-        rest = found[len(joint.kept) :]
-        return *found[: len(joint.kept)], *(rest[k].reshape(1) if k in wide else rest[k] for k in passed)
+        forward_results = compat.evaluate(forward, values)
+        rest = forward_results[len(joint.kept) :]
+        return *forward_results[: len(joint.kept)], *(
+            rest[k].reshape(1) if k in wide else rest[k] for k in passed
+        )
 
     def run_backward(*values: Any) -> tuple[Any, ...]:
         given = [x.reshape(()) if k in wide else x for k, x in enumerate(values[: halves.n_saved])]
@@ -67,9 +69,9 @@ def write_pair(jaxpr: Any, second: int, pair: Pair, halves: Split) -> Any:
 
     kept_specs = [head.params["out_specs"][k] for k in joint.kept]
     out_specs = (*kept_specs, *specs.values())
-    first, found = _mapped(run_forward, head, head.invars, head.params["in_specs"], out_specs)
-    rename = {head.outvars[k]: v for k, v in zip(joint.kept, found, strict=False)}
-    made = dict(zip(passed, found[len(joint.kept) :], strict=True))
+    first, forward_results = _mapped(run_forward, head, head.invars, head.params["in_specs"], out_specs)
+    rename = {head.outvars[k]: v for k, v in zip(joint.kept, forward_results, strict=False)}
+    made = dict(zip(passed, forward_results[len(joint.kept) :], strict=True))
     place = [arguments.get(v) for v in halves.forward.outvars[len(joint.kept) :]]
     operands = [made[k] if i is None else head.invars[i] for k, i in enumerate(place)]
     in_specs = [specs[k] if i is None else head.params["in_specs"][i] for k, i in enumerate(place)]

@@ -68,14 +68,14 @@ def enter(closed: Any) -> Inside | None:
     jaxpr = compat.open_jaxpr(closed)[0]
     if not any(_is_shard_map(eqn) for eqn in jaxpr.eqns):
         return None
-    found = _found(_merged(compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))))
-    if found is None:
+    inside = _found(_merged(compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))))
+    if inside is None:
         return None
-    mine = {found.place} if found.pair is None else {found.place, found.pair.place}
-    others = [eqn for i, eqn in enumerate(found.jaxpr.eqns) if i not in mine]
-    work = found.eqn.params["mesh"].size * matrix_work(found.body.eqns)[0]
+    mine = {inside.place} if inside.pair is None else {inside.place, inside.pair.place}
+    others = [eqn for i, eqn in enumerate(inside.jaxpr.eqns) if i not in mine]
+    work = inside.eqn.params["mesh"].size * matrix_work(inside.body.eqns)[0]
     loops = any(eqn.primitive.name in CONTROL_FLOW for eqn in others)
-    return None if loops or matrix_work(others)[0] > work else found
+    return None if loops or matrix_work(others)[0] > work else inside
 
 
 def _found(jaxpr: Any) -> Inside | None:

@@ -95,17 +95,17 @@ def inside_softmax(graph: DataflowGraph, results: Set[Any], needed: Set[Any]) ->
         needed: variables that some kernel reads from memory: what a kernel computes for itself, such as one
             that sums columns, is no softmax.
     """
-    found: set[Any] = set()
+    of_softmaxes: set[Any] = set()
     exponentials: set[Any] = set()
     for i, eqn in enumerate(graph.eqns):
         if eqn.primitive.name == "reduce_sum" and graph.primitive(graph.rows_of(i)) == "exp":
             normalised, inside = graph.meetings(i, "div", results)
             if graph.leads_to(normalised, needed):
-                found |= inside
+                of_softmaxes |= inside
                 exponentials.add(graph.rows_of(i))
     for i, eqn in enumerate(graph.eqns):
         if eqn.primitive.name == "reduce_max":
             shifted, inside = graph.meetings(i, "sub", results)
             if any(exponentials & graph.made_of(v) for v in shifted):
-                found |= inside
-    return found
+                of_softmaxes |= inside
+    return of_softmaxes

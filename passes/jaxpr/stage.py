@@ -230,14 +230,14 @@ def _lower_bound_ratio(candidate: Candidate, cost_ns: int, recompute_ns: int) ->
     if candidate.plan is None or candidate.scans or not candidate.plan.status.found:
         return 0.0
     program = candidate.lifted.program
-    bound_ns = cut_bound(program, candidate.plan.budget_bytes, moments=2) * program.cost_ns
+    bound_ns = cut_bound(program, candidate.plan.budget_bytes, n_cuts=2) * program.cost_ns
     return max(0.0, min(bound_ns, recompute_ns)) / max(cost_ns, 1)
 
 
 def _kernels_ns(as_is: LiftedJaxpr, before_bytes: int, request: JaxprRequest) -> int | None:
     """What the enforcing stage could make of the program as it is, at the least; None if nothing."""
     limit_bytes = int(request.temp_budget_bytes * _scale(before_bytes, request))
-    bound_ratio = cut_bound(as_is.program, limit_bytes, moments=2)
+    bound_ratio = cut_bound(as_is.program, limit_bytes, n_cuts=2)
     return None if math.isinf(bound_ratio) else round(as_is.program.cost_ns * (1 + bound_ratio))
 
 

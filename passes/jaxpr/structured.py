@@ -145,12 +145,12 @@ class _Search:
         Bytes fall along the frontier, so the first level that fits is found by bisection; others may be
         cheaper.
         """
-        found: dict[tuple[int, int], _Look] = {}
+        looks: dict[tuple[int, int], _Look] = {}
 
         def look(k: int, way: int) -> _Look:
-            if (k, way) not in found:
-                found[k, way] = self._look(levels[k], way, lowest=k == len(levels) - 1)
-            return found[k, way]
+            if (k, way) not in looks:
+                looks[k, way] = self._look(levels[k], way, lowest=k == len(levels) - 1)
+            return looks[k, way]
 
         for way in ways:
             low, high = 0, len(levels)
@@ -167,11 +167,11 @@ class _Search:
                     look(k, way)
                 for k in above:
                     look(k, min(way + 1, ways[-1]))
-                best = min(found, key=lambda at: _rank(found[at]))
+                best = min(looks, key=lambda at: _rank(looks[at]))
                 if BODIES in ways:  # planned bodies may be cheaper even where nothing asks for fewer bytes
                     look(best[0], BODIES)
                 break
-        return list(found.values())
+        return list(looks.values())
 
     def sent(self, levels: _Levels, here: _Look) -> list[_Look]:
         """Candidates with stacks on the host: on some levels of the frontier, on the best also with its
@@ -181,17 +181,17 @@ class _Search:
             here: the best without; where that fits, only what may cost less is looked at.
         """
         last = len(levels) - 1
-        found: dict[int, _Look] = {}
+        looks: dict[int, _Look] = {}
         for k in sorted({round(n * last / (LEVELS_SENT - 1)) for n in range(LEVELS_SENT)}):
             if not here.over and levels[k].lifted.program.cost_ns >= here.candidate.cost_ns:
                 continue
             if (look := self._sent(levels[k], ALONE)) is not None:
-                found[k] = look
-        if not found:
+                looks[k] = look
+        if not looks:
             return []
-        best = min(found, key=lambda k: _rank(found[k]))
+        best = min(looks, key=lambda k: _rank(looks[k]))
         deeper = self._sent(levels[best], BODIES)
-        return [*found.values(), *([] if deeper is None else [deeper])]
+        return [*looks.values(), *([] if deeper is None else [deeper])]
 
     def _sent(self, level: _Rewritten, way: int) -> _Look | None:
         """One level with as few stacks on the host as make it fit; None where none can be sent."""
@@ -238,13 +238,13 @@ class _Search:
 
         alone = named(as_it_is(as_is))
         ratio = self._ratio(alone.recipe, alone.peak_bytes, 1 / self.scale)
-        found = self._expect(alone, 1 / self.scale / UNKNOWN_RATIO if lowest else ratio)
-        if way == ALONE or not found.over:
-            return found
+        expected = self._expect(alone, 1 / self.scale / UNKNOWN_RATIO if lowest else ratio)
+        if way == ALONE or not expected.over:
+            return expected
         beside = replace(alone.recipe, recompute=request.planner)
         ratio = self._ratio(beside, request.temp_budget_bytes, ratio)
         searched = named(search(as_is, request, 1 / ratio))
-        return found if searched.peak_bytes == alone.peak_bytes else self._expect(searched, ratio)
+        return expected if searched.peak_bytes == alone.peak_bytes else self._expect(searched, ratio)
 
     def _with_bodies(self, program: Any, as_is: LiftedJaxpr, aims: int) -> tuple[Any, LiftedJaxpr]:
         """A program with its bodies planned, and lifted; a second aim is lower by what the first missed."""
@@ -266,13 +266,13 @@ class _Search:
         return planned, lifted
 
     def _expect(self, made: Candidate, ratio: float) -> _Look:
-        known = tried(self.request.calibration.measured, made.recipe, made.peak_bytes)
+        known = tried(self.request.calibration.trials, made.recipe, made.peak_bytes)
         nbytes = round(made.peak_bytes * ratio) if known is None else known.temp_bytes
         over = nbytes > self.request.temp_budget_bytes
         return _Look(candidate=made, expected_bytes=nbytes, over=over, tried=known is not None)
 
     def _ratio(self, recipe: Recipe, estimated_bytes: int, prior_ratio: float) -> float:
-        return expected_ratio(self.request.calibration.measured, recipe, estimated_bytes, prior_ratio)
+        return expected_ratio(self.request.calibration.trials, recipe, estimated_bytes, prior_ratio)
 
 
 def _next(looks: Sequence[_Look], request: JaxprRequest) -> _Look:
@@ -282,7 +282,7 @@ def _next(looks: Sequence[_Look], request: JaxprRequest) -> _Look:
         return best
 
     def may_fit(look: _Look) -> bool:
-        known = any(m.recipe == look.candidate.recipe for m in request.calibration.measured)
+        known = any(m.recipe == look.candidate.recipe for m in request.calibration.trials)
         return look.expected_bytes <= (KNOWN_RATIO if known else UNKNOWN_RATIO) * request.temp_budget_bytes
 
     def is_worth_it(look: _Look) -> bool:

@@ -53,8 +53,8 @@ class Constraints:
 
 def names_in(jaxpr: Any) -> set[str]:
     """All names that `checkpoint_name` gives in an open jaxpr and inside its equations."""
-    found = {name for eqn in jaxpr.eqns if (name := compat.checkpoint_name_of(eqn)) is not None}
-    return found.union(*(names_in(inner) for eqn in jaxpr.eqns for inner in compat.inner_jaxprs(eqn)))
+    names = {name for eqn in jaxpr.eqns if (name := compat.checkpoint_name_of(eqn)) is not None}
+    return names.union(*(names_in(inner) for eqn in jaxpr.eqns for inner in compat.inner_jaxprs(eqn)))
 
 
 class Values:

@@ -1,7 +1,7 @@
 """Placing a sequence of steps at byte offsets: best fit over live ranges, in two orders.
 
 Follows the packing rule of XLA's heap: best fit by (size, duration) and by (duration, size), both
-descending; the smaller heap wins, ties to the first. A copy that takes a dying input's place has its
+descending; the smaller heap wins, ties to the first. A live range that takes a dying input's place has its
 offset: such a chain moves as one. Arguments lie at the bottom, workspaces are placed like values.
 It does not model XLA's alias classes and allocation order (`passes.hlo` does).
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from passes.ir import OpId, Page, Program
-from passes.liveness import Copies, Graph, IntArray, copies_of
+from passes.liveness import Graph, IntArray, LiveRanges, live_ranges
 from passes.offsets.packing import Span, disjoint
 from passes.offsets.skyline import Bottleneck, Skyline
 from passes.offsets.solver import MOST_ITEMS, LimitError, Sweep
@@ -30,12 +30,12 @@ PASS_UNITS = 1_200_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where every copy lies.
+    """Where every live range lies.
 
     Attributes:
         offsets: for every step the byte offset of each output of that run, in the op's order.
-        heap_bytes: end of the highest copy; never less than the peak of live bytes.
-        page_offsets: for every page the byte offset at which its copy comes back.
+        heap_bytes: end of the highest live range; never less than the peak of live bytes.
+        page_offsets: for every page the byte offset at which its live range comes back.
     """
 
     offsets: tuple[tuple[int, ...], ...]
@@ -59,7 +59,7 @@ class Stacked:
 
 
 def place(program: Program, steps: Sequence[OpId]) -> Placement:
-    """Place all copies of a sequence of steps; O(copies ** 2) with small constants."""
+    """Place all live ranges of a sequence of steps; O(ranges ** 2) with small constants."""
     return place_graph(Graph.of(program), steps)
 
 
@@ -70,24 +70,24 @@ def place_graph(
 
     Args:
         limit_bytes: where best fit ends above it, pack from the ground up a few times, then search; where
-            there are many copies, less or nothing of both.
+            there are many live ranges, less or nothing of both.
     """
-    copies = copies_of(graph, steps, pages)
-    group, segments = copy_groups(graph, steps, copies)
+    ranges = live_ranges(graph, steps, pages)
+    group, segments = range_groups(graph, steps, ranges)
     count = range(len(segments))
     orders = [
         sorted(count, key=lambda g: (*_key(segments[g]), g)),
         sorted(count, key=lambda g: (*_key(segments[g])[::-1], g)),
     ]
-    best = min((_pack(segments, order) for order in orders), key=lambda found: _height(segments, found))
+    best = min((_pack(segments, order) for order in orders), key=lambda offsets: _height(segments, offsets))
     if limit_bytes is not None:
-        room_bytes = limit_bytes - graph.argument_bytes
-        if _height(segments, best) > room_bytes:
-            found, _, _ = _stacked(segments, room_bytes, PASSES)
-            best = found or _searched(segments, room_bytes) or best
+        capacity_bytes = limit_bytes - graph.argument_bytes
+        if _height(segments, best) > capacity_bytes:
+            offsets, _, _ = _stacked(segments, capacity_bytes, PASSES)
+            best = offsets or _searched(segments, capacity_bytes) or best
     heap_bytes = graph.argument_bytes + _height(segments, best)
-    n_made = len(copies.buffer) - len(copies.page)
-    back = {page: graph.argument_bytes + best[group[n_made + k]] for k, page in enumerate(copies.page)}
+    n_made = len(ranges.buffer) - len(ranges.page)
+    back = {page: graph.argument_bytes + best[group[n_made + k]] for k, page in enumerate(ranges.page)}
     return Placement(
         offsets=by_step(graph, steps, group, best),
         heap_bytes=heap_bytes,
@@ -96,36 +96,40 @@ def place_graph(
 
 
 def stack_graph(graph: Graph, steps: Sequence[int], limit_bytes: int, passes: int) -> Stacked:
-    """Pack all copies of a sequence of steps from the ground up; fewer passes where there are many."""
-    group, segments = copy_groups(graph, steps, copies_of(graph, steps))
-    found, bottlenecks, work = _stacked(segments, limit_bytes - graph.argument_bytes, passes)
-    offsets = None if found is None else by_step(graph, steps, group, found)
+    """Pack all live ranges of a sequence of steps from the ground up; fewer passes where there are many."""
+    group, segments = range_groups(graph, steps, live_ranges(graph, steps))
+    packed, bottlenecks, work = _stacked(segments, limit_bytes - graph.argument_bytes, passes)
+    offsets = None if packed is None else by_step(graph, steps, group, packed)
     return Stacked(offsets=offsets, bottlenecks=bottlenecks, work=work)
 
 
 def by_step(
-    graph: Graph, steps: Sequence[int], group: Sequence[int], found: Sequence[int]
+    graph: Graph, steps: Sequence[int], group: Sequence[int], of_group: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
     """The offset of each output of every step, from those of the groups above the arguments."""
     offsets: list[tuple[int, ...]] = []
-    copy = 0
+    live_range = 0
     for op in steps:
         n_outputs = len(graph.outputs[op])
-        offsets.append(tuple(graph.argument_bytes + found[group[c]] for c in range(copy, copy + n_outputs)))
-        copy += n_outputs
+        offsets.append(
+            tuple(
+                graph.argument_bytes + of_group[group[c]] for c in range(live_range, live_range + n_outputs)
+            )
+        )
+        live_range += n_outputs
     return tuple(offsets)
 
 
 def _stacked(
-    segments: list[list[Span]], room_bytes: int, passes: int
+    segments: list[list[Span]], capacity_bytes: int, passes: int
 ) -> tuple[list[int] | None, tuple[Bottleneck, ...], int]:
     """Offsets of all groups within some bytes, None if not found; where that got stuck, and the work."""
     if len(segments) > MOST_STACKED:
         return None, (), 0
     stack = Skyline(segments)
     affordable = PASS_UNITS // max(1, len(stack.items) * stack.look_units)
-    found = stack.solve(room_bytes, min(passes, affordable))
-    return found, tuple(stack.bottlenecks), stack.work
+    packed = stack.solve(capacity_bytes, min(passes, affordable))
+    return packed, tuple(stack.bottlenecks), stack.work
 
 
 def _searched(segments: list[list[Span]], limit_bytes: int) -> list[int] | None:
@@ -140,20 +144,22 @@ def _searched(segments: list[list[Span]], limit_bytes: int) -> list[int] | None:
         return None
 
 
-def copy_groups(graph: Graph, steps: Sequence[int], copies: Copies) -> tuple[list[int], list[list[Span]]]:
-    """The group of every copy, and the live ranges of every group; workspaces follow the copies."""
-    n_made = len(copies.buffer) - len(copies.page)
-    group = [-1] * len(copies.buffer)
+def range_groups(
+    graph: Graph, steps: Sequence[int], ranges: LiveRanges
+) -> tuple[list[int], list[list[Span]]]:
+    """The group of every live range, and the spans of every group; workspaces come last."""
+    n_made = len(ranges.buffer) - len(ranges.page)
+    group = [-1] * len(ranges.buffer)
     segments: list[list[Span]] = []
-    for copy in sorted(range(len(group)), key=lambda c: (copies.start[c], c < n_made)):
-        buffer = copies.buffer[copy]
-        if copies.place[copy] >= 0:
-            group[copy] = group[copies.place[copy]]
+    for live_range in sorted(range(len(group)), key=lambda c: (ranges.start[c], c < n_made)):
+        buffer = ranges.buffer[live_range]
+        if ranges.place[live_range] >= 0:
+            group[live_range] = group[ranges.place[live_range]]
         else:
-            group[copy] = len(segments)
+            group[live_range] = len(segments)
             segments.append([])
-        segments[group[copy]].append(
-            Span(start=copies.start[copy], stop=copies.stop[copy], nbytes=graph.nbytes[buffer])
+        segments[group[live_range]].append(
+            Span(start=ranges.start[live_range], stop=ranges.stop[live_range], nbytes=graph.nbytes[buffer])
         )
     for position, op in enumerate(steps):
         if graph.workspace_bytes[op]:

@@ -97,7 +97,7 @@ class Rules:
             chosen = chosen[: int(hats.argmin()) + 1]
         return items[chosen]
 
-    def roomy(self, left: Left, chosen: IntArray) -> IntArray:
+    def leaves_slack(self, left: Left, chosen: IntArray) -> IntArray:
         """The candidates in whose own sections what is left would fit above the lowest of it."""
         sections = self.sections
         if not self.on.heads:
@@ -141,7 +141,7 @@ class Rules:
                 least=int(low_bytes[k]),
                 last_rank=int(left.rank[chosen[k]]),
             )
-            for k in batch.settled(left.low).tolist()
+            for k in batch.inferred(left.low).tolist()
         ]
 
 
@@ -160,7 +160,7 @@ class _Batch:
     total: IntArray
     earlier: BoolArray
 
-    def settled(self, before: IntArray) -> IntArray:
+    def inferred(self, before: IntArray) -> IntArray:
         """Raise lowest offsets as far as the rules tell; the candidates that still may fit."""
         dead = np.zeros(len(self.low), dtype=np.bool_)
         changed = self.low != before

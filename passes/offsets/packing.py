@@ -1,7 +1,7 @@
 """Static allocation: items with fixed lifetimes, to be placed in a given number of bytes.
 
-An item is one or more spans that share an offset (a chain of copies that take each other's places); no two
-of them are at one time (`disjoint`).
+An item is one or more spans that share an offset (a chain of live ranges that take each other's places); no
+two of them are at one time (`disjoint`).
 Lifetimes are half-open. `check_packing` is the plain quadratic check, which knows only the data.
 """
 

@@ -22,16 +22,16 @@ class Block:
 
 
 class Pool:
-    """Memory of `capacity_bytes` with the first `reserved_bytes` taken for good.
+    """Memory of `capacity_bytes` with the first `ground_bytes` taken for good.
 
     Attributes:
         blocks: all blocks in address order.
     """
 
-    def __init__(self, capacity_bytes: int, reserved_bytes: int = 0) -> None:
+    def __init__(self, capacity_bytes: int, ground_bytes: int = 0) -> None:
         self.blocks: list[Block] = []
-        if capacity_bytes > reserved_bytes:
-            self.blocks = [Block(reserved_bytes, capacity_bytes - reserved_bytes, FREE)]
+        if capacity_bytes > ground_bytes:
+            self.blocks = [Block(ground_bytes, capacity_bytes - ground_bytes, FREE)]
 
     def fit(self, nbytes: int, *, from_top: bool) -> int | None:
         """Index of the first free block from one end that holds `nbytes`; None if there is none."""

@@ -101,10 +101,10 @@ class Skyline:
         for _ in range(passes):
             offsets, left = self._pass(capacity_bytes, weight)
             if not left.any():
-                found = [0] * self.count
+                best = [0] * self.count
                 for i, offset in zip(self.items, offsets.tolist(), strict=True):
-                    found[i] = offset
-                return found
+                    best[i] = offset
+                return best
             weight[left & self._meets(self.bottlenecks[-1])] *= LOUDER
             weight *= random_number.uniform(1 - NOISE, 1 + NOISE, len(weight))
         return None

@@ -16,7 +16,7 @@ memory      what is left, and how high it must lie, is searched once.
 
 A search that ends without a placement is a proof. Parts that are apart from the start are searched one
 after another. For each some orders of `rank` take turns, each with a growing limit of tries; three of them
-have learned from the turns before in which sections the search fails (as dom/wdeg, Boussemart et al. 2004).
+have learned from the rounds before in which sections the search fails (as dom/wdeg, Boussemart et al. 2004).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ ORDERS = (
     (("total", "time", "space"), True),
     (("failures", "space", "time"), False),
 )
-TURN_TRIES = len(ORDERS) * FIRST_TRIES
-# What a turn's failures still count after each later turn.
+ROUND_TRIES = len(ORDERS) * FIRST_TRIES
+# What a round's failures still count after each later round.
 FADING = 0.9
 FIRST_LOOK = 8
 MOST_REMEMBERED = 20_000
@@ -79,17 +79,17 @@ class Sweep:
         self._rules = Rules(sections=self._sections, capacity_bytes=capacity_bytes, failures=failures, on=on)
         self._weights = np.zeros(n_sections)
         self._limit = 0
-        self._order, self._anew = ORDERS[0]
+        self._order, self._reorders = ORDERS[0]
         self._offsets = [0] * len(items)
         self._failed: dict[bytes, tuple[int, int]] = {}
         self._found: dict[bytes, list[int]] = {}
 
-    def solve(self, max_tries: int, first_turn: int = 0) -> list[int] | None:
+    def solve(self, max_tries: int, first_round: int = 0) -> list[int] | None:
         """Offsets of all items; None if it is proved that there are none.
 
         Args:
             max_tries: of all calls together.
-            first_turn: the turn of the orders to begin with.
+            first_round: the round of the orders to begin with.
 
         Raises:
             LimitError: neither is known after `max_tries` placements, or `stop` says so.
@@ -109,15 +109,15 @@ class Sweep:
             least=0,
             last_rank=-1,
         )
-        if not all(self._solve_part(part, max_tries, first_turn) for part in self._parts(start)):
+        if not all(self._solve_part(part, max_tries, first_round) for part in self._parts(start)):
             return None
         return list(self._offsets)
 
-    def _solve_part(self, part: Left, max_tries: int, first_turn: int) -> bool:
+    def _solve_part(self, part: Left, max_tries: int, first_round: int) -> bool:
         """Whether a part that was apart from the start can be placed; `_offsets` then says how."""
-        for turn in itertools.count(first_turn):
-            for self._order, self._anew in ORDERS:
-                self._limit = min(max_tries, self.tries + FIRST_TRIES * MORE**turn)
+        for n_rounds in itertools.count(first_round):
+            for self._order, self._reorders in ORDERS:
+                self._limit = min(max_tries, self.tries + FIRST_TRIES * MORE**n_rounds)
                 self._failed.clear()
                 self._found.clear()
                 try:
@@ -126,10 +126,10 @@ class Sweep:
                     if self.stop() or self.tries >= max_tries:
                         raise
                 self._learn()
-        raise AssertionError("turns do not end")
+        raise AssertionError("rounds do not end")
 
     def _learn(self) -> None:
-        """Weigh the sections by the failures of a turn, and of those before."""
+        """Weigh the sections by the failures of a round, and of those before."""
         failures = self._rules.failures
         self._weights = FADING * self._weights + failures / max(1, int(failures.sum()))
         failures[:] = 0
@@ -147,7 +147,7 @@ class Sweep:
         }
 
     def _ranked(self, left: Left) -> IntArray:
-        """The rank of every item that is left in the turn's order."""
+        """The rank of every item that is left in the round's order."""
         keys = self._keys(left)
         rank = np.full_like(left.rank, len(left.rank))
         rank[left.items[np.lexsort([-keys[key] for key in reversed(self._order)])]] = np.arange(
@@ -176,7 +176,7 @@ class Sweep:
         """
         chosen = self._rules.candidates(part)
         if len(part.items) == 1 and len(chosen):
-            self._settle(part, int(chosen[0]))
+            self._place(part, int(chosen[0]))
             return True
         for rest in self._rests(part, chosen):
             parts = self._parts(rest)
@@ -185,11 +185,11 @@ class Sweep:
                     break
             else:
                 (item,) = np.setdiff1d(part.items, rest.items, assume_unique=True).tolist()
-                self._settle(part, item)
+                self._place(part, item)
                 return True
         return False
 
-    def _settle(self, left: Left, item: int) -> None:
+    def _place(self, left: Left, item: int) -> None:
         self._offsets[int(self._sections.index[item])] = int(left.low[item])
 
     def _rests(self, left: Left, chosen: IntArray) -> Iterator[Left]:
@@ -198,7 +198,7 @@ class Sweep:
         for look in (chosen[:FIRST_LOOK], chosen[FIRST_LOOK:]):
             if not len(look):
                 break
-            chosen = self._rules.roomy(left, look)
+            chosen = self._rules.leaves_slack(left, look)
             while len(chosen):
                 now, chosen = chosen[:count], chosen[count:]
                 self.tries += len(now)
@@ -234,15 +234,15 @@ class Sweep:
         breaks = np.flatnonzero(self._sections.first[items[1:]] > reach[:-1]) + 1
         if not len(breaks) or not self._rules.on.parts:
             return [left] if len(items) else []
-        found = [self._part(left, some) for some in np.split(items, breaks)]
-        return sorted(found, key=lambda part: (self._slack(part), len(part.items)))
+        parts = [self._part(left, some) for some in np.split(items, breaks)]
+        return sorted(parts, key=lambda part: (self._slack(part), len(part.items)))
 
     def _part(self, left: Left, items: IntArray) -> Left:
         """Some of what is left, without the others."""
         low = np.full_like(left.low, NONE_LEFT)
         low[items] = left.low[items]
         part = dataclasses.replace(left, items=items, low=low, last_rank=-1)
-        return dataclasses.replace(part, rank=self._ranked(part)) if self._anew else part
+        return dataclasses.replace(part, rank=self._ranked(part)) if self._reorders else part
 
     def _slack(self, left: Left) -> int:
         """Bytes to spare in the fullest section."""

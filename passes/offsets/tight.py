@@ -55,15 +55,15 @@ def pack_tight(intervals: list[Interval], alignment: int, *, rounds: int = MAX_R
     best: HeapLayout | None = None
     best_order: list[Interval] = []
     for order in (by_size, xla_order(intervals, temporal=True), area):
-        found = best_fit(intervals, alignment, order)
-        if best is None or found.size < best.size:
-            best, best_order = found, order
+        packed = best_fit(intervals, alignment, order)
+        if best is None or packed.size < best.size:
+            best, best_order = packed, order
     assert best is not None, "three orders were tried"
     if rounds >= MAX_ROUNDS:
-        found = _searched(intervals, alignment, best, bound)
-        if found.size <= bound + alignment:
-            return found
-        best = min(found, best, key=lambda layout: layout.size)
+        packed = _searched(intervals, alignment, best, bound)
+        if packed.size <= bound + alignment:
+            return packed
+        best = min(packed, best, key=lambda layout: layout.size)
     most = min(rounds, _MOST_WORK // max(1, len(intervals) ** 2))
     return _improved(intervals, alignment, best, best_order, bound, most)
 
@@ -80,13 +80,13 @@ def _searched(intervals: list[Interval], alignment: int, best: HeapLayout, bound
         if capacity >= high:
             break
         try:
-            found = Sweep(items, capacity).solve(MAX_TRIES)
+            packed = Sweep(items, capacity).solve(MAX_TRIES)
         except LimitError:
-            found = None
-        if found is None:
+            packed = None
+        if packed is None:
             low = capacity + 1
         else:
-            offsets = {g: alignment * at for g, at in zip(groups, found, strict=True)}
+            offsets = {g: alignment * at for g, at in zip(groups, packed, strict=True)}
             size = max(offsets[i.group] + i.nbytes for i in intervals)
             if size < best.size:
                 best = HeapLayout(size=size, offsets=offsets)

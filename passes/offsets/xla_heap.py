@@ -155,21 +155,25 @@ def pack_in_time(intervals: list[Interval], alignment: int) -> HeapLayout:
     offsets: dict[int, int] = {}
     end = size = 0
     for _, is_end, group in sorted(events):
-        room = -(-nbytes[group] // alignment) * alignment
+        padded_bytes = -(-nbytes[group] // alignment) * alignment
         if is_end:
-            holes = _with_hole(holes, offsets[group], offsets[group] + room)
+            holes = _with_hole(holes, offsets[group], offsets[group] + padded_bytes)
             continue
-        fits = [(stop - start, start, stop) for start, stop in holes if room <= stop - start and stop < end]
+        fits = [
+            (stop - start, start, stop)
+            for start, stop in holes
+            if padded_bytes <= stop - start and stop < end
+        ]
         if fits:
             _, start, stop = min(fits)
             holes.remove((start, stop))
-            if stop - start > room:
-                holes = _with_hole(holes, start + room, stop)
+            if stop - start > padded_bytes:
+                holes = _with_hole(holes, start + padded_bytes, stop)
         else:
             start = end
             if holes and holes[-1][1] == end:
                 start = holes.pop()[0]
-            end = start + room
+            end = start + padded_bytes
         offsets[group] = start
         size = max(size, start + nbytes[group])
     return HeapLayout(size=size, offsets=offsets)

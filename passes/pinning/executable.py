@@ -115,8 +115,8 @@ def only_temp(allocations: Sequence[Any]) -> int:
     """
     temps = [n for n, a in enumerate(allocations) if is_temp(a) and a.size]
     if len(temps) != 1:
-        found = f"{len(temps)} allocations of temporaries; one can be pinned" if temps else "no temporaries"
-        raise ThunkError(f"the program has {found}")
+        count = f"{len(temps)} allocations of temporaries; one can be pinned" if temps else "no temporaries"
+        raise ThunkError(f"the program has {count}")
     return temps[0]
 
 

@@ -63,7 +63,7 @@ class GpuExecutable:
         """
         allocations = self.message.buffer_allocations.values
         parameters = {a.index: a.parameter_number for a in allocations if a.is_entry_computation_parameter}
-        found, storage = {}, []
+        aliases, storage = {}, []
         for entry in self.message.output_info_map:
             index, info = tuple(entry.shape_index.indexes), entry.output_info
             if not index and len(self.message.output_info_map) > 1:
@@ -73,10 +73,10 @@ class GpuExecutable:
             if parameters.get(info.allocation_index) != aliased:
                 raise ThunkError(f"result {index} is not in the storage that its alias names")
             if aliased is not None:
-                found[index[0] if index else 0] = aliased
+                aliases[index[0] if index else 0] = aliased
         if len(set(storage)) != len(storage):
             raise ThunkError("two results of the program share storage")
-        return found
+        return aliases
 
     def resize(self, nbytes: int) -> None:
         """Set the size of the allocation of temporaries."""

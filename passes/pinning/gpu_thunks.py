@@ -9,7 +9,7 @@ kernel reads what it writes:
 - an output that was filled beforehand, by the last memset or by an earlier kernel of the same instruction,
   may be accumulated into.
 
-What an asynchronous region touches is in use until its `done`, which is taken to read it again. A kernel that
+What an asynchronous region uses is in use until its `done`, which is taken to read it again. A kernel that
 starts before the one ahead of it has ended (`use_pdl`) waits before it reads what that one writes and before
 it writes; who writes what is as it was, so that stays right.
 """
@@ -36,7 +36,7 @@ _FILLS = {
     "memset32bit_value_thunk": "w dest_buffer | value",
 }
 _COLLECTIVE = "r buffers.source_buffer.slice, w buffers.destination_buffer.slice | collective_config"
-# Other kinds of thunk: their rules (see `Mentions.touch_by`).
+# Other kinds of thunk: their rules (see `Mentions.access_by`).
 _KINDS = {
     "all_gather_thunk": _COLLECTIVE,
     "all_reduce_thunk": f"{_COLLECTIVE} reduction_kind",
@@ -98,7 +98,7 @@ class GpuThunks(Mentions):
         return nodes
 
     def _thunk(self, thunk: Any, held: dict[int, tuple[Access, ...]]) -> Node:
-        """What one thunk does; `held` has what the asynchronous regions touch that are not done."""
+        """What one thunk does; `held` has what the asynchronous regions use that are not done."""
         kind = thunk.WhichOneof("impl")
         allow_only(thunk, {"thunk_info", kind})
         allow_only(thunk.thunk_info, _INFO)
@@ -107,9 +107,9 @@ class GpuThunks(Mentions):
         if kind in _KERNELS:
             return Run(name=name, accesses=self._kernel(name, kind, impl))
         if kind in _KINDS:
-            return Run(name=name, accesses=self.touch_by(_KINDS[kind], name, impl))
+            return Run(name=name, accesses=self.access_by(_KINDS[kind], name, impl))
         if kind in _FILLS:
-            accesses = self.touch_by(_FILLS[kind], name, impl)
+            accesses = self.access_by(_FILLS[kind], name, impl)
             self.filled += [self.slices[a.slice] for a in accesses]
             return Run(name=name, accesses=accesses)
         if kind == _SLICING:
@@ -140,7 +140,7 @@ class GpuThunks(Mentions):
 
     def _only_slice(self, name: str, message: Any) -> tuple[Access, ...]:
         """The slice that a condition is read from, with or without a shape around it."""
-        return tuple(a for s in all_slices(message) for a in self.touch(name, s, "r"))
+        return tuple(a for s in all_slices(message) for a in self.access(name, s, "r"))
 
     def _kernel(self, name: str, kind: str, impl: Any) -> tuple[Access, ...]:
         path, _, others = _KERNELS[kind].partition("|")
@@ -156,7 +156,7 @@ class GpuThunks(Mentions):
         for n, (message, written) in enumerate(zip(arguments, impl.written, strict=True)):
             output = inputs is not None and n >= inputs and written and not self._has_contents(name, message)
             how = "w" if output else "rw" if written else "r"
-            accesses += self.touch(name, message, how)
+            accesses += self.access(name, message, how)
         self.filled = [s for s in self.filled if not any(_overlap(s, message) for message in arguments)]
         outputs = [s for s, w in zip(arguments, impl.written, strict=True) if w]
         self.written.setdefault(name, []).extend(outputs)
@@ -183,18 +183,18 @@ class GpuThunks(Mentions):
             raise ThunkError(f"{name} has {len(impl.results)} results in {len(impl.result_buffers)} buffers")
         own = {a.index for a in impl.slice_allocations}
         if not own.issuperset(s.buffer_allocation_index for s in all_slices(getattr(impl, _EMBEDDED))):
-            raise ThunkError(f"{name} has embedded thunks that touch more than its slices")
-        found = [self.touch(name, s, "r") for s in impl.parameter_buffers]
+            raise ThunkError(f"{name} has embedded thunks that use more than its slices")
+        by_slice = [self.access(name, s, "r") for s in impl.parameter_buffers]
         for result, buffer in zip(impl.results, impl.result_buffers, strict=True):
-            found.append(self.touch(name, buffer, "rw" if result.update_offsets else "w"))
-        return tuple(access for accesses in found for access in accesses)
+            by_slice.append(self.access(name, buffer, "rw" if result.update_offsets else "w"))
+        return tuple(access for accesses in by_slice for access in accesses)
 
     def _start(self, name: str, impl: Any, held: dict[int, tuple[Access, ...]]) -> Node:
         allow_only(impl, {"async_execution_id", "thunks", "computation_stream_id", "communication_stream_id"})
         first = len(self.slices)
         body = self._sequence(impl.thunks.thunks)
-        touched = range(first, len(self.slices))
-        held[impl.async_execution_id] = tuple(Access(slice=n, reads=True, writes=False) for n in touched)
+        accessed = range(first, len(self.slices))
+        held[impl.async_execution_id] = tuple(Access(slice=n, reads=True, writes=False) for n in accessed)
         return Call(name=name, body=body)
 
     def _done(self, name: str, impl: Any, held: dict[int, tuple[Access, ...]]) -> Node:

@@ -33,7 +33,7 @@ class Mentions:
         self.names: list[str] = []
         self.claimed = 0
 
-    def touch(self, name: str, message: Any, how: str) -> tuple[Access, ...]:
+    def access(self, name: str, message: Any, how: str) -> tuple[Access, ...]:
         """The access to one slice, for reading (r), writing (w) or both; none if it is no temporary."""
         self.claimed += 1
         if message.buffer_allocation_index != self.temp:
@@ -42,7 +42,7 @@ class Mentions:
         self.names.append(name)
         return (Access(slice=len(self.slices) - 1, reads="r" in how, writes="w" in how),)
 
-    def touch_by(self, rule: str, name: str, message: Any) -> tuple[Access, ...]:
+    def access_by(self, rule: str, name: str, message: Any) -> tuple[Access, ...]:
         """The accesses of a thunk that uses its slices always alike.
 
         Args:
@@ -54,19 +54,19 @@ class Mentions:
         Raises:
             ThunkError: it has other fields.
         """
-        touched, _, others = rule.partition("|")
-        paths = [part.split() for part in touched.split(",")]
+        accessed, _, others = rule.partition("|")
+        paths = [part.split() for part in accessed.split(",")]
         allow_only(message, {path.split(".")[0] for _, path in paths} | set(others.split()))
-        found = [
-            self.touch(name, s, how) for how, path in paths for s in messages_at(message, path.split("."))
+        by_slice = [
+            self.access(name, s, how) for how, path in paths for s in messages_at(message, path.split("."))
         ]
-        return tuple(access for accesses in found for access in accesses)
+        return tuple(access for accesses in by_slice for access in accesses)
 
     def program_of(self, body: tuple[Node, ...], nbytes: int, alignment: int, mentioned: int) -> SliceProgram:
         """What `body` does to the slices.
 
         Raises:
-            ThunkError: of `mentioned` slices some were never touched.
+            ThunkError: of `mentioned` slices some were never used.
         """
         if mentioned != self.claimed:
             raise ThunkError(f"{mentioned - self.claimed} of {mentioned} slices belong to no known field")

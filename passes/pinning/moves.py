@@ -96,24 +96,24 @@ def _join(states: Sequence[_State]) -> _State:
     joined = _State(_merged(states[0].ranges))
     for other in states[1:]:
         edges = sorted({at for s in (joined, other) for r in s.ranges for at in r[:2]})
-        found: list[Range] = []
+        common: list[Range] = []
         for start, end in pairwise(edges):
             here = [r[2] for s in (joined, other) for r in s.meeting(start, end)]
             if here:
-                found.append((start, end, here[0] if len(set(here)) == 1 else LOST))
-        joined = _State(_merged(found))
+                common.append((start, end, here[0] if len(set(here)) == 1 else LOST))
+        joined = _State(_merged(common))
     return joined
 
 
 def _merged(ranges: list[Range]) -> list[Range]:
     """Neighbours that say the same as one."""
-    found: list[Range] = []
+    merged: list[Range] = []
     for start, end, distance in ranges:
-        if found and found[-1][1] == start and found[-1][2] == distance:
-            found[-1] = (found[-1][0], end, distance)
+        if merged and merged[-1][1] == start and merged[-1][2] == distance:
+            merged[-1] = (merged[-1][0], end, distance)
         else:
-            found.append((start, end, distance))
-    return found
+            merged.append((start, end, distance))
+    return merged
 
 
 class _Checker:
@@ -139,8 +139,8 @@ class _Checker:
         """What holds at the flag in every iteration is found by assuming all and giving up what fails."""
         head = self.test(node, entry)
         while True:
-            again = self.test(node, self.block(node.body, _State(list(head.ranges))))
-            joined = _join([head, again])
+            next_head = self.test(node, self.block(node.body, _State(list(head.ranges))))
+            joined = _join([head, next_head])
             if joined.ranges == _merged(head.ranges):
                 return joined
             head = joined
@@ -170,9 +170,9 @@ class _Checker:
 
     def read(self, name: str, old: Slice, distance: int, state: _State) -> None:
         """Everything in `old` that was ever written must be kept at `distance`."""
-        for start, end, found in state.meeting(old.offset, old.end) if old.nbytes else ():
-            if found != distance:
-                where = "is lost" if found is LOST else f"is {found} bytes away"
+        for start, end, distance_there in state.meeting(old.offset, old.end) if old.nbytes else ():
+            if distance_there != distance:
+                where = "is lost" if distance_there is LOST else f"is {distance_there} bytes away"
                 raise MoveError(
                     f"{name} reads bytes {max(start, old.offset)} to {min(end, old.end)} from {distance} "
                     f"bytes away, but what was written there {where}"

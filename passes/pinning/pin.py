@@ -4,7 +4,7 @@ The offsets of slices change in the thunks, and in the buffer assignment the off
 allocation of temporaries. The result is then read anew, from its bytes, and handed back only if it is proved
 to compute what the original does, and to differ from it in nothing else.
 
-What XLA assigned but no thunk touches (tables of pointers) loses its storage.
+What XLA assigned but no thunk uses (tables of pointers) loses its storage.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def prove(before: bytes, after: bytes, schema: Schema, platform: str = CPU.name)
 
 
 def _new_places(executable: AnyExecutable, target: Moved) -> dict[int, int]:
-    """The new offset of every logical buffer that a thunk touches.
+    """The new offset of every logical buffer that a thunk uses.
 
     The buffers of one alias class share their storage, so they go where the first slice goes that has their
     old place and is in the thunk of an instruction that defines, passes on or uses one of them.
@@ -157,9 +157,9 @@ def _new_places(executable: AnyExecutable, target: Moved) -> dict[int, int]:
         value = value_at.get((at.instruction_id, tuple(at.shape_index)))
         names = [] if value is None else _names(flow, value)
         keys = [(name, assigned.offset, assigned.size) for name in names]
-        found = next((slices[key] for key in keys if key in slices), None)
-        if found is not None:
-            places[assigned.logical_buffer_id] = found
+        known = next((slices[key] for key in keys if key in slices), None)
+        if known is not None:
+            places[assigned.logical_buffer_id] = known
     return places
 
 

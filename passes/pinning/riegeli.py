@@ -37,14 +37,14 @@ def records(data: bytes) -> list[bytes]:
     return [record for chunk in _chunks(data) for record in chunk]
 
 
-def write(found: list[bytes]) -> bytes:
+def write(records: list[bytes]) -> bytes:
     """A file of these records."""
-    sizes = b"".join(encode(len(record)) for record in found)
-    values = b"".join(found)
+    sizes = b"".join(encode(len(record)) for record in records)
+    values = b"".join(records)
     contents = bytes([_STORED]) + encode(len(sizes)) + sizes + values
     file = bytearray()
     _append(file, _chunk(_SIGNATURE_KIND, b"", count=0, decoded=0))
-    _append(file, _chunk(_SIMPLE, contents, count=len(found), decoded=len(values)))
+    _append(file, _chunk(_SIMPLE, contents, count=len(records), decoded=len(values)))
     return bytes(file)
 
 
@@ -92,16 +92,16 @@ def _chunks(data: bytes) -> Iterator[list[bytes]]:
 
 def _read(data: bytes, at: int, size: int) -> tuple[bytes, int]:
     """`size` bytes from `at` on without the block headers in between, and where they end."""
-    found = bytearray()
-    while len(found) < size:
+    contents = bytearray()
+    while len(contents) < size:
         if at % _BLOCK == 0:
             at += _BLOCK_HEADER
-        step = min(size - len(found), _BLOCK - at % _BLOCK)
+        step = min(size - len(contents), _BLOCK - at % _BLOCK)
         if at + step > len(data):
             raise ValueError(f"the file ends at byte {len(data)}, within a chunk")
-        found += data[at : at + step]
+        contents += data[at : at + step]
         at += step
-    return bytes(found), at
+    return bytes(contents), at
 
 
 def _chunk_boundary(at: int) -> int:
@@ -117,16 +117,16 @@ def _simple(contents: bytes, count: int, decoded: int) -> list[bytes]:
         size, at = varint(contents, 1)
         sizes = _decompressed(contents[at : at + size], compression)
         values = _decompressed(contents[at + size :], compression)
-        found, place, start = [], 0, 0
+        records, place, start = [], 0, 0
         for _ in range(count):
             nbytes, place = varint(sizes, place)
-            found.append(values[start : start + nbytes])
+            records.append(values[start : start + nbytes])
             start += nbytes
     except IndexError as error:
         raise ValueError("a chunk ends within a number") from error
     if start != len(values) or start != decoded:
         raise ValueError(f"a chunk of {decoded} bytes holds {len(values)}, its records {start}")
-    return found
+    return records
 
 
 def _decompressed(data: bytes, compression: int) -> bytes:
@@ -135,7 +135,7 @@ def _decompressed(data: bytes, compression: int) -> bytes:
     if compression != _SNAPPY:
         raise ValueError(f"compression {chr(compression)!r}, which is not known")
     size, at = varint(data, 0)
-    found = snappy.decompress(data[at:])
-    if len(found) != size:
-        raise ValueError(f"a block of {size} bytes holds {len(found)}")
-    return found
+    contents = snappy.decompress(data[at:])
+    if len(contents) != size:
+        raise ValueError(f"a block of {size} bytes holds {len(contents)}")
+    return contents

@@ -1,4 +1,4 @@
-"""A compiled program as the memory it touches: what each kernel reads and writes of one allocation.
+"""A compiled program as the memory it uses: what each kernel reads and writes of one allocation.
 
 This is all that is needed to move temporaries in an executable: names, operations and other allocations do
 not matter. A slice is one mention of a byte range in the executable. Moving a program means to give every

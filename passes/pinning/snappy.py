@@ -20,18 +20,18 @@ def decompress(data: bytes) -> bytes:
     """
     try:
         size, at = varint(data, 0)
-        found = bytearray()
+        contents = bytearray()
         while at < len(data):
             element = _literal if data[at] & 3 == _LITERAL else _copy
-            at = element(data, at, found)
+            at = element(data, at, contents)
     except IndexError as error:
         raise ValueError("a snappy block ends within an element") from error
-    if len(found) != size:
-        raise ValueError(f"a snappy block of {size} bytes holds {len(found)}")
-    return bytes(found)
+    if len(contents) != size:
+        raise ValueError(f"a snappy block of {size} bytes holds {len(contents)}")
+    return bytes(contents)
 
 
-def _literal(data: bytes, at: int, found: bytearray) -> int:
+def _literal(data: bytes, at: int, contents: bytearray) -> int:
     """Append the literal at `at`; where the next element starts."""
     count, at = data[at] >> 2, at + 1
     if count >= _SHORT_LITERAL:
@@ -40,11 +40,11 @@ def _literal(data: bytes, at: int, found: bytearray) -> int:
     end = at + count + 1
     if end > len(data):
         raise IndexError(end)
-    found += data[at:end]
+    contents += data[at:end]
     return end
 
 
-def _copy(data: bytes, at: int, found: bytearray) -> int:
+def _copy(data: bytes, at: int, contents: bytearray) -> int:
     """Append the copy at `at`; where the next element starts."""
     tag = data[at]
     if tag & 3 == _COPY_1:
@@ -53,13 +53,13 @@ def _copy(data: bytes, at: int, found: bytearray) -> int:
         width = 2 if tag & 3 == _COPY_2 else 4
         count, distance = (tag >> 2) + 1, int.from_bytes(data[at + 1 : at + 1 + width], "little")
         at += 1 + width
-    start = len(found) - distance
-    if not 0 <= start < len(found):
-        raise ValueError(f"a snappy copy from {distance} bytes back at byte {len(found)}")
+    start = len(contents) - distance
+    if not 0 <= start < len(contents):
+        raise ValueError(f"a snappy copy from {distance} bytes back at byte {len(contents)}")
     if count <= distance:
-        found += found[start : start + count]
+        contents += contents[start : start + count]
     else:
         # The copy reads what it has just written: a pattern of `distance` bytes, repeated.
-        pattern = bytes(found[start:])
-        found += (pattern * (count // distance + 1))[:count]
+        pattern = bytes(contents[start:])
+        contents += (pattern * (count // distance + 1))[:count]
     return at

@@ -1,7 +1,7 @@
 """What a CPU executable's thunks read and write of its temporaries.
 
 A thunk is one kernel launch, copy, library call, loop or branch of a compiled program; its message names
-every byte range that it touches as a slice (allocation, offset, size). Only what this file knows is
+every byte range that it uses as a slice (allocation, offset, size). Only what this file knows is
 accepted: a kind of thunk, a field, or a slice that no rule here accounts for refuses the whole program.
 The roles follow `buffer_uses` of XLA's thunks (public source, `xla/backends/cpu/runtime`).
 """
@@ -14,7 +14,7 @@ from passes.pinning.mentions import Mentions, ThunkError, all_slices, allow_only
 from passes.pinning.slices import Branch, Call, Loop, Node, Run
 
 ALIGNMENT = 64
-# Kind of thunk: its rule (see `Mentions.touch_by`).
+# Kind of thunk: its rule (see `Mentions.access_by`).
 _KINDS = {
     "kernel_thunk": "r arguments_buffers.slice, w results_buffers.slice"
     " | kernel_name num_workgroups invariant_arguments min_alignment",
@@ -78,19 +78,19 @@ class Thunks(Mentions):
         allow_only(thunk, {"kind", "info", kind})
         impl: Any = getattr(thunk, kind) if kind else None
         if kind in _KINDS:
-            return Run(name=name, accesses=self.touch_by(_KINDS[kind], name, impl))
+            return Run(name=name, accesses=self.access_by(_KINDS[kind], name, impl))
         if kind not in _NESTED:
             raise ThunkError(f"{name} is a thunk of kind {thunk.kind!r}, which is not known")
         allow_only(impl, _NESTED[kind])
         if kind == "call_thunk":
             return Call(name=name, body=self._sequence(impl.called_sequence))
         if kind == "conditional_thunk":
-            index = self.touch(name, impl.branch_index_buffer, "r")
+            index = self.access(name, impl.branch_index_buffer, "r")
             return Branch(name=name, index=index, branches=tuple(map(self._sequence, impl.branch_sequences)))
         return Loop(
             name=name,
             test=self._sequence(impl.cond_sequence),
-            flag=self.touch(name, impl.cond_buffer, "r"),
+            flag=self.access(name, impl.cond_buffer, "r"),
             body=self._sequence(impl.body_sequence),
             test_runs=not impl.trip_count.contains_value,
         )

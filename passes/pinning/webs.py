@@ -137,10 +137,10 @@ class _Webs:
         while changed:
             changed = False
             for t in reversed(range(len(before))):
-                found = empty
+                alive = empty
                 for u in self.points.following[t]:
-                    found = found | before[u]
-                now = self.bits(found)
+                    alive = alive | before[u]
+                now = self.bits(alive)
                 for access in self.points.accesses[t]:
                     if access.writes:
                         now[self.span[access.slice]] = False
@@ -203,7 +203,7 @@ class _Webs:
         return state
 
     def note(self, t: int, arriving: np.ndarray) -> None:
-        """What is in use at a point: all that arrives alive, and all that it touches."""
+        """What is in use at a point: all that arrives alive, and all that it uses."""
         owners = {int(n) for n in np.unique(arriving) if n != _NOBODY}
         owners |= {a.slice for a in self.points.accesses[t] if self.program.slices[a.slice].nbytes}
         self.in_use[t] = sorted(owners)

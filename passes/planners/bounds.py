@@ -5,7 +5,7 @@ before that everything that later ops read is held or can still be recomputed: t
 minimum cut in bytes alone. Where every op may be recomputed at any time that is nothing.
 
 Cut bound: when op `t` runs first, everything that later ops read is held, or recomputed afterwards. So
-the recomputes after that moment cost at least the cheapest choice of the cut at `t` on the original
+the recomputes after that position cost at least the cheapest choice of the cut at `t` on the original
 schedule whose kept bytes fit beside what `t` itself needs. Both bounds relax in the plans' favour: what
 `t` reads and writes is free to keep, in-place ops save all they could, and a recompute needs no workspace.
 
@@ -28,7 +28,7 @@ HELD_MOMENTS = 6
 
 
 def working_set_bytes(program: Program) -> int:
-    """A peak that no plan can go below: for every op what it and its moment cannot do without."""
+    """A peak that no plan can go below: for every op what it and its position cannot do without."""
     graph = Graph.of(program)
     return least_bytes(graph, Schedule(graph, range(len(graph.cost_ns))))
 
@@ -43,33 +43,33 @@ def least_bytes(graph: Graph, schedule: Schedule) -> int:
     order = sorted(range(len(ops)), key=lambda t: (-forced[t], t))
     for t in spread(order, HELD_MOMENTS):
         if schedule.live[t] > least:
-            moment = cut_problem_at(schedule, t, slot=t + 1)
-            if moment.demanded:
-                least = max(least, forced[t] + Cutter(moment).least_kept_bytes())
+            problem = cut_problem_at(schedule, t, slot=t + 1)
+            if problem.demanded:
+                least = max(least, forced[t] + Cutter(problem).least_kept_bytes())
     return least
 
 
-def cut_bound(program: Program, budget_bytes: int, moments: int = 8) -> float:
+def cut_bound(program: Program, budget_bytes: int, n_cuts: int = 8) -> float:
     """A lower bound on the overhead ratio of every plan within `budget_bytes`; infinite if none exists.
 
     Args:
-        moments: at how many ops of the schedule to cut; the bound is the best of them.
+        n_cuts: at how many ops of the schedule to cut; the bound is the best of them.
     """
     if working_set_bytes(program) > budget_bytes:
         return float("inf")
-    return Bound(Graph.of(program), moments).ratio(budget_bytes)
+    return Bound(Graph.of(program), n_cuts).ratio(budget_bytes)
 
 
 class Bound:
     """The cut bound of one program, for any number of budgets."""
 
-    def __init__(self, graph: Graph, moments: int) -> None:
+    def __init__(self, graph: Graph, n_cuts: int) -> None:
         self._graph = graph
         self._schedule = Schedule(graph, range(len(graph.cost_ns)))
         self._forced = forced_bytes(graph, last_needs(graph))
         live = self._schedule.live
-        self._positions = spread(sorted(range(len(live)), key=lambda p: (-int(live[p]), p)), moments)
-        self._moments: dict[int, CutProblem] = {}
+        self._positions = spread(sorted(range(len(live)), key=lambda p: (-int(live[p]), p)), n_cuts)
+        self._problems: dict[int, CutProblem] = {}
 
     def ratio(self, budget_bytes: int) -> float:
         """A lower bound on the overhead ratio of every plan within `budget_bytes`."""
@@ -78,9 +78,9 @@ class Bound:
         for position in self._positions:
             if self._schedule.live[position] <= budget_bytes:
                 continue
-            if position not in self._moments:
-                self._moments[position] = cut_problem_at(self._schedule, position, slot=position + 1)
-            hull = cheapest_within(self._moments[position], budget_bytes - self._forced[position])
+            if position not in self._problems:
+                self._problems[position] = cut_problem_at(self._schedule, position, slot=position + 1)
+            hull = cheapest_within(self._problems[position], budget_bytes - self._forced[position])
             best_ns = max(best_ns, hull.bound_ns or 0.0)
         return best_ns / base_ns if base_ns else 0.0
 
@@ -92,26 +92,26 @@ class Bound:
         for position in self._positions:
             begin_ns = float(begins_ns[position])
             away_bytes = min(host_bytes, int(begin_ns * link.to_host_bytes_per_second / 1e9) + 1)
-            room_bytes = budget_bytes + away_bytes - self._forced[position]
+            capacity_bytes = budget_bytes + away_bytes - self._forced[position]
             if self._schedule.live[position] <= budget_bytes + away_bytes:
                 continue
-            if position not in self._moments:
-                self._moments[position] = cut_problem_at(self._schedule, position, slot=position + 1)
+            if position not in self._problems:
+                self._problems[position] = cut_problem_at(self._schedule, position, slot=position + 1)
             price_ns = 1e9 / link.to_host_bytes_per_second
-            best_ns = max(best_ns, least_with_waiting_ns(self._moments[position], room_bytes, price_ns))
+            best_ns = max(best_ns, least_with_waiting_ns(self._problems[position], capacity_bytes, price_ns))
         return best_ns / base_ns if base_ns else 0.0
 
 
 def least_with_waiting_ns(
-    moment: CutProblem, capacity_bytes: int, price_ns: float, max_flows: int = 24
+    problem: CutProblem, capacity_bytes: int, price_ns: float, max_flows: int = 24
 ) -> float:
     """No choice costs less, where bytes beyond the capacity may be had at `price_ns` each.
 
     That is the hull's bound with no byte priced above `price_ns`: the largest of the lines with such slopes.
     """
-    cutter = Cutter(moment)
+    cutter = Cutter(problem)
     above = cutter.keep_all()
-    if above.kept_bytes <= capacity_bytes or not moment.demanded:
+    if above.kept_bytes <= capacity_bytes or not problem.demanded:
         return 0.0
     below, best, most = None, 0.0, price_ns * COST_UNITS
     while cutter.solved < max_flows:
@@ -132,7 +132,7 @@ def least_with_waiting_ns(
             break
         else:
             below = middle
-    return max(0.0, best - moment.free_ops) / COST_UNITS
+    return max(0.0, best - problem.free_ops) / COST_UNITS
 
 
 def forced_bytes(graph: Graph, last_need: list[int]) -> list[int]:
@@ -177,13 +177,13 @@ def last_needs(graph: Graph) -> list[int]:
     return last
 
 
-def spread(order: list[int], moments: int) -> list[int]:
-    """The first `moments` positions of a permutation that are not next to each other."""
-    gap = max(1, len(order) // (4 * moments))
+def spread(order: list[int], n_cuts: int) -> list[int]:
+    """The first `n_cuts` positions of a permutation that are not next to each other."""
+    gap = max(1, len(order) // (4 * n_cuts))
     chosen: list[int] = []
     for position in order:
         if all(abs(position - other) >= gap for other in chosen):
             chosen.append(position)
-        if len(chosen) == moments:
+        if len(chosen) == n_cuts:
             break
     return chosen

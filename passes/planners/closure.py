@@ -21,7 +21,7 @@ LARGEST = 1 << 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MadeBy:
+class Producer:
     """One op: what it costs to recompute (None: it must not), what it reads and what it writes."""
 
     cost: int | None
@@ -30,7 +30,7 @@ class MadeBy:
 
 
 def cheapest_to_keep(
-    prices: Sequence[int | None], ops: Sequence[MadeBy], demanded: Sequence[int]
+    prices: Sequence[int | None], ops: Sequence[Producer], demanded: Sequence[int]
 ) -> tuple[int, ...]:
     """The values to keep, ascending.
 

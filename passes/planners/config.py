@@ -37,7 +37,7 @@ class PlannerConfig:
         bound: whether to prove a lower bound on the overhead beside the plan.
         strong_bound: whether to prove the linear bound, too: tighter at low budgets, and seconds of work. The
             exact mode does so where it proves no optimum.
-        bound_moments: at how many moments of the program to look for the bound; None for 8, and up to 32
+        bound_cuts: at how many positions of the program to look for the bound; None for 8, and up to 32
             where the program is small and nobody waits.
         exact_work_limit: what the exact mode may use, in its solver's deterministic seconds.
         time_limit_s: wall clock for the exact mode instead; its plan then depends on the machine.
@@ -59,7 +59,7 @@ class PlannerConfig:
     placed: bool = False
     bound: bool = True
     strong_bound: bool = False
-    bound_moments: int | None = None
+    bound_cuts: int | None = None
     exact_work_limit: float = 20.0
     time_limit_s: float | None = None
     joint: bool = False
@@ -76,8 +76,8 @@ class PlannerConfig:
             raise ValueError(f"unknown planner {self.planner!r}; choose one of {', '.join(PLANNERS)}")
         if self.work_limit is not None and self.work_limit < 0:
             raise ValueError(f"`work_limit` is {self.work_limit}; it must not be negative")
-        if self.bound_moments is not None and self.bound_moments < 1:
-            raise ValueError(f"`bound_moments` is {self.bound_moments}; it must be at least 1")
+        if self.bound_cuts is not None and self.bound_cuts < 1:
+            raise ValueError(f"`bound_cuts` is {self.bound_cuts}; it must be at least 1")
         if self.host_bytes < 0:
             raise ValueError(f"`host_bytes` is {self.host_bytes}; it must not be negative")
         if self.host_bytes and self.link is None:
@@ -95,10 +95,10 @@ class PlannerConfig:
         if self.must_page and not self.host_bytes:
             raise ValueError(f"{len(self.must_page)} buffers must be paged, but `host_bytes` is 0")
 
-    def moments(self, n_ops: int) -> int:
-        """At how many moments of a program of `n_ops` ops to look for the bound."""
-        if self.bound_moments is not None:
-            return self.bound_moments
+    def n_cuts(self, n_ops: int) -> int:
+        """At how many positions of a program of `n_ops` ops to look for the bound."""
+        if self.bound_cuts is not None:
+            return self.bound_cuts
         return (
             FEWEST_MOMENTS
             if self.quick

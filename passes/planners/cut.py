@@ -68,15 +68,15 @@ def cut_once(schedule: Schedule, level_bytes: int, style: Style, work: WorkLimit
     reserve_bytes = int(style.reserve_ratio * level_bytes)
     tries = ((level_bytes, reserve_bytes), (None, reserve_bytes), (None, 0))
     for limit_bytes, left_bytes in tries if style.fitting else tries[1:]:
-        moment = cut_problem_at(schedule, position, tilt_ratio=style.tilt_ratio, level_bytes=limit_bytes)
-        capacity_bytes = level_bytes - left_bytes - moment.forced_bytes
-        hull = cheapest_within(moment, capacity_bytes)
-        work.done += CUT_UNITS + (hull.flows + 5) * (len(moment.tails) + 200) // 4
+        problem = cut_problem_at(schedule, position, tilt_ratio=style.tilt_ratio, level_bytes=limit_bytes)
+        capacity_bytes = level_bytes - left_bytes - problem.forced_bytes
+        hull = cheapest_within(problem, capacity_bytes)
+        work.done += CUT_UNITS + (hull.flows + 5) * (len(problem.tails) + 200) // 4
         if hull.bound_ns is not None:
             break
-    work.done += len(moment.tails) if style.filled else 0
-    chosen = filled_up(schedule.graph, moment, hull, capacity_bytes) if style.filled else hull.fits
-    inserts = missing_runs(schedule, position, moment, chosen.ops)
+    work.done += len(problem.tails) if style.filled else 0
+    chosen = filled_up(schedule.graph, problem, hull, capacity_bytes) if style.filled else hull.fits
+    inserts = missing_runs(schedule, position, problem, chosen.ops)
     return insert(schedule.steps, dict(inserts)) if inserts else None
 
 
@@ -88,11 +88,11 @@ def lower_to(
     best, lowest = Candidate.of(schedule), schedule.tops
     stale = 0
     while schedule.peak_bytes > level_bytes and stale < style.patience and work.left:
-        found = cut_once(schedule, level_bytes, style.bent(stale), work)
-        if found is None:
+        cut = cut_once(schedule, level_bytes, style.bent(stale), work)
+        if cut is None:
             break
-        schedule = Schedule(graph, found)
-        work.done += SCHEDULE_UNITS + 2 * len(found) // 3
+        schedule = Schedule(graph, cut)
+        work.done += SCHEDULE_UNITS + 2 * len(cut) // 3
         prune(schedule)
         now = Candidate.of(schedule)
         schedule = Schedule(graph, now.steps) if len(now.steps) < len(schedule.steps) else schedule
@@ -119,18 +119,18 @@ def descend(
             ratio = target_bytes / start.peak_bytes
             level_bytes = int(start.peak_bytes * ratio ** (stage / style.stages))
         if best.peak_bytes > level_bytes:
-            found = lower_to(graph, best.steps, level_bytes, work, style)
-            best = found if found.peak_bytes < best.peak_bytes else best
+            lower = lower_to(graph, best.steps, level_bytes, work, style)
+            best = lower if lower.peak_bytes < best.peak_bytes else best
     return relax(graph, best, budget_bytes) if style.below_ratio else best
 
 
-def relax(graph: Graph, found: Candidate, budget_bytes: int) -> Candidate:
+def relax(graph: Graph, candidate: Candidate, budget_bytes: int) -> Candidate:
     """A sequence after reverse delete to a larger budget."""
-    if found.peak_bytes > budget_bytes:
-        return found
-    schedule = Schedule(graph, found.steps)
+    if candidate.peak_bytes > budget_bytes:
+        return candidate
+    schedule = Schedule(graph, candidate.steps)
     reverse_delete(schedule, budget_bytes)
-    return Candidate.of(schedule) if schedule.cost_ns < found.cost_ns else found
+    return Candidate.of(schedule) if schedule.cost_ns < candidate.cost_ns else candidate
 
 
 def deepen(graph: Graph, best: Candidate, budget_bytes: int, work: WorkLimit) -> Candidate:
@@ -138,9 +138,9 @@ def deepen(graph: Graph, best: Candidate, budget_bytes: int, work: WorkLimit) ->
     step_ratio = 0.03
     while best.peak_bytes > budget_bytes and step_ratio > 0.001 and work.left:
         level_bytes = max(budget_bytes, int(best.peak_bytes * (1 - step_ratio)))
-        found = lower_to(graph, best.steps, level_bytes, work)
-        if found.peak_bytes < best.peak_bytes:
-            best = found
-        if found.peak_bytes > level_bytes:
+        lower = lower_to(graph, best.steps, level_bytes, work)
+        if lower.peak_bytes < best.peak_bytes:
+            best = lower
+        if lower.peak_bytes > level_bytes:
             step_ratio /= 3
     return best

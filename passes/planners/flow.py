@@ -1,7 +1,7 @@
-"""What to keep across one moment, and what to recompute after it: a parametric minimum cut.
+"""What to keep across one position, and what to recompute after it: a parametric minimum cut.
 
-At position `t` of a schedule every copy that is needed after `t` is either kept across it (its bytes) or
-its producer is recomputed (its cost), which needs the producer's inputs after `t` in turn. A cut that
+At position `t` of a schedule every live range that is needed after `t` is either kept across it (its bytes)
+or its producer is recomputed (its cost), which needs the producer's inputs after `t` in turn. A cut that
 weighs bytes against cost chooses; walking along the lower hull of (kept bytes, cost) finds the cheapest
 choice whose kept bytes fit, and a lower bound on every choice that fits.
 
@@ -34,7 +34,7 @@ class Cut:
     """One side of a cut: what is recomputed.
 
     Attributes:
-        kept_bytes: bytes kept across the moment, besides what it needs itself.
+        kept_bytes: bytes kept across the position, besides what it needs itself.
         cost: cost of running `ops` once each, tilted, in 1/`COST_UNITS` ns.
         ops: ops to recompute, ascending.
     """
@@ -50,7 +50,7 @@ class CutProblem:
 
     Attributes:
         forced_bytes: what is alive whatever is chosen.
-        demanded: buffers across the moment that may be recomputed, with the position of their next use.
+        demanded: buffers across the position that may be recomputed, with the position of their next use.
         next_runs: for every buffer where it is made next after the position.
         ops: candidates for recomputes; node of `ops[k]` is `2 + k`.
         reads: (candidate, buffer) pairs where the buffer must be kept or recomputed for the candidate.
@@ -93,7 +93,7 @@ def cut_problem_at(
     graph = schedule.graph
     op_now = schedule.steps[position]
     here = {*graph.inputs[op_now], *graph.outputs[op_now]}
-    moment = CutProblem(
+    problem = CutProblem(
         forced_bytes=int(schedule.live[position]),
         demanded={},
         next_runs=schedule.order.next_runs(position, len(graph.nbytes)),
@@ -106,12 +106,12 @@ def cut_problem_at(
         if _can_recompute(schedule, producer, need, slot) and (
             level_bytes is None or _can_return(schedule, b, need, level_bytes)
         ):
-            moment.demanded[b] = need
-            moment.forced_bytes -= graph.nbytes[b]
+            problem.demanded[b] = need
+            problem.forced_bytes -= graph.nbytes[b]
             needs[producer] = min(need, needs.get(producer, need))
-    _add_candidates(schedule, position, moment, needs, slot)
-    _add_arcs(schedule.graph, moment, tilt_ratio)
-    return moment
+    _add_candidates(schedule, position, problem, needs, slot)
+    _add_arcs(schedule.graph, problem, tilt_ratio)
+    return problem
 
 
 def _free_here(schedule: Schedule, position: int, all_of_them: bool = False) -> set[int]:
@@ -150,25 +150,25 @@ def _can_return(schedule: Schedule, buffer: int, need: int, level_bytes: int) ->
 
 
 def _add_candidates(
-    schedule: Schedule, position: int, moment: CutProblem, needs: dict[int, int], slot: int | None
+    schedule: Schedule, position: int, problem: CutProblem, needs: dict[int, int], slot: int | None
 ) -> None:
     """Grow the candidates downwards from the demanded buffers; `needs` is when each op is needed."""
     graph = schedule.graph
     free = _free_here(schedule, position, all_of_them=slot is not None)
     if slot is not None:  # the bounds count what is needed and cannot be recomputed as alive anyway
-        free.update(b for b in schedule.order.across(position)[0] if b not in moment.demanded)
-    demanded, next_runs = moment.demanded, moment.next_runs
+        free.update(b for b in schedule.order.across(position)[0] if b not in problem.demanded)
+    demanded, next_runs = problem.demanded, problem.next_runs
     queue = [-op for op in needs]
     heapq.heapify(queue)
     while queue:
         op = -heapq.heappop(queue)
         need = needs[op]
-        moment.ops.append(op)
+        problem.ops.append(op)
         for b in graph.inputs[op]:
             if b not in demanded:
                 if b in free or not graph.nbytes[b] or next_runs[b] < need:
                     continue
-                moment.reads.append((op, b))
+                problem.reads.append((op, b))
             producer = graph.producer[b]
             known = needs.get(producer)
             if known is None:
@@ -179,43 +179,43 @@ def _add_candidates(
                 needs[producer] = need
 
 
-def _add_arcs(graph: Graph, moment: CutProblem, tilt_ratio: float) -> None:
+def _add_arcs(graph: Graph, problem: CutProblem, tilt_ratio: float) -> None:
     """The network's arcs: demanded buffers, costs of the candidates, then what the candidates read."""
-    node = {op: 2 + k for k, op in enumerate(moment.ops)}
-    n_ops = len(moment.ops)
+    node = {op: 2 + k for k, op in enumerate(problem.ops)}
+    n_ops = len(problem.ops)
     of_buffer: dict[int, int] = {}
-    for _, b in moment.reads:
+    for _, b in problem.reads:
         if b not in of_buffer:
             of_buffer[b] = 2 + n_ops + len(of_buffer)
-    moment.n_nodes = 2 + n_ops + len(of_buffer)
+    problem.n_nodes = 2 + n_ops + len(of_buffer)
     weights = [
         round(graph.cost_ns[op] * COST_UNITS * (1 + tilt_ratio * op / len(graph.cost_ns)))
-        for op in moment.ops
+        for op in problem.ops
     ]
-    moment.free_ops = weights.count(0)
-    moment.tails = [SOURCE] * len(moment.demanded) + list(range(2, 2 + n_ops))
-    moment.heads = [node[graph.producer[b]] for b in moment.demanded] + [SINK] * n_ops
-    moment.arc_bytes = [graph.nbytes[b] for b in moment.demanded] + [0] * n_ops
-    moment.arc_cost = [0] * len(moment.demanded) + [max(1, weight) for weight in weights]
-    moment.tails += of_buffer.values()
-    moment.heads += [node.get(graph.producer[b], SINK) for b in of_buffer]
-    moment.arc_bytes += [graph.nbytes[b] for b in of_buffer]
-    moment.tails += [node[op] for op, _ in moment.reads]
-    moment.heads += [of_buffer[b] for _, b in moment.reads]
-    moment.arc_bytes += [0] * len(moment.reads)
-    moment.arc_cost += [0] * (len(of_buffer) + len(moment.reads))
+    problem.free_ops = weights.count(0)
+    problem.tails = [SOURCE] * len(problem.demanded) + list(range(2, 2 + n_ops))
+    problem.heads = [node[graph.producer[b]] for b in problem.demanded] + [SINK] * n_ops
+    problem.arc_bytes = [graph.nbytes[b] for b in problem.demanded] + [0] * n_ops
+    problem.arc_cost = [0] * len(problem.demanded) + [max(1, weight) for weight in weights]
+    problem.tails += of_buffer.values()
+    problem.heads += [node.get(graph.producer[b], SINK) for b in of_buffer]
+    problem.arc_bytes += [graph.nbytes[b] for b in of_buffer]
+    problem.tails += [node[op] for op, _ in problem.reads]
+    problem.heads += [of_buffer[b] for _, b in problem.reads]
+    problem.arc_bytes += [0] * len(problem.reads)
+    problem.arc_cost += [0] * (len(of_buffer) + len(problem.reads))
 
 
 class Cutter:
     """Solves one `Moment` for any weighing of bytes against cost."""
 
-    def __init__(self, moment: CutProblem) -> None:
-        self.moment = moment
-        self._bytes: IntArray = np.asarray(moment.arc_bytes, dtype=np.int64)
-        self._cost: IntArray = np.asarray(moment.arc_cost, dtype=np.int64)
+    def __init__(self, problem: CutProblem) -> None:
+        self.problem = problem
+        self._bytes: IntArray = np.asarray(problem.arc_bytes, dtype=np.int64)
+        self._cost: IntArray = np.asarray(problem.arc_cost, dtype=np.int64)
         self._infinite = (self._bytes == 0) & (self._cost == 0)
-        self._heads = np.asarray(moment.heads, dtype=np.int32)
-        self._tails = np.asarray(moment.tails, dtype=np.int32)
+        self._heads = np.asarray(problem.heads, dtype=np.int32)
+        self._tails = np.asarray(problem.tails, dtype=np.int32)
         self._bytes_sum = max(1, int(self._bytes.sum()))
         self._cost_sum = max(1, int(self._cost.sum()))
         self._flow = max_flow.SimpleMaxFlow()
@@ -226,7 +226,7 @@ class Cutter:
 
     def keep_all(self) -> Cut:
         """Keep everything, run nothing again."""
-        kept = sum(self._bytes[k] for k, tail in enumerate(self.moment.tails) if tail == SOURCE)
+        kept = sum(self._bytes[k] for k, tail in enumerate(self.problem.tails) if tail == SOURCE)
         return Cut(kept_bytes=int(kept), cost=0, ops=())
 
     def least_bytes(self) -> Cut:
@@ -257,13 +257,13 @@ class Cutter:
         status = self._flow.solve(SOURCE, SINK)
         assert status == self._flow.OPTIMAL, f"maximum flow ended with {status}"
         self.solved += 1
-        side = np.zeros(self.moment.n_nodes, dtype=bool)
+        side = np.zeros(self.problem.n_nodes, dtype=bool)
         side[np.asarray(self._flow.get_source_side_min_cut(), dtype=np.int64)] = True
         crossing = side[self._tails] & ~side[self._heads]
         return Cut(
             kept_bytes=int(self._bytes[crossing].sum()),
             cost=int(self._cost[crossing].sum()),
-            ops=tuple(sorted(op for k, op in enumerate(self.moment.ops) if side[2 + k])),
+            ops=tuple(sorted(op for k, op in enumerate(self.problem.ops) if side[2 + k])),
         )
 
 
@@ -284,11 +284,11 @@ class Hull:
     flows: int
 
 
-def cheapest_within(moment: CutProblem, capacity_bytes: int, max_flows: int = 24) -> Hull:
+def cheapest_within(problem: CutProblem, capacity_bytes: int, max_flows: int = 24) -> Hull:
     """Walk along the hull to the cheapest choice that keeps at most `capacity_bytes`."""
-    cutter = Cutter(moment)
+    cutter = Cutter(problem)
     above = cutter.keep_all()
-    if above.kept_bytes <= capacity_bytes or not moment.demanded:
+    if above.kept_bytes <= capacity_bytes or not problem.demanded:
         return Hull(fits=above, bound_ns=0.0 if above.kept_bytes <= capacity_bytes else None, flows=0)
     below = cutter.least_bytes()
     if below.kept_bytes > capacity_bytes:
@@ -310,55 +310,55 @@ def cheapest_within(moment: CutProblem, capacity_bytes: int, max_flows: int = 24
             below = middle
         else:
             above = middle
-    bound_ns = max(0.0, bound - moment.free_ops) / COST_UNITS
+    bound_ns = max(0.0, bound - problem.free_ops) / COST_UNITS
     return Hull(fits=below, over=above, bound_ns=bound_ns, flows=cutter.solved)
 
 
-def filled_up(graph: Graph, moment: CutProblem, hull: Hull, capacity_bytes: int) -> Cut:
+def filled_up(graph: Graph, problem: CutProblem, hull: Hull, capacity_bytes: int) -> Cut:
     """A choice between the hull's vertices, where a few small values make up what is missing cheaply.
 
     The next vertex may let go of far more than a small excess asks for, and be far dearer.
     """
     if hull.over is None:
         return hull.fits
-    prices = _Prices(graph, moment)
-    again = set(hull.over.ops)
+    prices = _Prices(graph, problem)
+    recomputed = set(hull.over.ops)
     cost, kept_bytes = hull.over.cost, hull.over.kept_bytes
     for _ in range(MAX_FILLED):
         if kept_bytes <= capacity_bytes:
-            return Cut(kept_bytes=kept_bytes, cost=cost, ops=tuple(sorted(again)))
+            return Cut(kept_bytes=kept_bytes, cost=cost, ops=tuple(sorted(recomputed)))
         best: tuple[float, int, list[int]] | None = None
-        for b in moment.demanded:
-            if graph.producer[b] not in again:
+        for b in problem.demanded:
+            if graph.producer[b] not in recomputed:
                 freed_bytes = min(graph.nbytes[b], kept_bytes - capacity_bytes)
                 limit = hull.fits.cost - cost if best is None else best[0] * freed_bytes
-                price, closure = prices.of(graph.producer[b], again, limit)
+                price, closure = prices.of(graph.producer[b], recomputed, limit)
                 score = price / freed_bytes
                 if price < hull.fits.cost - cost and (best is None or score < best[0]):
                     best = (score, price, closure)
         if best is None:
             break
         cost += best[1]
-        again.update(best[2])
-        freed = [b for b in moment.demanded if graph.producer[b] in best[2]]
+        recomputed.update(best[2])
+        freed = [b for b in problem.demanded if graph.producer[b] in best[2]]
         kept_bytes -= sum([graph.nbytes[b] for b in freed])
     return hull.fits
 
 
 class _Prices:
-    """What it costs to run one more op of a moment, every demanded input being kept."""
+    """What it costs to run one more op of a cut problem, every demanded input being kept."""
 
-    def __init__(self, graph: Graph, moment: CutProblem) -> None:
+    def __init__(self, graph: Graph, problem: CutProblem) -> None:
         self._graph = graph
         self._reads: dict[int, list[int]] = {}
-        for op, b in moment.reads:
+        for op, b in problem.reads:
             self._reads.setdefault(op, []).append(b)
-        weights = zip(moment.tails, moment.heads, moment.arc_cost, strict=True)
+        weights = zip(problem.tails, problem.heads, problem.arc_cost, strict=True)
         of_node = {tail: cost for tail, head, cost in weights if head == SINK}
-        self._cost = {op: of_node[2 + k] for k, op in enumerate(moment.ops)}
+        self._cost = {op: of_node[2 + k] for k, op in enumerate(problem.ops)}
 
-    def of(self, op: int, again: set[int], limit: float) -> tuple[int, list[int]]:
-        """The ops to run besides `again` and their cost; cut short where it reaches `limit`."""
+    def of(self, op: int, recomputed: set[int], limit: float) -> tuple[int, list[int]]:
+        """The ops to run besides `recomputed` and their cost; cut short where it reaches `limit`."""
         closure, price = [op], self._cost[op]
         seen = {op}
         for top in closure:
@@ -366,7 +366,7 @@ class _Prices:
                 break
             for b in self._reads.get(top, ()):
                 producer = self._graph.producer[b]
-                if producer in self._cost and producer not in again and producer not in seen:
+                if producer in self._cost and producer not in recomputed and producer not in seen:
                     seen.add(producer)
                     closure.append(producer)
                     price += self._cost[producer]
@@ -374,19 +374,19 @@ class _Prices:
 
 
 def missing_runs(
-    schedule: Schedule, position: int, moment: CutProblem, again: tuple[int, ...]
+    schedule: Schedule, position: int, problem: CutProblem, recomputed: tuple[int, ...]
 ) -> Mapping[int, list[int]]:
-    """Where to insert recomputes so that everything of `again` that is demanded comes back in time.
+    """Where to insert recomputes so that everything of `recomputed` that is demanded comes back in time.
 
     Returns:
         For positions the ops to run just before them, `len(steps)` for the end.
     """
     graph = schedule.graph
-    chosen = frozenset(again)
+    chosen = frozenset(recomputed)
     free = _free_here(schedule, position)
     restored: set[int] = set()
     inserts: dict[int, list[int]] = {}
-    evicted = [(need, b) for b, need in moment.demanded.items() if graph.producer[b] in chosen]
+    evicted = [(need, b) for b, need in problem.demanded.items() if graph.producer[b] in chosen]
     for need, buffer in sorted(evicted):
         closure: set[int] = set()
         stack = [buffer]
@@ -395,7 +395,7 @@ def missing_runs(
             op = graph.producer[b]
             if b in restored or op not in chosen or b in free or op in closure:
                 continue
-            if moment.next_runs[b] < need or not _can_recompute(schedule, op, need):
+            if problem.next_runs[b] < need or not _can_recompute(schedule, op, need):
                 continue
             closure.add(op)
             stack.extend(graph.inputs[op])

@@ -26,10 +26,10 @@ def evict_one_by_one(graph: Graph, start: Candidate, budget_bytes: int, work: Wo
     for _ in range(MAX_EVICTIONS):
         if schedule.peak_bytes <= budget_bytes or not work.left:
             break
-        found = _best_eviction(schedule, budget_bytes, work)
-        if found is None:
+        eviction = _best_eviction(schedule, budget_bytes, work)
+        if eviction is None:
             break
-        schedule = found
+        schedule = eviction
     reverse_delete(schedule, max(budget_bytes, schedule.peak_bytes))
     return Candidate.of(schedule)
 
@@ -38,15 +38,15 @@ def _best_eviction(schedule: Schedule, budget_bytes: int, work: WorkLimit) -> Sc
     """The eviction that takes off the most excess for its cost; None if none takes off any."""
     graph = schedule.graph
     position = schedule.peak_position
-    moment = cut_problem_at(schedule, position)
-    work.done += 2 * len(moment.tails)
-    closures = {b: _closure(schedule, position, moment, b) for b in moment.demanded}
+    problem = cut_problem_at(schedule, position)
+    work.done += 2 * len(problem.tails)
+    closures = {b: _closure(schedule, position, problem, b) for b in problem.demanded}
     cost_ns = {b: sum(graph.cost_ns[op] for op in ops) for b, ops in closures.items()}
-    order = sorted(moment.demanded, key=lambda b: (-graph.nbytes[b] / (1 + cost_ns[b]), b))
+    order = sorted(problem.demanded, key=lambda b: (-graph.nbytes[b] / (1 + cost_ns[b]), b))
     before = _excess_bytes(schedule, budget_bytes)
     best: tuple[float, Schedule] | None = None
     for b in order[:TRIED]:
-        alone = dataclasses.replace(moment, demanded={b: moment.demanded[b]})
+        alone = dataclasses.replace(problem, demanded={b: problem.demanded[b]})
         inserts = missing_runs(schedule, position, alone, closures[b])
         if not inserts:
             continue
@@ -59,14 +59,14 @@ def _best_eviction(schedule: Schedule, budget_bytes: int, work: WorkLimit) -> Sc
     return None if best is None else best[1]
 
 
-def _closure(schedule: Schedule, position: int, moment: CutProblem, buffer: int) -> tuple[int, ...]:
+def _closure(schedule: Schedule, position: int, problem: CutProblem, buffer: int) -> tuple[int, ...]:
     """The ops to run for `buffer` alone if everything else that is alive at `position` stays."""
     graph = schedule.graph
     ops = {graph.producer[buffer]}
     reads: dict[int, list[int]] = {}
-    for op, b in moment.reads:
+    for op, b in problem.reads:
         reads.setdefault(op, []).append(b)
-    candidates = frozenset(moment.ops)
+    candidates = frozenset(problem.ops)
     stack = [graph.producer[buffer]]
     while stack:
         for b in reads.get(stack.pop(), ()):

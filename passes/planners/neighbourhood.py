@@ -58,9 +58,9 @@ def improve(
         level_bytes = budget_bytes
         if current.peak_bytes > budget_bytes:
             level_bytes = max(budget_bytes, int(current.peak_bytes * (1 - style.reserve_ratio)) - 1)
-        found = lower_to(graph, schedule.compact(), level_bytes, work, style)
-        if rank(found, budget_bytes) <= rank(current, budget_bytes):
-            current = found
+        neighbour = lower_to(graph, schedule.compact(), level_bytes, work, style)
+        if rank(neighbour, budget_bytes) <= rank(current, budget_bytes):
+            current = neighbour
         stale = 0 if rank(current, budget_bytes) < rank(best, budget_bytes) else stale + 1
         best = min(best, current, key=lambda d: rank(d, budget_bytes))
     return best

@@ -1,7 +1,8 @@
-"""Sequences with offsets: by best fit, by the window planner, or planned with room where packing gets stuck.
+"""Sequences with offsets: by best fit, by the window planner, or planned with slack where packing gets stuck.
 
 Slack is a number of bytes in each slot that a plan leaves free (`Graph.slack_bytes`). It grows where
-packing from the ground up gets stuck most often, a little at a time, until a plan's copies can be packed.
+packing from the ground up gets stuck most often, a little at a time, until a plan's live ranges can be
+packed.
 """
 
 from __future__ import annotations
@@ -31,22 +32,24 @@ ROOM_RATIO = 0.005
 AROUND_UNITS = 60_000
 
 
-def end_of(graph: Graph, found: Candidate) -> int:
-    """The end of the highest copy of a sequence with offsets."""
+def end_of(graph: Graph, candidate: Candidate) -> int:
+    """The end of the highest live range of a sequence with offsets."""
     ends = [
         offset + graph.nbytes[b]
-        for op, offsets in zip(found.steps, found.offsets, strict=True)
+        for op, offsets in zip(candidate.steps, candidate.offsets, strict=True)
         for b, offset in zip(graph.outputs[op], offsets, strict=True)
     ]
     return max(ends, default=graph.argument_bytes)
 
 
-def with_offsets(graph: Graph, found: Candidate, budget_bytes: int) -> Candidate:
+def with_offsets(graph: Graph, candidate: Candidate, budget_bytes: int) -> Candidate:
     """A sequence placed by best fit, or at the offsets that it has if they end lower."""
-    placement = place_graph(graph, found.steps, budget_bytes if found.peak_bytes <= budget_bytes else None)
-    if found.offsets and end_of(graph, found) < placement.heap_bytes:
-        return found
-    return dataclasses.replace(found, offsets=placement.offsets)
+    placement = place_graph(
+        graph, candidate.steps, budget_bytes if candidate.peak_bytes <= budget_bytes else None
+    )
+    if candidate.offsets and end_of(graph, candidate) < placement.heap_bytes:
+        return candidate
+    return dataclasses.replace(candidate, offsets=placement.offsets)
 
 
 class PlacedPool(CandidatePool):
@@ -102,14 +105,14 @@ def _with_offsets(graph: Graph, walked: Walked, budget_bytes: int) -> Candidate:
     return raw
 
 
-def with_room(
-    graph: Graph, start: Candidate, found: Candidate, budget_bytes: int, work: WorkLimit
+def with_slack(
+    graph: Graph, start: Candidate, candidate: Candidate, budget_bytes: int, work: WorkLimit
 ) -> Candidate | None:
-    """A sequence with offsets, planned with room in the slots in which packing got stuck, ever more of it.
+    """A sequence with offsets, planned with slack in the slots in which packing got stuck, ever more of it.
 
     Args:
         start: the schedule without recomputes.
-        found: a sequence within the budget, the first to be packed.
+        candidate: a sequence within the budget, the first to be packed.
 
     Returns:
         None if work or bytes do not suffice.
@@ -119,29 +122,29 @@ def with_room(
     for rounds in range(MOST_ROUNDS):
         if not work.left:
             break
-        stacked = _stacked(graph, found, budget_bytes, work)
+        stacked = _stacked(graph, candidate, budget_bytes, work)
         if stacked.offsets is not None:
-            placed = dataclasses.replace(found, offsets=stacked.offsets)
-            return _with_less_room(graph, kinds, placed, budget_bytes, slack_bytes, work)
+            placed = dataclasses.replace(candidate, offsets=stacked.offsets)
+            return _with_less_slack(graph, kinds, placed, budget_bytes, slack_bytes, work)
         if not stacked.bottlenecks:
             break
-        schedule = Schedule(graph, found.steps)
-        slack_bytes = _more_room(schedule, stacked.bottlenecks, 1 + rounds, budget_bytes, slack_bytes)
-        roomy = dataclasses.replace(graph, slack_bytes=slack_bytes)
-        whole = Candidate.of(Schedule(roomy, start.steps))
+        schedule = Schedule(graph, candidate.steps)
+        slack_bytes = _more_slack(schedule, stacked.bottlenecks, 1 + rounds, budget_bytes, slack_bytes)
+        slackened = dataclasses.replace(graph, slack_bytes=slack_bytes)
+        whole = Candidate.of(Schedule(slackened, start.steps))
         lower = min(
-            lower_to(roomy, found.steps, budget_bytes, work),
-            descend(roomy, whole, budget_bytes, work, Style(tilt_ratio=0.1)),
+            lower_to(slackened, candidate.steps, budget_bytes, work),
+            descend(slackened, whole, budget_bytes, work, Style(tilt_ratio=0.1)),
             key=lambda d: rank(d, budget_bytes),
         )
         if lower.peak_bytes > budget_bytes:
             slack_bytes = slack_bytes // 2
         else:
-            found = _around(roomy, kinds, lower, budget_bytes, work)
+            candidate = _around(slackened, kinds, lower, budget_bytes, work)
     return None
 
 
-def _with_less_room(
+def _with_less_slack(
     graph: Graph,
     kinds: Sequence[int],
     best: Candidate,
@@ -149,7 +152,7 @@ def _with_less_room(
     slack_bytes: IntArray,
     work: WorkLimit,
 ) -> Candidate:
-    """The cheapest placed sequence found while some of the slots, time and again others, lose their room."""
+    """The cheapest placed sequence found while some of the slots, time and again others, lose their slack."""
     random_number = random.Random(0)
     slots = np.flatnonzero(slack_bytes).tolist()
     stale = 0
@@ -158,36 +161,41 @@ def _with_less_room(
         first = random_number.randrange(len(slots) - count + 1)
         less_bytes = slack_bytes.copy()
         less_bytes[slots[first : first + count]] = 0
-        roomy = dataclasses.replace(graph, slack_bytes=less_bytes)
-        found = _around(roomy, kinds, relax(roomy, best, budget_bytes), budget_bytes, work, stale)
+        slackened = dataclasses.replace(graph, slack_bytes=less_bytes)
+        candidate = _around(slackened, kinds, relax(slackened, best, budget_bytes), budget_bytes, work, stale)
         stale += 1
-        if found.cost_ns < best.cost_ns:
-            stacked = _stacked(graph, found, budget_bytes, work)
+        if candidate.cost_ns < best.cost_ns:
+            stacked = _stacked(graph, candidate, budget_bytes, work)
             if stacked.offsets is not None:
-                best = dataclasses.replace(found, offsets=stacked.offsets)
+                best = dataclasses.replace(candidate, offsets=stacked.offsets)
                 slots = [*slots[:first], *slots[first + count :]]
                 slack_bytes, stale = less_bytes, 0
     return dataclasses.replace(best, peak_bytes=Schedule(graph, best.steps).peak_bytes)
 
 
 def _around(
-    roomy: Graph, kinds: Sequence[int], found: Candidate, budget_bytes: int, work: WorkLimit, seed: int = 0
+    slackened: Graph,
+    kinds: Sequence[int],
+    candidate: Candidate,
+    budget_bytes: int,
+    work: WorkLimit,
+    seed: int = 0,
 ) -> Candidate:
     """The best of a short search around a sequence."""
     part = WorkLimit(max(0, min(AROUND_UNITS, work.limit - work.done)))
-    found = improve(roomy, found, budget_bytes, 0, part, kinds, seed)
+    candidate = improve(slackened, candidate, budget_bytes, 0, part, kinds, seed)
     work.done += part.done
-    return found
+    return candidate
 
 
-def _stacked(graph: Graph, found: Candidate, budget_bytes: int, work: WorkLimit) -> Stacked:
+def _stacked(graph: Graph, candidate: Candidate, budget_bytes: int, work: WorkLimit) -> Stacked:
     """What packing a sequence from the ground up comes to."""
-    stacked = stack_graph(graph, found.steps, budget_bytes, PASSES)
-    work.done += stacked.work + SCHEDULE_UNITS + UNITS_PER_STEP * len(found.steps)
+    stacked = stack_graph(graph, candidate.steps, budget_bytes, PASSES)
+    work.done += stacked.work + SCHEDULE_UNITS + UNITS_PER_STEP * len(candidate.steps)
     return stacked
 
 
-def _more_room(
+def _more_slack(
     schedule: Schedule,
     bottlenecks: Sequence[Bottleneck],
     most: int,
@@ -202,7 +210,7 @@ def _more_room(
     lacking: dict[tuple[int, int], list[int]] = {}
     for bottleneck in bottlenecks:
         lacking.setdefault((bottleneck.start, bottleneck.stop), []).append(bottleneck.lacking_bytes)
-    found = slack_bytes.copy()
+    new_bytes = slack_bytes.copy()
     for start, stop in sorted(lacking, key=lambda section: (-len(lacking[section]), section))[:most]:
         lacks = sorted(lacking[start, stop])
         lacking_bytes = lacks[len(lacks) // 2]
@@ -210,5 +218,5 @@ def _more_room(
         slots = np.asarray(schedule.slots[start:stop])
         live = schedule.live[start:stop]
         full = live >= live.max() - lacking_bytes // 2
-        np.maximum.at(found, slots[full], budget_bytes - live[full] + more_bytes)
-    return found
+        np.maximum.at(new_bytes, slots[full], budget_bytes - live[full] + more_bytes)
+    return new_bytes

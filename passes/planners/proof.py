@@ -43,16 +43,16 @@ def _targets(graph: Graph) -> list[int]:
     ops = graph.program.ops
     last_need = last_needs(graph)
     pinned: list[int] = []
-    found = []
+    targets = []
     for t, op in enumerate(ops):
         pinned = [b for b in pinned if last_need[b] > t]
         held = [b for b in pinned if not ops[graph.producer[b]].can_recompute(t + 1)]
-        found.append((-graph.local_bytes[t], t, mask_of((*graph.inputs[t], *held))))
+        targets.append((-graph.local_bytes[t], t, mask_of((*graph.inputs[t], *held))))
         if not op.recomputable or op.deadline is not None:
             pinned.extend(graph.outputs[t])
     wanted = [b for b in graph.program.outputs if graph.producer[b] >= 0]
-    found.append((-sum(graph.nbytes[b] for b in wanted), len(ops), mask_of(wanted)))
-    return [mask for _, _, mask in sorted(found)]
+    targets.append((-sum(graph.nbytes[b] for b in wanted), len(ops), mask_of(wanted)))
+    return [mask for _, _, mask in sorted(targets)]
 
 
 def mask_of(buffers: Iterable[int]) -> int:
@@ -68,7 +68,7 @@ class Backwards:
 
     def __init__(self, graph: Graph, budget_bytes: int) -> None:
         self.graph = graph
-        self.room_bytes = budget_bytes - graph.argument_bytes
+        self.capacity_bytes = budget_bytes - graph.argument_bytes
         self.reads = [mask_of(i) for i in graph.inputs]
         self.writes = [mask_of(o) for o in graph.outputs]
 
@@ -100,7 +100,7 @@ class Backwards:
     def before(self, held: int, held_bytes: int) -> list[tuple[int, int, int]]:
         """What was alive before the last run that made some of `held`: its bytes, it, and the op that ran."""
         graph = self.graph
-        found = []
+        befores = []
         rest = held
         while rest:
             op = graph.producer[(rest & -rest).bit_length() - 1]
@@ -109,10 +109,10 @@ class Backwards:
             added_bytes = self.nbytes(self.reads[op] & ~held)
             during_bytes = held_bytes + added_bytes + graph.workspace_bytes[op]
             during_bytes += self.nbytes(self.writes[op] & ~held) - self._saved_bytes(op, held)
-            if during_bytes <= self.room_bytes:
+            if during_bytes <= self.capacity_bytes:
                 before_bytes = held_bytes - self.nbytes(made) + added_bytes
-                found.append((before_bytes, held & ~made | self.reads[op], op))
-        return found
+                befores.append((before_bytes, held & ~made | self.reads[op], op))
+        return befores
 
     def _saved_bytes(self, op: int, held: int) -> int:
         """At most this many bytes are saved by taking places of inputs that are not alive afterwards."""

@@ -1,8 +1,8 @@
 """A sequence of steps with its exact byte profile, from which recomputes can be taken out one by one.
 
-Every step touches buffers: it uses some and runs (makes) others. All touches of a sequence lie in one
-order, by buffer and then by position, so that a copy of a buffer is a run and the uses behind it, and its
-neighbours say all about it. Positions never move: a step that is taken out leaves a hole (`HOLE`). A
+Every step uses buffers: it reads some and defines others. All uses, defs among them, lie in one
+order, by buffer and then by position, so that a live range of a buffer is a run and the uses behind it, and
+its neighbours say all about it. Positions never move: a step that is taken out leaves a hole (`HOLE`). A
 hole's bytes are those that pass through it, never more than at the step before it, so the maximum over the
 profile stays exact. Invariant: `live` equals `passes.simulate`'s live bytes at every position that is not a
 hole.
@@ -23,17 +23,17 @@ SHORT = 1 << 16
 
 
 class Order:
-    """The touches of a sequence of steps, by buffer and then by position. Knows nothing of holes.
+    """The uses of a sequence of steps, by buffer and then by position. Knows nothing of holes.
 
     Attributes:
-        stride: `buffer * stride + position` is the key of a touch; more than the number of steps.
-        first: for every position the place of its first touch in `place`; as in `Arrays.first`.
-        place: for every touch, step by step, where it is in this order.
-        buffer: buffer of every touch.
-        position: position of every touch.
-        is_run: whether it makes a copy; else it uses one.
-        following: position of the buffer's next touch; the number of steps where there is none.
-        dies: whether the copy that it makes or uses is not alive after it.
+        stride: `buffer * stride + position` is the key of a use; more than the number of steps.
+        first: for every position the place of its first use in `place`; as in `Arrays.first`.
+        place: for every use, step by step, where it is in this order.
+        buffer: buffer of every use.
+        position: position of every use.
+        is_def: whether it begins a live range; else it reads one.
+        following: position of the buffer's next use; the number of steps where there is none.
+        dies: whether the live range that it makes or uses is not alive after it.
     """
 
     __slots__ = (
@@ -43,7 +43,7 @@ class Order:
         "dies",
         "first",
         "following",
-        "is_run",
+        "is_def",
         "place",
         "position",
         "stride",
@@ -65,18 +65,18 @@ class Order:
         self.place[order] = np.arange(total)
         self.buffer = buffer[order]
         self.position: IntArray = np.repeat(np.arange(len(steps)), counts)[order]
-        self.is_run: BoolArray = arrays.is_run[rows][order]
+        self.is_def: BoolArray = arrays.is_def[rows][order]
         last = np.ones(total, dtype=np.bool_)
         last[:-1] = self.buffer[1:] != self.buffer[:-1]
         self.following: IntArray = np.full(total, len(steps), dtype=np.int64)
         self.following[:-1][~last[:-1]] = self.position[1:][~last[:-1]]
         self.dies = last & ~arrays.is_output[self.buffer]
-        self.dies[:-1] |= self.is_run[1:] & ~last[:-1]
+        self.dies[:-1] |= self.is_def[1:] & ~last[:-1]
         self._keys: list[int] | None = None
         self._dying: list[bool] = []
 
     def alive_at(self, buffer: int, position: int) -> bool:
-        """True if the copy made last before `position` is alive just before it and still at it."""
+        """True if the live range made last before `position` is alive just before it and still at it."""
         if self._keys is None:
             self._keys = (self.buffer * self.stride + self.position).tolist()
             self._dying = self.dies.tolist()
@@ -84,32 +84,32 @@ class Order:
         return not self._dying[k]
 
     def dying_at(self, position: int) -> list[int]:
-        """Buffers that `position` touches and that are not alive after it."""
+        """Buffers that `position` uses and that are not alive after it."""
         places = self.place[self.first[position] : self.first[position + 1]]
-        found: list[int] = self.buffer[places[self.dies[places]]].tolist()
-        return found
+        dying: list[int] = self.buffer[places[self.dies[places]]].tolist()
+        return dying
 
     def across(self, position: int) -> tuple[list[int], list[int]]:
         """Buffers alive at `position` and after it, ascending, and where each is used next.
 
         That is the number of steps for those that are only needed at the end.
         """
-        found = (self.position <= position) & (self.following > position) & ~self.dies
-        return self.buffer[found].tolist(), self.following[found].tolist()
+        is_across = (self.position <= position) & (self.following > position) & ~self.dies
+        return self.buffer[is_across].tolist(), self.following[is_across].tolist()
 
     def next_runs(self, position: int, n_buffers: int) -> list[int]:
         """For every buffer where it is made next after `position`; `stride` for never."""
-        later = np.flatnonzero(self.is_run & (self.position > position))[::-1]
-        found = np.full(n_buffers, self.stride, dtype=np.int64)
-        found[self.buffer[later]] = self.position[later]
-        result: list[int] = found.tolist()
+        later = np.flatnonzero(self.is_def & (self.position > position))[::-1]
+        next_run = np.full(n_buffers, self.stride, dtype=np.int64)
+        next_run[self.buffer[later]] = self.position[later]
+        result: list[int] = next_run.tolist()
         return result
 
 
 class _Links:
-    """The order as linked lists: for every touch its neighbours of the same buffer, -1 for none."""
+    """The order as linked lists: for every use its neighbours of the same buffer, -1 for none."""
 
-    __slots__ = ("before", "behind", "first", "is_run", "place", "position")
+    __slots__ = ("before", "behind", "first", "is_def", "place", "position")
 
     def __init__(self, order: Order) -> None:
         total = len(order.buffer)
@@ -121,18 +121,18 @@ class _Links:
         self.before: list[int] = before.tolist()
         self.behind: list[int] = behind.tolist()
         self.position: list[int] = order.position.tolist()
-        self.is_run: list[bool] = order.is_run.tolist()
+        self.is_def: list[bool] = order.is_def.tolist()
         self.place: list[int] = order.place.tolist()
         self.first: list[int] = order.first.tolist()
 
     def of(self, position: int) -> list[int]:
-        """The touches of a position, uses first."""
+        """The uses of a position, reads first."""
         return self.place[self.first[position] : self.first[position + 1]]
 
-    def ends(self, touch: int) -> bool:
-        """True if the copy that it makes or uses is not touched again."""
-        after = self.behind[touch]
-        return after < 0 or self.is_run[after]
+    def ends(self, use: int) -> bool:
+        """True if the live range that it makes or uses is not used again."""
+        after = self.behind[use]
+        return after < 0 or self.is_def[after]
 
 
 class Schedule:
@@ -142,7 +142,7 @@ class Schedule:
         graph: the program.
         steps: op ids, `HOLE` where a recompute was taken out.
         live: bytes at every position.
-        order: the touches of the steps as they were given.
+        order: the uses of the steps as they were given.
         slots: for every position the first op that has not run before it.
         cost_ns: cost of all steps.
     """
@@ -169,7 +169,7 @@ class Schedule:
         arrays, order = self.graph.arrays, self.order
         change = np.zeros(len(steps) + 1, dtype=np.int64)
         nbytes = arrays.nbytes[order.buffer]
-        np.add.at(change, order.position[order.is_run], nbytes[order.is_run])
+        np.add.at(change, order.position[order.is_def], nbytes[order.is_def])
         np.subtract.at(change, order.position[order.dies] + 1, nbytes[order.dies])
         live: IntArray = np.cumsum(change[:-1]) + arrays.workspace_bytes[steps]
         live += self.graph.argument_bytes
@@ -194,7 +194,7 @@ class Schedule:
 
     @property
     def links(self) -> _Links:
-        """The touches as linked lists, without those of holes."""
+        """The uses as linked lists, without those of holes."""
         if self._links is None:
             self._links = _Links(self.order)
         return self._links
@@ -229,7 +229,7 @@ class Schedule:
         return max((int(p) for p in high), key=lambda p: (local_bytes[self.steps[p]], -p))
 
     def crossing_bytes(self, position: int) -> int:
-        """Bytes of the copies that are alive just before `position` and still at it."""
+        """Bytes of the live ranges that are alive just before `position` and still at it."""
         graph, op = self.graph, self.steps[position]
         made_bytes = sum([graph.nbytes[b] for b in graph.outputs[op]]) + graph.workspace_bytes[op]
         shared_bytes = self._saved_bytes(op, self.order.dying_at(position)) if graph.shares[op] else 0
@@ -246,14 +246,14 @@ class Schedule:
     def is_useless(self, position: int) -> bool:
         """True if nothing reads what the recompute at `position` makes."""
         links = self.links
-        return not any(links.is_run[touch] and not self._dies(touch) for touch in links.of(position))
+        return not any(links.is_def[use] and not self._dies(use) for use in links.of(position))
 
-    def _dies(self, touch: int) -> bool:
-        """True if the copy that it makes or uses is not alive after it."""
-        behind = self.links.behind[touch]
+    def _dies(self, use: int) -> bool:
+        """True if the live range that it makes or uses is not alive after it."""
+        behind = self.links.behind[use]
         if behind >= 0:
-            return self.links.is_run[behind]
-        return not self.graph.is_output[int(self.order.buffer[touch])]
+            return self.links.is_def[behind]
+        return not self.graph.is_output[int(self.order.buffer[use])]
 
     def _shared_bytes(self, position: int) -> int:
         """Bytes that the op at `position` saves by taking dying inputs' places."""
@@ -261,7 +261,7 @@ class Schedule:
         if op == HOLE or not self.graph.shares[op]:
             return 0
         inputs = zip(self.graph.inputs[op], self.links.of(position), strict=False)
-        return self._saved_bytes(op, [b for b, touch in inputs if self._dies(touch)])
+        return self._saved_bytes(op, [b for b, use in inputs if self._dies(use)])
 
     def try_delete(self, position: int, limit_bytes: int) -> bool:
         """Take out the recompute at `position` if the peak then stays within `limit_bytes` where it grows."""
@@ -295,31 +295,31 @@ class Schedule:
         graph, links = self.graph, self.links
         op = self.steps[position]
         changes = []
-        touched = [position]
-        touches = links.of(position)
+        used = [position]
+        uses = links.of(position)
         n_inputs = len(graph.inputs[op])
-        for b, touch in zip(graph.outputs[op], touches[n_inputs:], strict=True):
-            before = links.position[links.before[touch]]
-            touched.append(before)
-            if links.ends(touch) and (links.behind[touch] >= 0 or not graph.is_output[b]):
+        for b, use in zip(graph.outputs[op], uses[n_inputs:], strict=True):
+            before = links.position[links.before[use]]
+            used.append(before)
+            if links.ends(use) and (links.behind[use] >= 0 or not graph.is_output[b]):
                 changes.append((position, position + 1, -graph.nbytes[b]))
             else:
                 changes.append((before + 1, position, graph.nbytes[b]))
-        for b, touch in zip(graph.inputs[op], touches, strict=False):
-            before = links.before[touch]
-            if not links.is_run[before]:
-                touched.append(links.position[before])
-            if links.ends(touch) and (links.behind[touch] >= 0 or not graph.is_output[b]):
+        for b, use in zip(graph.inputs[op], uses, strict=False):
+            before = links.before[use]
+            if not links.is_def[before]:
+                used.append(links.position[before])
+            if links.ends(use) and (links.behind[use] >= 0 or not graph.is_output[b]):
                 changes.append((links.position[before] + 1, position + 1, -graph.nbytes[b]))
         if graph.workspace_bytes[op]:
             changes.append((position, position + 1, -graph.workspace_bytes[op]))
         shares = graph.shares
-        return changes, sorted({p for p in touched if self.steps[p] != HOLE and shares[self.steps[p]]})
+        return changes, sorted({p for p in used if self.steps[p] != HOLE and shares[self.steps[p]]})
 
     def _unlink(self, position: int) -> None:
         links = self.links
-        for touch in links.of(position):
-            before, behind = links.before[touch], links.behind[touch]
+        for use in links.of(position):
+            before, behind = links.before[use], links.behind[use]
             links.behind[before] = behind
             if behind >= 0:
                 links.before[behind] = before
@@ -327,19 +327,19 @@ class Schedule:
     def _relink(self, position: int) -> None:
         """Undo `_unlink`."""
         links = self.links
-        for touch in reversed(links.of(position)):
-            before, behind = links.before[touch], links.behind[touch]
-            links.behind[before] = touch
+        for use in reversed(links.of(position)):
+            before, behind = links.before[use], links.behind[use]
+            links.behind[before] = use
             if behind >= 0:
-                links.before[behind] = touch
+                links.before[behind] = use
 
     def useless_recomputes(self) -> list[int]:
         """Positions of recomputes whose outputs nothing reads, last first; of the steps as given."""
         useful = np.zeros(len(self.steps), dtype=np.bool_)
-        useful[self.order.position[self.order.is_run & ~self.order.dies]] = True
-        again = np.asarray(self.steps, dtype=np.int64) < np.asarray(self.slots, dtype=np.int64)
-        found: list[int] = np.flatnonzero(again & ~useful)[::-1].tolist()
-        return found
+        useful[self.order.position[self.order.is_def & ~self.order.dies]] = True
+        recomputed = np.asarray(self.steps, dtype=np.int64) < np.asarray(self.slots, dtype=np.int64)
+        useless: list[int] = np.flatnonzero(recomputed & ~useful)[::-1].tolist()
+        return useless
 
 
 def prune(schedule: Schedule) -> None:

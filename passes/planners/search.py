@@ -53,28 +53,28 @@ class Search(SearchState):
             run_all(self, PLACING, pool)
         return pool.best, end_of(self.graph, pool.best)
 
-    def plan(self, found: Candidate, budget_bytes: int, seconds: float, planner: str) -> Plan:
+    def plan(self, candidate: Candidate, budget_bytes: int, seconds: float, planner: str) -> Plan:
         """A plan of what was found, with its bound and status."""
         lower_bound_ratio = self.bound_ratio(budget_bytes)
         base_ns = self.start.cost_ns
-        overhead_ratio = (found.cost_ns - base_ns) / base_ns if base_ns else 0.0
-        if found.peak_bytes > budget_bytes:
+        overhead_ratio = (candidate.cost_ns - base_ns) / base_ns if base_ns else 0.0
+        if candidate.peak_bytes > budget_bytes:
             proved = self.is_impossible(budget_bytes)
             status = Status.INFEASIBLE if proved else Status.UNKNOWN
-        elif found.cost_ns <= self.at_least_ns(lower_bound_ratio):
+        elif candidate.cost_ns <= self.at_least_ns(lower_bound_ratio):
             status = Status.OPTIMAL
         else:
             status = Status.FEASIBLE
         return Plan(
-            steps=tuple(OpId(op) for op in found.steps),
-            peak_bytes=found.peak_bytes,
+            steps=tuple(OpId(op) for op in candidate.steps),
+            peak_bytes=candidate.peak_bytes,
             budget_bytes=budget_bytes,
             overhead_ratio=overhead_ratio,
             lower_bound_ratio=lower_bound_ratio,
             status=status,
             planner=planner,
             seconds=seconds,
-            offsets=found.offsets,
+            offsets=candidate.offsets,
         )
 
 
@@ -87,11 +87,11 @@ def plan(program: Program, budget_bytes: int, config: PlannerConfig | None = Non
     """
     begin = time.perf_counter()
     search = Search(program, config or PlannerConfig())
-    found = search.best(budget_bytes)
+    candidate = search.best(budget_bytes)
     if not search.config.placed:
-        return _timed(search.plan(found, budget_bytes, 0.0, search.config.planner), begin)
-    found, heap_bytes = search.placed(found, budget_bytes)
-    made = search.plan(found, budget_bytes, 0.0, search.config.planner)
+        return _timed(search.plan(candidate, budget_bytes, 0.0, search.config.planner), begin)
+    candidate, heap_bytes = search.placed(candidate, budget_bytes)
+    made = search.plan(candidate, budget_bytes, 0.0, search.config.planner)
     misses = made.status.found and heap_bytes > budget_bytes
     return _timed(made, begin, Status.UNKNOWN if misses else None)
 
@@ -103,9 +103,9 @@ def least_peak(program: Program, config: PlannerConfig | None = None) -> Plan:
     """
     begin = time.perf_counter()
     search = Search(program, config or PlannerConfig())
-    found = strategies.deepest(search)
-    made = search.plan(found, found.peak_bytes, 0.0, search.config.planner)
-    proved = search.is_impossible(found.peak_bytes - 1)
+    candidate = strategies.deepest(search)
+    made = search.plan(candidate, candidate.peak_bytes, 0.0, search.config.planner)
+    proved = search.is_impossible(candidate.peak_bytes - 1)
     return _timed(made, begin, Status.OPTIMAL if proved else Status.FEASIBLE)
 
 
@@ -120,16 +120,16 @@ def frontier(
     search = Search(program, config or PlannerConfig())
     levels = sorted(set(budgets_bytes))
     search.effort = 2.0 / max(2, len(levels))
-    found: dict[int, Candidate] = {}
+    candidates: dict[int, Candidate] = {}
     known: tuple[Candidate, ...] = ()
     for budget_bytes in reversed(levels):
         search.reset()
         known = (search.best(budget_bytes, known),)
-        found[budget_bytes] = known[0]
+        candidates[budget_bytes] = known[0]
     for small, large in pairwise(levels):
-        relaxed = relax(search.graph, found[small], large)
-        found[large] = min(found[large], relaxed, key=lambda d: rank(d, large))
-    plans = tuple(search.plan(found[b], b, 0.0, search.config.planner) for b in budgets_bytes)
+        relaxed = relax(search.graph, candidates[small], large)
+        candidates[large] = min(candidates[large], relaxed, key=lambda d: rank(d, large))
+    plans = tuple(search.plan(candidates[b], b, 0.0, search.config.planner) for b in budgets_bytes)
     return tuple(_timed(p, begin) for p in plans)
 
 

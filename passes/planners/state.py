@@ -112,10 +112,10 @@ class SearchState:
         return 0.0 if unwanted or budget_bytes < self.working_set_bytes else self._cut_bound(budget_bytes)
 
     def _cut_bound(self, budget_bytes: int) -> float:
-        """The cut bound, at one moment only if none is wanted."""
+        """The cut bound, at one position only if none is wanted."""
         if self._bound is None:
-            moments = self.config.moments(self.n_ops) if self.config.bound else 1
-            self._bound = Bound(self.graph, moments)
+            n_cuts = self.config.n_cuts(self.n_ops) if self.config.bound else 1
+            self._bound = Bound(self.graph, n_cuts)
         return self._bound.ratio(budget_bytes)
 
     def floor_ns(self, budget_bytes: int) -> int:

@@ -15,7 +15,7 @@ from passes.planners.candidate import Candidate, CandidatePool, WorkLimit
 from passes.planners.cut import Style, deepen, descend, lower_to, relax
 from passes.planners.greedy import evict_one_by_one
 from passes.planners.neighbourhood import improve
-from passes.planners.placing import end_of, walks, with_offsets, with_room
+from passes.planners.placing import end_of, walks, with_offsets, with_slack
 from passes.planners.state import SEARCH, SearchState
 
 
@@ -157,11 +157,11 @@ def tighter(state: SearchState, pool: CandidatePool, work: WorkLimit) -> Iterato
         yield _tighter(state, pool, CONFIG.tighter_ratios[0], work)
 
 
-def room(state: SearchState, pool: CandidatePool, work: WorkLimit) -> Iterator[Candidate]:
-    """The plan made anew with room in the slots where packing got stuck, some of which is taken back."""
-    roomy = with_room(state.graph, state.start, pool.first, pool.budget_bytes, work)
-    if roomy is not None:
-        yield roomy
+def slack(state: SearchState, pool: CandidatePool, work: WorkLimit) -> Iterator[Candidate]:
+    """The plan made anew with slack in the slots where packing got stuck, some of which is taken back."""
+    slackened = with_slack(state.graph, state.start, pool.first, pool.budget_bytes, work)
+    if slackened is not None:
+        yield slackened
 
 
 def much_tighter(state: SearchState, pool: CandidatePool, work: WorkLimit) -> Iterator[Candidate]:
@@ -241,7 +241,7 @@ DEEPEST = (
 # How a plan is made again where its live bytes keep the budget, and its addresses do not.
 PLACING = (
     Strategy(name="tighter", run=tighter, when="missed", limits=lambda state: 2 / 3, own=True),
-    Strategy(name="room", run=room, when="missed", limits=lambda state: 7 / 3, own=True),
+    Strategy(name="slack", run=slack, when="missed", limits=lambda state: 7 / 3, own=True),
     Strategy(name="much tighter", run=much_tighter, when="missed", limits=lambda state: 1.0, own=True),
 )
 

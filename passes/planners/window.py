@@ -5,7 +5,7 @@ is what recomputing the union of its closures costs (shared ancestors once), dis
 to the next use, which is known. Dead values stay where they are until a window takes them for nothing,
 so a closure that still finds them stops there. Values that are cheap to recompute grow from the bottom,
 expensive ones from the top; in-place outputs keep their address. Follows Coop (NeurIPS 2023), with the
-future known. Invariant: no two copies that are alive at once overlap, so the peak is within the pool.
+future known. Invariant: no two live ranges that are alive at once overlap, so the peak is within the pool.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from passes.jaxpr.rewrite import defined
 from passes.jaxpr.scans.choice import Choice
 from passes.jaxpr.scans.pairs import ScanPair
 from passes.outcome import Recomputed
-from passes.planners.closure import MadeBy, cheapest_to_keep
+from passes.planners.closure import Producer, cheapest_to_keep
 
 PICO = 1000
 # What the last value's byte costs more than the first one's.
@@ -50,7 +50,7 @@ class Iteration:
 
     pair: ScanPair
     values: tuple[Any, ...]
-    ops: tuple[MadeBy, ...]
+    ops: tuple[Producer, ...]
     kernels: dict[int, Recomputed]
     demanded: tuple[int, ...]
     stacked_bytes: tuple[int, ...]
@@ -59,10 +59,10 @@ class Iteration:
 
 def iteration_of(pair: ScanPair, device: DeviceModel) -> Iteration:
     """The cut problem of one pair; costs are those of the kernels that both bodies make together."""
-    make, take = pair.make.jaxpr, pair.take.jaxpr
-    values = defined(make)
+    producer, consumer = pair.producer.jaxpr, pair.consumer.jaxpr
+    values = defined(producer)
     index = {v: k for k, v in enumerate(values)}
-    read = [v for eqn in take.eqns for v in eqn.invars] + list(take.outvars)
+    read = [v for eqn in consumer.eqns for v in eqn.invars] + list(consumer.outvars)
     nbytes, traffic = _prices(pair, values, device)
     ops, kernels = _ops(pair, index, device)
     return Iteration(
@@ -98,13 +98,13 @@ def choose(iteration: Iteration, ns_per_byte: float) -> Choice:
 
 def joined_body(pair: ScanPair) -> Any:
     """One iteration of both halves as one open jaxpr; the first half's equations come first."""
-    make, take = pair.make.jaxpr, pair.take.jaxpr
-    own = set(defined(make))
+    producer, consumer = pair.producer.jaxpr, pair.consumer.jaxpr
+    own = set(defined(producer))
     return compat.rebuild(
-        make,
-        eqns=[*make.eqns, *take.eqns],
-        outvars=[*make.outvars, *take.outvars],
-        invars=[*make.invars, *(v for v in take.invars if v not in own)],
+        producer,
+        eqns=[*producer.eqns, *consumer.eqns],
+        outvars=[*producer.outvars, *consumer.outvars],
+        invars=[*producer.invars, *(v for v in consumer.invars if v not in own)],
         constvars=[],
     )
 
@@ -117,23 +117,23 @@ def kernels_of(iteration: Iteration) -> tuple[Recomputed, ...]:
 def _all_recomputed(iteration: Iteration, kept: tuple[int, ...]) -> tuple[Recomputed, ...]:
     """The kernels that are recomputed if `kept` is kept."""
     op_of = {v: k for k, op in enumerate(iteration.ops) for v in op.outputs}
-    there, stack, again = set(kept), list(iteration.demanded), set()
+    there, stack, recomputed = set(kept), list(iteration.demanded), set()
     while stack:
         v = stack.pop()
         if v not in there:
             there.add(v)
-            again.add(op_of[v])
+            recomputed.add(op_of[v])
             stack.extend(iteration.ops[op_of[v]].inputs)
-    return tuple(iteration.kernels[k] for k in sorted(again) if k in iteration.kernels)
+    return tuple(iteration.kernels[k] for k in sorted(recomputed) if k in iteration.kernels)
 
 
 def _prices(pair: ScanPair, values: list[Any], device: DeviceModel) -> tuple[list[int], list[int]]:
     """Bytes and traffic of stacking one slice of every value; nothing for what is at hand anyway."""
-    make = pair.make
-    own = dict.fromkeys(make.jaxpr.invars[: make.n_consts], (False, 0))
-    for v, there in zip(make.slices_in, pair.at_hand, strict=True):
+    producer = pair.producer
+    own = dict.fromkeys(producer.jaxpr.invars[: producer.n_consts], (False, 0))
+    for v, there in zip(producer.x_vars, pair.at_hand, strict=True):
         own[v] = (not there, SLICE_PASSES)
-    for k, v in enumerate(make.slices_out):
+    for k, v in enumerate(producer.y_vars):
         # A stack that something else reads is there at no price.
         if k not in pair.only and compat.is_variable(v):
             own.setdefault(v, (False, SLICE_PASSES))
@@ -150,7 +150,7 @@ def _prices(pair: ScanPair, values: list[Any], device: DeviceModel) -> tuple[lis
 
 def _ops(
     pair: ScanPair, index: dict[Any, int], device: DeviceModel
-) -> tuple[list[MadeBy], dict[int, Recomputed]]:
+) -> tuple[list[Producer], dict[int, Recomputed]]:
     """The first body's equations with what it costs to run them in the second half, too.
 
     What is computed elementwise for kernels that compute their operands joins one that is there.
@@ -161,9 +161,9 @@ def _ops(
     for op, body in zip(lifted.program.ops, lifted.bodies, strict=True):
         kernel_of.update(dict.fromkeys(lifted.jaxpr.eqns[body[-1]].outvars, op))
     whole = {v for eqn in joined.eqns if eqn_kind(eqn) not in _FUSING for v in compat.variables(eqn.invars)}
-    ops: list[MadeBy] = []
+    ops: list[Producer] = []
     kernels: dict[int, Recomputed] = {}
-    for eqn in pair.make.jaxpr.eqns:
+    for eqn in pair.producer.jaxpr.eqns:
         outputs = tuple(index[v] for v in eqn.outvars if v in index)
         if not outputs:
             continue
@@ -175,7 +175,7 @@ def _ops(
             kernels[len(ops)] = _recomputed(eqn, kernel, pair.length)
         once = has_effect(eqn) or (kernel is not None and not kernel.recomputable)
         inputs = tuple(index[v] for v in eqn.invars if compat.is_variable(v))
-        ops.append(MadeBy(cost=None if once else cost, inputs=inputs, outputs=outputs))
+        ops.append(Producer(cost=None if once else cost, inputs=inputs, outputs=outputs))
     return ops, kernels
 
 

@@ -35,14 +35,16 @@ def with_inner(pair: ScanPair, joined: Any, choices: Sequence[Choice | Inside]) 
         joined: one iteration of both halves, see `passes.jaxpr.scans.cut.joined_body`.
     """
     groups, rename = rewrite_groups(joined, choices)
-    boundary = len(pair.make.jaxpr.eqns)
+    boundary = len(pair.producer.jaxpr.eqns)
 
     def half(body: Body, groups: list[list[Any]]) -> Body:
         outvars = [compat.renamed(v, rename) for v in body.jaxpr.outvars]
         eqns = [eqn for group in groups for eqn in group]
         return replace(body, jaxpr=compat.rebuild(body.jaxpr, eqns=eqns, outvars=outvars))
 
-    return replace(pair, make=half(pair.make, groups[:boundary]), take=half(pair.take, groups[boundary:]))
+    return replace(
+        pair, producer=half(pair.producer, groups[:boundary]), consumer=half(pair.consumer, groups[boundary:])
+    )
 
 
 def rewrite_groups(jaxpr: Any, choices: Sequence[Choice | Inside]) -> tuple[list[list[Any]], dict[Any, Any]]:
@@ -93,30 +95,34 @@ class _First:
 
 
 def _write_first(choice: Choice, eqn: Any, rename: dict[Any, Any]) -> _First:
-    pair, make = choice.pair, choice.pair.make
-    staying = [k for k in range(len(make.slices_out)) if k not in pair.only]
+    pair, producer = choice.pair, choice.pair.producer
+    staying = [k for k in range(len(producer.y_vars)) if k not in pair.only]
     if choice.segments is not None:
         return _write_first_in_segments(choice, eqn, staying, rename)
-    there = {v for v in (*make.jaxpr.invars[: make.n_consts], *make.slices_in) if compat.is_variable(v)}
-    there.update(make.slices_out[k] for k in staying if compat.is_variable(make.slices_out[k]))
-    added = [v for v in choice.kept if v not in there]
-    outvars = [*make.jaxpr.outvars[: make.n_carry], *(make.slices_out[k] for k in staying), *added]
-    body = compat.rebuild(make.jaxpr, eqns=make.jaxpr.eqns, outvars=outvars)
-    body = compat.dce_jaxpr(body, [True] * len(outvars))
-    eqns, found = splice(
-        lambda values: run_scan(eqn, body, values, make.n_consts, make.n_carry), eqn.invars, eqn
-    )
-    old = [*eqn.outvars[: make.n_carry], *(make.stacks_out[k] for k in staying)]
-    _rename_all(rename, old, found[: len(old)])
-    first = _First(eqns=eqns)
-    first.at_hand.update(zip(make.jaxpr.invars[: make.n_consts], eqn.invars[: make.n_consts], strict=True))
-    stacks = dict(zip(make.slices_in, eqn.invars[make.n_consts + make.n_carry :], strict=True))
-    stacks |= {
-        make.slices_out[k]: stack
-        for k, stack in zip(staying, found[make.n_carry :], strict=False)
-        if compat.is_variable(make.slices_out[k]) and make.slices_out[k] not in first.at_hand
+    there = {
+        v for v in (*producer.jaxpr.invars[: producer.n_consts], *producer.x_vars) if compat.is_variable(v)
     }
-    stacks |= dict(zip(added, found[len(old) :], strict=True))
+    there.update(producer.y_vars[k] for k in staying if compat.is_variable(producer.y_vars[k]))
+    added = [v for v in choice.kept if v not in there]
+    outvars = [*producer.jaxpr.outvars[: producer.n_carry], *(producer.y_vars[k] for k in staying), *added]
+    body = compat.rebuild(producer.jaxpr, eqns=producer.jaxpr.eqns, outvars=outvars)
+    body = compat.dce_jaxpr(body, [True] * len(outvars))
+    eqns, atoms = splice(
+        lambda values: run_scan(eqn, body, values, producer.n_consts, producer.n_carry), eqn.invars, eqn
+    )
+    old = [*eqn.outvars[: producer.n_carry], *(producer.ys[k] for k in staying)]
+    _rename_all(rename, old, atoms[: len(old)])
+    first = _First(eqns=eqns)
+    first.at_hand.update(
+        zip(producer.jaxpr.invars[: producer.n_consts], eqn.invars[: producer.n_consts], strict=True)
+    )
+    stacks = dict(zip(producer.x_vars, eqn.invars[producer.n_consts + producer.n_carry :], strict=True))
+    stacks |= {
+        producer.y_vars[k]: stack
+        for k, stack in zip(staying, atoms[producer.n_carry :], strict=False)
+        if compat.is_variable(producer.y_vars[k]) and producer.y_vars[k] not in first.at_hand
+    }
+    stacks |= dict(zip(added, atoms[len(old) :], strict=True))
     first.sliced.update(stacks)
     first.at_hand.update(stacks)
     return first
@@ -124,50 +130,52 @@ def _write_first(choice: Choice, eqn: Any, rename: dict[Any, Any]) -> _First:
 
 def _write_first_in_segments(choice: Choice, eqn: Any, staying: list[int], rename: dict[Any, Any]) -> _First:
     assert choice.segments is not None, "only called for these"
-    make = choice.pair.make
-    eqns, found = segments.write_first(choice.pair, choice.segments, eqn.invars, staying)
-    old = [*eqn.outvars[: make.n_carry], *(eqn.outvars[make.n_carry + k] for k in staying)]
-    _rename_all(rename, old, found[: len(old)])
-    return _First(eqns=eqns, operands=list(eqn.invars), starts=found[len(old) :])
+    producer = choice.pair.producer
+    eqns, atoms = segments.write_first(choice.pair, choice.segments, eqn.invars, staying)
+    old = [*eqn.outvars[: producer.n_carry], *(eqn.outvars[producer.n_carry + k] for k in staying)]
+    _rename_all(rename, old, atoms[: len(old)])
+    return _First(eqns=eqns, operands=list(eqn.invars), starts=atoms[len(old) :])
 
 
 def _write_second(choice: Choice, eqn: Any, first: _First, rename: dict[Any, Any]) -> list[Any]:
-    make, take = choice.pair.make, choice.pair.take
+    producer, consumer = choice.pair.producer, choice.pair.consumer
     if choice.segments is not None:
-        eqns, found = segments.write_second(
+        eqns, results = segments.write_second(
             choice.pair, choice.segments, first.operands, first.starts, eqn.invars
         )
-        _rename_all(rename, eqn.outvars, found)
+        _rename_all(rename, eqn.outvars, results)
         return eqns
-    own = {*make.jaxpr.invars, *(v for e in make.jaxpr.eqns for v in e.outvars)}
+    own = {*producer.jaxpr.invars, *(v for e in producer.jaxpr.eqns for v in e.outvars)}
     consts = [v for v in choice.kept if v not in first.sliced]
     slices = [v for v in choice.kept if v in first.sliced]
     others = [
         (v, x)
-        for v, x in zip(take.slices_in, eqn.invars[take.n_consts + take.n_carry :], strict=True)
+        for v, x in zip(consumer.x_vars, eqn.invars[consumer.n_consts + consumer.n_carry :], strict=True)
         if v not in own
     ]
-    cut = take.n_consts + take.n_carry
-    invars = [*consts, *take.jaxpr.invars[:cut], *slices, *(v for v, _ in others)]
+    cut = consumer.n_consts + consumer.n_carry
+    invars = [*consts, *consumer.jaxpr.invars[:cut], *slices, *(v for v, _ in others)]
     operands = [
         *(first.at_hand[v] for v in consts), *eqn.invars[:cut],
         *(first.at_hand[v] for v in slices), *(x for _, x in others),
     ]  # fmt: skip
     kept = set(choice.kept)
-    again = [
-        _without(e, kept) for e in make.jaxpr.eqns if not has_effect(e) and not kept.issuperset(e.outvars)
+    recomputed = [
+        _without(e, kept) for e in producer.jaxpr.eqns if not has_effect(e) and not kept.issuperset(e.outvars)
     ]
     body = compat.rebuild(
-        take.jaxpr,
-        eqns=when_needed(again, take.jaxpr.eqns),
-        outvars=take.jaxpr.outvars,
+        consumer.jaxpr,
+        eqns=when_needed(recomputed, consumer.jaxpr.eqns),
+        outvars=consumer.jaxpr.outvars,
         invars=invars,
         constvars=[],
     )
-    body = compat.dce_jaxpr(body, [True] * len(take.jaxpr.outvars))
-    n_consts = len(consts) + take.n_consts
-    eqns, found = splice(lambda values: run_scan(eqn, body, values, n_consts, take.n_carry), operands, eqn)
-    _rename_all(rename, eqn.outvars, found)
+    body = compat.dce_jaxpr(body, [True] * len(consumer.jaxpr.outvars))
+    n_consts = len(consts) + consumer.n_consts
+    eqns, results = splice(
+        lambda values: run_scan(eqn, body, values, n_consts, consumer.n_carry), operands, eqn
+    )
+    _rename_all(rename, eqn.outvars, results)
     return eqns
 
 

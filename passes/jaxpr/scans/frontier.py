@@ -47,16 +47,16 @@ def frontier(jaxpr: Any, device: DeviceModel) -> list[Level]:
         return tuple(site(ns_per_byte * (1 + TILT_RATIO * k / len(sites))) for k, site in enumerate(sites))
 
     prices = [0.0, *(FIRST_PRICE * GROWTH**k for k in range(PRICES))]
-    found = {price: level(price) for price in prices}
-    step_bytes = STEP_RATIO * _bytes(found[0.0])
+    at_price = {price: level(price) for price in prices}
+    step_bytes = STEP_RATIO * _bytes(at_price[0.0])
     for low, high in itertools.pairwise(prices):
-        _refine(found, low, high, step_bytes, level)
-    levels = [found[price] for price in sorted(found)]
+        _refine(at_price, low, high, step_bytes, level)
+    levels = [at_price[price] for price in sorted(at_price)]
     return [r for k, r in enumerate(levels) if k == 0 or _signatures(r) != _signatures(levels[k - 1])]
 
 
 def _refine(
-    found: dict[float, Level],
+    levels: dict[float, Level],
     low: float,
     high: float,
     step_bytes: float,
@@ -64,11 +64,11 @@ def _refine(
     depth: int = REFINEMENTS,
 ) -> None:
     """Look between two prices while their choices lie far apart."""
-    if depth and _bytes(found[low]) - _bytes(found[high]) > step_bytes:
+    if depth and _bytes(levels[low]) - _bytes(levels[high]) > step_bytes:
         middle = (low + high) / 2
-        found[middle] = level(middle)
-        _refine(found, low, middle, step_bytes, level, depth - 1)
-        _refine(found, middle, high, step_bytes, level, depth - 1)
+        levels[middle] = level(middle)
+        _refine(levels, low, middle, step_bytes, level, depth - 1)
+        _refine(levels, middle, high, step_bytes, level, depth - 1)
 
 
 def _bytes(level: Level) -> int:
@@ -85,29 +85,29 @@ def segment_frontier(level: Level, device: DeviceModel) -> list[Level]:
     The pair with the largest stacks comes first. One pair in segments says nothing of the others: each
     keeps its stacks until its own second scan, and what they are together is what counts.
     """
-    found: list[Level] = []
+    levels: list[Level] = []
     left = sorted(range(len(level)), key=lambda k: (-level[k].stacked_bytes, k))
     for k in left:
         lower = [(*level[:k], site, *level[k + 1 :]) for site in _segmented(level[k], device)]
-        found += lower
+        levels += lower
         level = lower[-1] if lower else level
-    return found
+    return levels
 
 
 def _segmented(choice: Choice | Inside, device: DeviceModel) -> list[Choice | Inside]:
     """One site in segments, with fewer and fewer bytes; none if it cannot be, or if that saves nothing."""
-    found: list[Choice | Inside] = []
+    segmented: list[Choice | Inside] = []
     if isinstance(choice, Inside):
         bodies = choice.bodies
         for b in sorted(range(len(bodies)), key=lambda b: (-_bytes(bodies[b]), b)):
             for lower in segment_frontier(bodies[b], device):
                 bodies = (*bodies[:b], lower, *bodies[b + 1 :])
-                found.append(dataclasses.replace(choice, bodies=bodies))
+                segmented.append(dataclasses.replace(choice, bodies=bodies))
     else:
         for count in segment_counts(choice.pair.length):
-            found += _in_segments(choice.pair, count, device)
-    found = [site for site in found if site.stacked_bytes < choice.stacked_bytes]
-    return sorted(found, key=lambda site: -site.stacked_bytes)
+            segmented += _in_segments(choice.pair, count, device)
+    segmented = [site for site in segmented if site.stacked_bytes < choice.stacked_bytes]
+    return sorted(segmented, key=lambda site: -site.stacked_bytes)
 
 
 def _in_segments(pair: ScanPair, count: int, device: DeviceModel) -> list[Choice]:
@@ -115,21 +115,21 @@ def _in_segments(pair: ScanPair, count: int, device: DeviceModel) -> list[Choice
 
     None for a pair with anything inside that must not be recomputed, as the first pass would.
     """
-    if any(eqn_kind(half.eqn) is Kind.OPAQUE for half in (pair.make, pair.take)):
+    if any(eqn_kind(half.eqn) is Kind.OPAQUE for half in (pair.producer, pair.consumer)):
         return []
     program = segment_program(pair, count)
     levels = frontier(program, device)
-    n_consts, n_carry = pair.make.n_consts, pair.make.n_carry
-    carry = pair.make.jaxpr.invars[n_consts : n_consts + n_carry]
+    n_consts, n_carry = pair.producer.n_consts, pair.producer.n_carry
+    carry = pair.producer.jaxpr.invars[n_consts : n_consts + n_carry]
     start_bytes = sum(compat.aval_nbytes(v.aval) for v in carry)
-    again = kernels_of(iteration_of(pair, device))
+    kernels = kernels_of(iteration_of(pair, device))
     iterations = pair.length // count
     return [
         Choice(
             pair=pair,
             kept=(),
             stacked_bytes=count * start_bytes + _bytes(level),
-            recomputed=again,
+            recomputed=kernels,
             inner=level,
             segments=Segments(count=count, iterations=iterations, body=rewrite(program, level)),
         )

@@ -1,9 +1,9 @@
 """Which stacks of scans the planner sends to the host, and how long the program waits for them.
 
-A stack on the host saves all of its bytes and costs its time on the link. On the way out a slice has its turn
-to leave in, beside the kernels; on the way in it is brought in the turn that reads it, mostly at its
-beginning, so that all of that time is waited for. Every byte takes the link for the same time: the fewest
-bytes that are enough are the cheapest.
+A stack on the host saves all of its bytes and costs its time on the link. On the way out a slice has its
+iteration to leave in, beside the kernels; on the way in it is brought in the iteration that reads it, mostly
+at its beginning, so that all of that time is waited for. Every byte takes the link for the same time: the
+fewest bytes that are enough are the cheapest.
 """
 
 from __future__ import annotations
@@ -71,25 +71,25 @@ def sent_to_host(
         return best
     while low < high:
         middle = (low + high) // 2
-        if (found := sent(possible[:middle])).excess_bytes > 0:
+        if (trial := sent(possible[:middle])).excess_bytes > 0:
             low = middle + 1
         else:
-            high, best = middle, found
+            high, best = middle, trial
     smaller = [s for s in possible[low:] if s.nbytes < possible[low - 1].nbytes]
     for last in reversed(smaller):  # the last one may be larger than it need be
-        if (found := sent([*possible[: low - 1], last])).excess_bytes <= 0:
-            return found
+        if (trial := sent([*possible[: low - 1], last])).excess_bytes <= 0:
+            return trial
     return best
 
 
 def _within(stacks: Sequence[Stack], host_bytes: int) -> list[Stack]:
     """As many of the stacks, in their order, as the host has room for."""
-    found: list[Stack] = []
+    within: list[Stack] = []
     for stack in stacks:
         if stack.nbytes <= host_bytes:
             host_bytes -= stack.nbytes
-            found.append(stack)
-    return found
+            within.append(stack)
+    return within
 
 
 def waiting_for_stacks_ns(stacks: Sequence[Stack], device: DeviceModel) -> int:

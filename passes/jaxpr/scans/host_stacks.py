@@ -68,14 +68,14 @@ class _Place:
 
 def stacks_of(jaxpr: Any) -> list[Stack]:
     """The stacks of an open jaxpr that can wait on the host, those in bodies of its control flow, too."""
-    found: list[Stack] = []
+    stacks: list[Stack] = []
 
     def note(stack: Stack) -> bool:
-        found.append(stack)
+        stacks.append(stack)
         return False
 
     _moved(jaxpr, note, (), 1)
-    return found
+    return stacks
 
 
 def with_stacks_on_host(jaxpr: Any, chosen: Collection[Key]) -> tuple[Any, tuple[Paged, ...]]:
@@ -107,9 +107,9 @@ def _moved(
             bodies, inside = [], list[Paged]()
             for k, body in enumerate(bodies_of(eqn)):
                 opened, consts = compat.open_jaxpr(body)
-                written, found = _moved(opened, is_chosen, (*at, i, k), inner_iterations)
-                bodies.append(compat.close_jaxpr(written, consts) if found else body)
-                inside += found
+                written, inner_paged = _moved(opened, is_chosen, (*at, i, k), inner_iterations)
+                bodies.append(compat.close_jaxpr(written, consts) if inner_paged else body)
+                inside += inner_paged
             if inside:
                 eqns[i] = with_bodies(eqn, bodies)
                 paged += inside
@@ -127,7 +127,7 @@ def _places(eqns: Sequence[Any], outvars: Sequence[Any], at: Key, iterations: in
     for i, eqn in enumerate(eqns):
         for v in filter(compat.is_variable, eqn.invars):
             readers.setdefault(v, []).append(i)
-    found = []
+    places = []
     for i, eqn in enumerate(eqns):
         if eqn.primitive.name != "scan":
             continue
@@ -143,8 +143,8 @@ def _places(eqns: Sequence[Any], outvars: Sequence[Any], at: Key, iterations: in
                     key=(*at, i, k), maker=eqn, readers=tuple(eqns[r] for r in own), result=k,
                     forced=inner in marked, iterations=iterations,
                 )  # fmt: skip
-                found.append(_Place(stack=stack, maker=i, readers=own))
-    return found
+                places.append(_Place(stack=stack, maker=i, readers=own))
+    return places
 
 
 def _can_move(slice_: Any) -> bool:

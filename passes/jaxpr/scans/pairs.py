@@ -48,22 +48,22 @@ class Body:
     length: int
 
     @property
-    def slices_in(self) -> list[Any]:
+    def x_vars(self) -> list[Any]:
         """The body's variables of sliced operands."""
         return list(self.jaxpr.invars[self.n_consts + self.n_carry :])
 
     @property
-    def stacks_in(self) -> list[Any]:
+    def xs(self) -> list[Any]:
         """The operands that are sliced."""
         return list(self.eqn.invars[self.n_consts + self.n_carry :])
 
     @property
-    def slices_out(self) -> list[Any]:
+    def y_vars(self) -> list[Any]:
         """The body's results that are stacked."""
         return list(self.jaxpr.outvars[self.n_carry :])
 
     @property
-    def stacks_out(self) -> list[Any]:
+    def ys(self) -> list[Any]:
         """The scan's results that are stacks."""
         return list(self.eqn.outvars[self.n_carry :])
 
@@ -74,16 +74,17 @@ class ScanPair:
 
     Attributes:
         first, second: their places among the program's equations.
-        make, take: their bodies; `take`'s reads variables of `make`'s where it read slices of its stacks.
-        passed: indices of `make`'s stacks that `take` reads.
+        producer, consumer: their bodies; `consumer`'s reads variables of `producer`'s where it read slices of
+            its stacks.
+        passed: indices of `producer`'s stacks that `consumer` reads.
         only: those of `passed` that nothing else reads.
-        at_hand: for every sliced operand of `make` whether its stack is there for `take` at no price.
+        at_hand: for every sliced operand of `producer` whether its stack is there for `consumer` at no price.
     """
 
     first: int
     second: int
-    make: Body
-    take: Body
+    producer: Body
+    consumer: Body
     passed: tuple[int, ...]
     only: frozenset[int]
     at_hand: tuple[bool, ...]
@@ -91,7 +92,7 @@ class ScanPair:
     @property
     def length(self) -> int:
         """The number of iterations."""
-        return self.make.length
+        return self.producer.length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,15 +113,17 @@ class Enclosure:
 def find_enclosures(jaxpr: Any, pairs: Sequence[ScanPair]) -> list[Enclosure]:
     """The control flow of an open jaxpr, calls inlined, that is in none of `pairs` and has some inside."""
     paired = {place for pair in pairs for place in (pair.first, pair.second)}
-    found = []
+    enclosures = []
     for i, eqn in enumerate(jaxpr.eqns):
         has_refs = any(compat.is_ref(v.aval) for v in eqn.invars)
         if i in paired or eqn.primitive.name not in CONTROL_FLOW or has_refs:
             continue
         bodies = tuple(map(_flat, bodies_of(eqn)))
         if any(inner.primitive.name in CONTROL_FLOW for body in bodies for inner in body.eqns):
-            found.append(Enclosure(place=i, bodies=bodies, iterations=int(eqn.params.get("length") or 1)))
-    return found
+            enclosures.append(
+                Enclosure(place=i, bodies=bodies, iterations=int(eqn.params.get("length") or 1))
+            )
+    return enclosures
 
 
 def find_pairs(jaxpr: Any) -> list[ScanPair]:
@@ -187,22 +190,22 @@ def _flat(body: Any) -> Any:
 
 
 def _pair(jaxpr: Any, first: int, second: int, readers: dict[Any, list[int]], results: set[Any]) -> ScanPair:
-    make, take = body_of(jaxpr.eqns[first]), body_of(jaxpr.eqns[second])
-    place = {v: k for k, v in enumerate(make.stacks_out)}
+    producer, consumer = body_of(jaxpr.eqns[first]), body_of(jaxpr.eqns[second])
+    place = {v: k for k, v in enumerate(producer.ys)}
     known, passed = {}, []
-    for operand, variable in zip(take.stacks_in, take.slices_in, strict=True):
+    for operand, variable in zip(consumer.xs, consumer.x_vars, strict=True):
         k = place.get(operand) if compat.is_variable(operand) else None
-        if k is not None and compat.is_variable(make.slices_out[k]):
-            known[variable] = make.slices_out[k]
+        if k is not None and compat.is_variable(producer.y_vars[k]):
+            known[variable] = producer.y_vars[k]
             passed.append(k)
     # A stack that is also a whole operand of the second scan, or read by anything else, stays.
-    whole = {v for v in take.eqn.invars[: take.n_consts + take.n_carry] if compat.is_variable(v)}
+    whole = {v for v in consumer.eqn.invars[: consumer.n_consts + consumer.n_carry] if compat.is_variable(v)}
     only = frozenset(
         k
         for k in passed
-        if set(readers[make.stacks_out[k]]) == {second}
-        and make.stacks_out[k] not in results
-        and make.stacks_out[k] not in whole
+        if set(readers[producer.ys[k]]) == {second}
+        and producer.ys[k] not in results
+        and producer.ys[k] not in whole
     )
     arguments = {*jaxpr.constvars, *jaxpr.invars}
     at_hand = tuple(
@@ -210,18 +213,18 @@ def _pair(jaxpr: Any, first: int, second: int, readers: dict[Any, list[int]], re
         or v in arguments
         or v in results
         or any(reader >= second for reader in readers.get(v, []))
-        for v in make.stacks_in
+        for v in producer.xs
     )
     return ScanPair(
         first=first,
         second=second,
-        make=make,
-        take=Body(
-            eqn=take.eqn,
-            jaxpr=renewed(take.jaxpr, known),
-            n_consts=take.n_consts,
-            n_carry=take.n_carry,
-            length=take.length,
+        producer=producer,
+        consumer=Body(
+            eqn=consumer.eqn,
+            jaxpr=renewed(consumer.jaxpr, known),
+            n_consts=consumer.n_consts,
+            n_carry=consumer.n_carry,
+            length=consumer.length,
         ),
         passed=tuple(dict.fromkeys(passed)),
         only=only,

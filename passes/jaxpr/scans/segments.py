@@ -51,26 +51,32 @@ def segment_counts(length: int) -> list[int]:
 
 def segment_program(pair: ScanPair, count: int) -> Any:
     """The pair on one segment as an open jaxpr, nothing chosen yet; see `Segments.body`."""
-    make, second, iterations = body_of(pair.make.eqn), body_of(pair.take.eqn), pair.length // count
-    other = _other_slices(pair, second)
-    place = {v: k for k, v in enumerate(make.stacks_out)}
-    n_first = len(make.jaxpr.invars)
+    producer, second, iterations = (
+        body_of(pair.producer.eqn),
+        body_of(pair.consumer.eqn),
+        pair.length // count,
+    )
+    other = _other_xs(pair, second)
+    place = {v: k for k, v in enumerate(producer.ys)}
+    n_first = len(producer.jaxpr.invars)
     n_fixed = n_first + second.n_consts + second.n_carry
 
     def run(*values: Any) -> Sequence[Any]:
-        made = run_scan(make.eqn, make.jaxpr, values[:n_first], make.n_consts, make.n_carry, iterations)
-        stacks = made[make.n_carry :]
+        made = run_scan(
+            producer.eqn, producer.jaxpr, values[:n_first], producer.n_consts, producer.n_carry, iterations
+        )
+        stacks = made[producer.n_carry :]
         given = dict(zip(other, values[n_fixed:], strict=True))
-        slices = [given[k] if k in given else stacks[place[v]] for k, v in enumerate(second.stacks_in)]
+        slices = [given[k] if k in given else stacks[place[v]] for k, v in enumerate(second.xs)]
         operands = [*values[n_first:n_fixed], *slices]
         return run_scan(second.eqn, second.jaxpr, operands, second.n_consts, second.n_carry, iterations)
 
     fixed = second.n_consts + second.n_carry
     avals = [
-        *(v.aval for v in make.jaxpr.invars[: make.n_consts + make.n_carry]),
-        *_segment_avals(make.stacks_in, count),
+        *(v.aval for v in producer.jaxpr.invars[: producer.n_consts + producer.n_carry]),
+        *_segment_avals(producer.xs, count),
         *(v.aval for v in second.jaxpr.invars[:fixed]),
-        *_segment_avals([second.stacks_in[k] for k in other], count),
+        *_segment_avals([second.xs[k] for k in other], count),
     ]
     return consts_as_literals(compat.trace(run, avals))
 
@@ -85,26 +91,28 @@ def write_first(
         operands: the scan's.
         staying: indices of stacks that others read.
     """
-    make = body_of(pair.make.eqn)
-    results = [*make.jaxpr.outvars[: make.n_carry], *(make.slices_out[k] for k in staying)]
-    body = compat.rebuild(make.jaxpr, eqns=make.jaxpr.eqns, outvars=results)
+    producer = body_of(pair.producer.eqn)
+    results = [*producer.jaxpr.outvars[: producer.n_carry], *(producer.y_vars[k] for k in staying)]
+    body = compat.rebuild(producer.jaxpr, eqns=producer.jaxpr.eqns, outvars=results)
     body = compat.dce_jaxpr(body, [True] * len(results))
-    n_fixed = make.n_consts + make.n_carry
+    n_fixed = producer.n_consts + producer.n_carry
 
     def run(values: list[Any]) -> list[Any]:
-        consts = values[: make.n_consts]
+        consts = values[: producer.n_consts]
 
         def segment(carry: Any, slices: Any) -> tuple[Any, Any]:
             given = [*consts, *carry, *slices]
-            found = run_scan(make.eqn, body, given, make.n_consts, make.n_carry, segments.iterations)
-            return found[: make.n_carry], [found[make.n_carry :], list(carry)]
+            scanned = run_scan(
+                producer.eqn, body, given, producer.n_consts, producer.n_carry, segments.iterations
+            )
+            return scanned[: producer.n_carry], [scanned[producer.n_carry :], list(carry)]
 
         xs = [_folded(x, segments.count) for x in values[n_fixed:]]
-        init, reverse = values[make.n_consts : n_fixed], make.eqn.params["reverse"]
+        init, reverse = values[producer.n_consts : n_fixed], producer.eqn.params["reverse"]
         carry, (stacks, starts) = jax.lax.scan(segment, init, xs, length=segments.count, reverse=reverse)
         return [*carry, *map(_unfolded, stacks), *starts]
 
-    return splice(run, operands, make.eqn)
+    return splice(run, operands, producer.eqn)
 
 
 def write_second(
@@ -116,13 +124,20 @@ def write_second(
         first, second: operands of the two scans.
         starts: stacks of the first scan's carry at the start of every segment.
     """
-    make, take = body_of(pair.make.eqn), body_of(pair.take.eqn)
-    fixed = take.n_consts + take.n_carry
-    other = [second[fixed + k] for k in _other_slices(pair, take)]
-    lengths = [make.n_consts, len(make.stacks_in), len(starts), take.n_consts, take.n_carry, len(other)]
+    producer, consumer = body_of(pair.producer.eqn), body_of(pair.consumer.eqn)
+    fixed = consumer.n_consts + consumer.n_carry
+    other = [second[fixed + k] for k in _other_xs(pair, consumer)]
+    lengths = [
+        producer.n_consts,
+        len(producer.xs),
+        len(starts),
+        consumer.n_consts,
+        consumer.n_carry,
+        len(other),
+    ]
     atoms = [
-        *first[: make.n_consts],
-        *first[make.n_consts + make.n_carry :],
+        *first[: producer.n_consts],
+        *first[producer.n_consts + producer.n_carry :],
         *starts,
         *second[:fixed],
         *other,
@@ -134,12 +149,12 @@ def write_second(
         for n in lengths:
             parts.append(values[at : at + n])
             at += n
-        consts, xs, begin, take_consts, init, rest = parts
+        consts, xs, begin, consumer_consts, init, rest = parts
 
         def segment(carry: Any, slices: Any) -> tuple[Any, Any]:
             mine, start, others = slices
-            found = compat.evaluate(closed, [*consts, *start, *mine, *take_consts, *carry, *others])
-            return found[: take.n_carry], found[take.n_carry :]
+            results = compat.evaluate(closed, [*consts, *start, *mine, *consumer_consts, *carry, *others])
+            return results[: consumer.n_carry], results[consumer.n_carry :]
 
         folded = [[_folded(x, segments.count) for x in part] for part in (xs, rest)]
         carry, stacks = jax.lax.scan(
@@ -147,17 +162,17 @@ def write_second(
             init,
             [folded[0], begin, folded[1]],
             length=segments.count,
-            reverse=take.eqn.params["reverse"],
+            reverse=consumer.eqn.params["reverse"],
         )
         return [*carry, *map(_unfolded, stacks)]
 
-    return splice(run, atoms, take.eqn)
+    return splice(run, atoms, consumer.eqn)
 
 
-def _other_slices(pair: ScanPair, second: Body) -> list[int]:
+def _other_xs(pair: ScanPair, second: Body) -> list[int]:
     """Which sliced operands of the second scan are not stacks of the first."""
-    stacks = {v for v in pair.make.stacks_out if not isinstance(v, compat.DropVar)}
-    return [k for k, v in enumerate(second.stacks_in) if not compat.is_variable(v) or v not in stacks]
+    stacks = {v for v in pair.producer.ys if not isinstance(v, compat.DropVar)}
+    return [k for k, v in enumerate(second.xs) if not compat.is_variable(v) or v not in stacks]
 
 
 def _segment_avals(stacks: Sequence[Any], count: int) -> list[Any]:

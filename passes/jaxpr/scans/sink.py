@@ -29,9 +29,9 @@ def sink_into_scans(jaxpr: Any) -> Any:
         if not moved:
             eqns.append(compat.rename_inputs(eqn, rename))
             continue
-        new, found = _with_moved(eqn, moved, rename)
+        new, results = _with_moved(eqn, moved, rename)
         eqns += new
-        rename.update(zip(eqn.outvars, found, strict=True))
+        rename.update(zip(eqn.outvars, results, strict=True))
     if not rename:
         return jaxpr
     outvars = [compat.renamed(v, rename) for v in jaxpr.outvars]
@@ -83,7 +83,7 @@ def _with_moved(scan: Any, moved: list[Any], rename: dict[Any, Any]) -> tuple[li
     for v, variable in zip(scan.invars[:n_consts], body.invars[:n_consts], strict=True):
         if compat.is_variable(v) and v in made:
             known.setdefault(v, variable)
-    again = _renamed_eqns(moved, known)
+    sunk = _renamed_eqns(moved, known)
     kept = [
         k for k in range(n_consts) if not compat.is_variable(scan.invars[k]) or scan.invars[k] not in made
     ]
@@ -94,7 +94,7 @@ def _with_moved(scan: Any, moved: list[Any], rename: dict[Any, Any]) -> tuple[li
     }
     new = compat.rebuild(
         body,
-        eqns=[*again, *(compat.rename_inputs(eqn, twice) for eqn in body.eqns)],
+        eqns=[*sunk, *(compat.rename_inputs(eqn, twice) for eqn in body.eqns)],
         outvars=[compat.renamed(v, twice) for v in body.outvars],
         invars=[*inside.values(), *(body.invars[k] for k in kept), *body.invars[n_consts:]],
         constvars=[],

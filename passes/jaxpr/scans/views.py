@@ -44,9 +44,9 @@ def view_inside_scans(jaxpr: Any) -> Any:
         if i not in wanted:
             eqns.append(compat.rename_inputs(eqn, rename))
             continue
-        new, found = _with_views(compat.rename_inputs(eqn, rename), eqn.outvars, list(wanted[i].values()))
+        new, results = _with_views(compat.rename_inputs(eqn, rename), eqn.outvars, list(wanted[i].values()))
         eqns += new
-        rename.update(zip([*eqn.outvars, *wanted[i]], found, strict=True))
+        rename.update(zip([*eqn.outvars, *wanted[i]], results, strict=True))
     outvars = [compat.renamed(v, rename) for v in jaxpr.outvars]
     return compat.dce_jaxpr(compat.rebuild(jaxpr, eqns=eqns, outvars=outvars), [True] * len(outvars))
 
@@ -102,15 +102,15 @@ def _with_views(scan: Any, stacks: Any, chains: list[list[Any]]) -> tuple[list[A
     places = [list(stacks).index(chain[0].invars[0]) for chain in chains]
 
     def iteration(values: list[Any]) -> list[Any]:
-        found = list(compat.evaluate(closed, values))
+        results = list(compat.evaluate(closed, values))
         for place, chain in zip(places, chains, strict=True):
-            x = found[place]
+            x = results[place]
             for eqn in chain:
                 step = on_slice(eqn)
                 assert step is not None, "a chain holds nothing else"
                 x = step(x)
-            found.append(x)
-        return found
+            results.append(x)
+        return results
 
     eqns, outvars = splice(iteration, body.invars, scan)
     new = compat.rebuild(body, eqns=eqns, outvars=outvars)

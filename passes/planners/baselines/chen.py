@@ -22,26 +22,26 @@ SEGMENTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 def candidates(graph: Graph) -> list[list[int]]:
     """Sequences of steps for several segment sizes, sqrt(n)'s first."""
     schedule = Schedule(graph, range(len(graph.cost_ns)))
-    turn = int(np.argmax(schedule.live)) if len(schedule.live) else -1
-    forward_bytes = sum(graph.nbytes[b] for op in range(turn + 1) for b in graph.outputs[op])
-    counts = [max(1, math.isqrt(turn + 1)), *SEGMENTS]
+    peak = int(np.argmax(schedule.live)) if len(schedule.live) else -1
+    forward_bytes = sum(graph.nbytes[b] for op in range(peak + 1) for b in graph.outputs[op])
+    counts = [max(1, math.isqrt(peak + 1)), *SEGMENTS]
     sizes = dict.fromkeys(max(1, forward_bytes // count) for count in counts)
-    return [_steps(graph, turn, _kept(graph, turn, nbytes)) for nbytes in sizes]
+    return [_steps(graph, peak, _kept(graph, peak, nbytes)) for nbytes in sizes]
 
 
-def _kept(graph: Graph, turn: int, segment_bytes: int) -> list[bool]:
+def _kept(graph: Graph, peak: int, segment_bytes: int) -> list[bool]:
     """Which values of the forward pass are checkpoints."""
     last = [-1] * len(graph.nbytes)
-    for op in range(turn + 1):
+    for op in range(peak + 1):
         for b in graph.inputs[op]:
             last[b] = op
     kept = [p < 0 for p in graph.producer]
     for facts in graph.program.ops:
-        if not facts.recomputable or facts.deadline is not None or facts.id > turn:
+        if not facts.recomputable or facts.deadline is not None or facts.id > peak:
             for b in facts.outputs:
                 kept[b] = True
     held_bytes = 0
-    for op in range(turn + 1):
+    for op in range(peak + 1):
         held_bytes += sum(graph.nbytes[b] for b in graph.outputs[op])
         if held_bytes >= segment_bytes:
             held_bytes = 0
@@ -51,21 +51,21 @@ def _kept(graph: Graph, turn: int, segment_bytes: int) -> list[bool]:
     return kept
 
 
-def _steps(graph: Graph, turn: int, kept: list[bool]) -> list[int]:
+def _steps(graph: Graph, peak: int, kept: list[bool]) -> list[int]:
     """The schedule with every dropped value recomputed when it is first asked for after the turn."""
-    steps = list(range(turn + 1))
+    steps = list(range(peak + 1))
     present = list(kept)
-    for op in range(turn + 1, len(graph.cost_ns) + 1):
+    for op in range(peak + 1, len(graph.cost_ns) + 1):
         is_end = op == len(graph.cost_ns)
         needs = [b for b in graph.program.outputs if graph.producer[b] >= 0] if is_end else graph.inputs[op]
-        again: set[int] = set()
+        recomputed: set[int] = set()
         stack = [b for b in needs if not present[b]]
         while stack:
             b = stack.pop()
-            if not present[b] and graph.producer[b] not in again:
-                again.add(graph.producer[b])
+            if not present[b] and graph.producer[b] not in recomputed:
+                recomputed.add(graph.producer[b])
                 stack.extend(graph.inputs[graph.producer[b]])
-        for producer in sorted(again):
+        for producer in sorted(recomputed):
             steps.append(producer)
             for b in graph.outputs[producer]:
                 present[b] = True

@@ -23,11 +23,11 @@ class DeltaError(Exception):
 
 
 @dataclass(slots=True)
-class _Copy:
-    """A value's latest copy; `out_done` is where it left, None while it is on the device."""
+class _LiveRange:
+    """A value's latest live range; `out_done` is where it left, None while it is on the device."""
 
     run: int
-    touched_ns: int
+    last_use_ns: int
     out_done: int | None = None
 
 
@@ -36,8 +36,8 @@ class Delta:
 
     def __init__(self, graph: Graph, budget_bytes: int, host_bytes: int, link: Link) -> None:
         self.graph, self.link = graph, link
-        self.room_bytes, self.host_room_bytes = budget_bytes - graph.argument_bytes, host_bytes
-        self.copies: dict[int, _Copy] = {}
+        self.capacity_bytes, self.host_capacity_bytes = budget_bytes - graph.argument_bytes, host_bytes
+        self.ranges: dict[int, _LiveRange] = {}
         self.steps: list[int] = []
         self.pages: list[Page] = []
         self.slot = self.clock_ns = 0
@@ -57,8 +57,8 @@ class Delta:
             self._run(op, frozenset(), 0)
             for b in self.graph.inputs[op]:
                 self._readers[b] -= 1
-            for b in [b for b in self.copies if not self._readers[b] and not self.graph.is_output[b]]:
-                del self.copies[b]
+            for b in [b for b in self.ranges if not self._readers[b] and not self.graph.is_output[b]]:
+                del self.ranges[b]
         self.slot = len(self.graph.cost_ns)
         for b, is_output in enumerate(self.graph.is_output):
             if is_output and self.graph.producer[b] >= 0 and not self._is_here(b):
@@ -66,7 +66,7 @@ class Delta:
         return self.steps, self.pages
 
     def _is_here(self, buffer: int) -> bool:
-        return buffer in self.copies and self.copies[buffer].out_done is None
+        return buffer in self.ranges and self.ranges[buffer].out_done is None
 
     def _run(self, op: int, locked: frozenset[int], depth: int) -> None:
         graph = self.graph
@@ -74,10 +74,10 @@ class Delta:
             raise DeltaError
         own = locked | {*graph.inputs[op], *graph.outputs[op]}
         for b in graph.inputs[op]:
-            if not self._is_here(b) and b not in self.copies:
+            if not self._is_here(b) and b not in self.ranges:
                 self._run(graph.producer[b], own, depth + 1)
         away = [b for b in graph.inputs[op] if not self._is_here(b)]
-        if any(b not in self.copies for b in away):
+        if any(b not in self.ranges for b in away):
             raise DeltaError
         made = [b for b in graph.outputs[op] if not self._is_here(b)]
         need_bytes = sum(graph.nbytes[b] for b in (*made, *away)) + graph.workspace_bytes[op]
@@ -88,48 +88,54 @@ class Delta:
         self.steps.append(op)
         self.clock_ns += graph.cost_ns[op]
         for b in graph.inputs[op]:
-            self.copies[b].touched_ns = self.clock_ns
+            self.ranges[b].last_use_ns = self.clock_ns
         for b in graph.outputs[op]:
             self._forget(b)
-            self.copies[b] = _Copy(run=position, touched_ns=self.clock_ns)
+            self.ranges[b] = _LiveRange(run=position, last_use_ns=self.clock_ns)
 
     def _swap_in(self, buffer: int) -> None:
-        copy, now = self.copies[buffer], len(self.steps)
-        assert copy.out_done is not None, "only what is away comes back"
-        page = Page(buffer=BufferId(buffer), run=copy.run, out_done=copy.out_done, in_start=now, in_done=now)
+        live_range, now = self.ranges[buffer], len(self.steps)
+        assert live_range.out_done is not None, "only what is away comes back"
+        page = Page(
+            buffer=BufferId(buffer),
+            run=live_range.run,
+            out_done=live_range.out_done,
+            in_start=now,
+            in_done=now,
+        )
         self.pages.append(page)
-        copy.out_done = None
+        live_range.out_done = None
 
     def _forget(self, buffer: int) -> None:
-        if buffer in self.copies and self.copies[buffer].out_done is not None:
+        if buffer in self.ranges and self.ranges[buffer].out_done is not None:
             raise DeltaError
-        self.copies.pop(buffer, None)
+        self.ranges.pop(buffer, None)
 
     def _make_room(self, need_bytes: int, locked: frozenset[int]) -> None:
         """The filter: let go of the least worthy values until a step fits."""
         nbytes = self.graph.nbytes
-        while sum(nbytes[b] for b in self.copies if self._is_here(b)) + need_bytes > self.room_bytes:
-            choices = [b for b in self.copies if self._is_here(b) and b not in locked and nbytes[b]]
+        while sum(nbytes[b] for b in self.ranges if self._is_here(b)) + need_bytes > self.capacity_bytes:
+            choices = [b for b in self.ranges if self._is_here(b) and b not in locked and nbytes[b]]
             choices = [b for b in choices if self._price_ns(b)[0] < (1 << 60)]
             if not choices:
                 raise DeltaError
             self._let_go(min(choices, key=lambda b: (self._worth(b), b)))
 
     def _worth(self, buffer: int) -> float:
-        idle_ns = 1 + self.clock_ns - self.copies[buffer].touched_ns
+        idle_ns = 1 + self.clock_ns - self.ranges[buffer].last_use_ns
         return self._price_ns(buffer)[0] / (self.graph.nbytes[buffer] * idle_ns)
 
     def _price_ns(self, buffer: int) -> tuple[int, bool]:
         """The director: the cheaper of making a value again and of swapping it, and whether to swap."""
         nbytes = self.graph.nbytes[buffer]
         swap_ns = self.link.to_host_ns(nbytes) + self.link.from_host_ns(nbytes)
-        on_host = sum(self.graph.nbytes[p] for p, c in self.copies.items() if c.out_done is not None)
-        if on_host + nbytes > self.host_room_bytes or not self.graph.arrays.pageable[buffer]:
+        on_host = sum(self.graph.nbytes[p] for p, c in self.ranges.items() if c.out_done is not None)
+        if on_host + nbytes > self.host_capacity_bytes or not self.graph.arrays.pageable[buffer]:
             swap_ns = 1 << 60
-        again_ns = self._again_ns(buffer) if not self.graph.is_output[buffer] else 1 << 60
-        return min(again_ns, swap_ns), swap_ns < again_ns
+        recompute_ns = self._recompute_ns(buffer) if not self.graph.is_output[buffer] else 1 << 60
+        return min(recompute_ns, swap_ns), swap_ns < recompute_ns
 
-    def _again_ns(self, buffer: int) -> int:
+    def _recompute_ns(self, buffer: int) -> int:
         """Cost of making a value again from what is on the device or on the host."""
         total, stack, seen = 0, [self.graph.producer[buffer]], set[int]()
         while stack:
@@ -141,14 +147,14 @@ class Delta:
             if outs or not self.graph.program.ops[op].recomputable:
                 return 1 << 60
             total += self.graph.cost_ns[op]
-            stack += [self.graph.producer[b] for b in self.graph.inputs[op] if b not in self.copies]
+            stack += [self.graph.producer[b] for b in self.graph.inputs[op] if b not in self.ranges]
         return total
 
     def _is_away(self, buffer: int) -> bool:
-        return buffer in self.copies and self.copies[buffer].out_done is not None
+        return buffer in self.ranges and self.ranges[buffer].out_done is not None
 
     def _let_go(self, buffer: int) -> None:
         if self._price_ns(buffer)[1]:
-            self.copies[buffer].out_done = len(self.steps)
+            self.ranges[buffer].out_done = len(self.steps)
         else:
-            del self.copies[buffer]
+            del self.ranges[buffer]

@@ -49,20 +49,20 @@ def baseline(program: Program, budget_bytes: int, name: str) -> Plan:
     """
     begin = time.perf_counter()
     graph = Graph.of(program)
-    found = _chen(graph, budget_bytes) if name == "chen" else _replay(graph, budget_bytes, name)
-    timeline = simulate_graph(graph, found.steps if found else range(len(program.ops)))
+    outcome = _chen(graph, budget_bytes) if name == "chen" else _replay(graph, budget_bytes, name)
+    timeline = simulate_graph(graph, outcome.steps if outcome else range(len(program.ops)))
     impossible = working_set_bytes(program) > budget_bytes
     missed = Status.INFEASIBLE if impossible else Status.UNKNOWN
     return Plan(
-        steps=tuple(OpId(op) for op in (found.steps if found else range(len(program.ops)))),
+        steps=tuple(OpId(op) for op in (outcome.steps if outcome else range(len(program.ops)))),
         peak_bytes=timeline.peak_bytes,
         budget_bytes=budget_bytes,
         overhead_ratio=timeline.overhead_ratio,
         lower_bound_ratio=0.0,
-        status=Status.FEASIBLE if found else missed,
+        status=Status.FEASIBLE if outcome else missed,
         planner=name,
         seconds=time.perf_counter() - begin,
-        offsets=found.offsets if found else (),
+        offsets=outcome.offsets if outcome else (),
     )
 
 
@@ -107,7 +107,7 @@ def _replay(graph: Graph, budget_bytes: int, name: str) -> Replayed | None:
 
 
 def _chen(graph: Graph, budget_bytes: int) -> Replayed | None:
-    """The cheapest segment size whose placed copies fit; no segments at all if the program fits."""
+    """The cheapest segment size whose placed live ranges fit; no segments at all if the program fits."""
     best: tuple[int, Replayed] | None = None
     for steps in ([*range(len(graph.cost_ns))], *chen.candidates(graph)):
         cost_ns = sum(graph.cost_ns[op] for op in steps)

@@ -4,7 +4,7 @@ Ops arrive in schedule order and the future is unknown, but for one thing that a
 that the program will not name again has no references left and is freed at once ("eager eviction"). An
 absent input is recomputed first, recursively; inputs and outputs of the op in hand are pinned. Where no
 free block holds an output, the policy evicts. Fragmentation counts: bytes must be contiguous.
-Invariant: no two copies that are alive at once overlap, so a finished replay keeps its capacity.
+Invariant: no two live ranges that are alive at once overlap, so a finished replay keeps its capacity.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Runtime:
         pool: the memory.
         present: for every buffer whether it is in memory (arguments always are).
         ever: for every buffer whether it has been made.
-        touched_ns: for every buffer when it was last made or read.
+        last_use_ns: for every buffer when it was last made or read.
         clock_ns: cost of all steps so far.
         recomputes: for every buffer how often it was recomputed.
         pins: how many reasons there are not to evict a buffer now.
@@ -75,7 +75,7 @@ class Runtime:
         self.pool = Pool(capacity_bytes, graph.argument_bytes)
         self.present = [p < 0 for p in graph.producer]
         self.ever = list(self.present)
-        self.touched_ns = [0] * len(graph.nbytes)
+        self.last_use_ns = [0] * len(graph.nbytes)
         self.recomputes = [0] * len(graph.nbytes)
         self.readers: list[list[int]] = [[] for _ in graph.nbytes]
         for op, inputs in enumerate(graph.inputs):
@@ -172,12 +172,12 @@ class Runtime:
             self.pool.release(WORKSPACE)
         self.clock_ns += graph.cost_ns[op]
         for b in graph.inputs[op]:
-            self.touched_ns[b] = self.clock_ns
+            self.last_use_ns[b] = self.clock_ns
         for b in graph.outputs[op]:
             self.present[b] = True
             self.recomputes[b] += self.ever[b]
             self.ever[b] = True
-            self.touched_ns[b] = self.clock_ns
+            self.last_use_ns[b] = self.clock_ns
             self.policy.made(self, b)
         self.pins.subtract(graph.outputs[op])
         self.steps.append(op)

@@ -128,8 +128,8 @@ class Dte(_WithComponents):
     def score(self, runtime: Runtime, buffer: int, index: int) -> float:
         """(c + components) * 1.1 ** recomputes / ((m + free) * s)."""
         nbytes = runtime.graph.nbytes[buffer] + adjacent_free_bytes(runtime.pool, index)
-        again = RECOMPUTE_FACTOR ** min(1000, runtime.recomputes[buffer])
-        return self.near_ns(runtime, buffer) * again / (nbytes * _staleness(runtime, buffer))
+        factor = RECOMPUTE_FACTOR ** min(1000, runtime.recomputes[buffer])
+        return self.near_ns(runtime, buffer) * factor / (nbytes * _staleness(runtime, buffer))
 
 
 class CoopOnline(_WithComponents):
@@ -170,7 +170,7 @@ def _cost_ns(runtime: Runtime, buffer: int) -> int:
 
 
 def _staleness(runtime: Runtime, buffer: int) -> int:
-    return max(1, runtime.clock_ns - runtime.touched_ns[buffer])
+    return max(1, runtime.clock_ns - runtime.last_use_ns[buffer])
 
 
 def _neighbours(runtime: Runtime, buffer: int) -> list[int]:

@@ -77,7 +77,7 @@ class Axis:
         Raises:
             ValueError: the sequence does not lie on the axis.
         """
-        found: list[int] = []
+        positions: list[int] = []
         at = 0
         for op in steps:
             while at < len(self.steps) and self.steps[at] != op:
@@ -85,19 +85,19 @@ class Axis:
                     break
                 at += 1
             if at == len(self.steps) or self.steps[at] != op:
-                raise ValueError(f"step {len(found)} (op {op}) is not on the axis")
-            found.append(at)
+                raise ValueError(f"step {len(positions)} (op {op}) is not on the axis")
+            positions.append(at)
             at += 1
-        return found
+        return positions
 
 
 def _by_slot(graph: Graph, steps: Sequence[int]) -> list[list[int]]:
     """The recomputes in every slot, in their order."""
-    found: list[list[int]] = [[] for _ in range(len(graph.cost_ns) + 1)]
+    by_slot: list[list[int]] = [[] for _ in range(len(graph.cost_ns) + 1)]
     for op, slot in zip(steps, slots_of(steps), strict=True):
         if op != slot:
-            found[slot].append(op)
-    return found
+            by_slot[slot].append(op)
+    return by_slot
 
 
 def _ascending(recomputes: Sequence[int]) -> list[list[int]]:

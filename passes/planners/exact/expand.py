@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from passes.liveness import Graph, copies_of
+from passes.liveness import Graph, live_ranges
 from passes.planners.exact.frame import Frame
 from passes.planners.schedule import absent_closure, slots_of
 from passes.simulate import simulate_graph
@@ -79,13 +79,13 @@ def hint_of(frame: Frame, steps: list[int]) -> tuple[set[tuple[int, int]], set[t
     blocks = [frame.block(slot) for slot in slots_of(steps)]
     recompute = {(k, op) for k, op in zip(blocks, steps, strict=True) if frame.block(op) < k}
     begins = [bisect_left(blocks, k) for k in range(frame.n_blocks)]
-    copies = copies_of(frame.graph, steps)
-    last = {b: copy for copy, b in enumerate(copies.buffer)}
+    ranges = live_ranges(frame.graph, steps)
+    last = {b: live_range for live_range, b in enumerate(ranges.buffer)}
     kept = set()
-    for copy, b in enumerate(copies.buffer):
-        to_end = frame.graph.is_output[b] and last[b] == copy
-        stop = len(steps) + 1 if to_end else copies.stop[copy]
-        kept |= {(k, b) for k in range(1, frame.n_blocks) if copies.start[copy] < begins[k] < stop}
+    for live_range, b in enumerate(ranges.buffer):
+        to_end = frame.graph.is_output[b] and last[b] == live_range
+        stop = len(steps) + 1 if to_end else ranges.stop[live_range]
+        kept |= {(k, b) for k in range(1, frame.n_blocks) if ranges.start[live_range] < begins[k] < stop}
     return recompute, kept
 
 

@@ -1,7 +1,7 @@
-"""The model with lifetimes and addresses: which steps of an axis run, how long copies live, where they lie.
+"""The model with lifetimes and addresses: which steps of an axis run, which live ranges result, and where.
 
-After Moccasin (ICML 2023), joined with the problem of MiniMalloc (ASPLOS 2023): a copy is a rectangle of
-time x bytes. It begins when its step runs, lasts to the last use that it serves, and has an offset;
+After Moccasin (ICML 2023), joined with the problem of MiniMalloc (ASPLOS 2023): a live range is a rectangle
+of time x bytes. It begins when its step runs, lasts to the last use that it serves, and has an offset;
 `NoOverlap2D` keeps the rectangles apart. Which steps run decides all but the offsets: a buffer is needed
 at a moment if a later step reads it before it is recomputed, and then it is there, because it has been
 made before. One function per family of constraints; without the last two it is the problem of live bytes.
@@ -26,11 +26,11 @@ Linear = cp_model.LinearExpr | int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Touch:
+class Use:
     """A position that makes a buffer, or reads it."""
 
     position: int
-    makes: bool
+    is_def: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,19 +42,19 @@ class Lifetimes:
         model: the solver's model.
         capacity: the budget less the arguments, in units.
         unit: bytes to a unit.
-        touches: for every buffer where it is touched, ascending; none for arguments and empty buffers.
+        uses: for every buffer where it is used, ascending; none for arguments and empty buffers.
         run: for every position whether its step is taken; 1 for first runs.
-        needed: (buffer, k): whether the copy that is there after the buffer's touch `k` is read later.
+        needed: (buffer, k): whether the live range that is there after the buffer's use `k` is read later.
         shared: (position, output, input): the output lies in the place of the input, which dies there.
-        stop: (buffer, k): where the copy that touch `k` makes ends (half-open).
-        offset: (buffer, k): where the copy that touch `k` makes lies.
+        stop: (buffer, k): where the live range that use `k` makes ends (half-open).
+        offset: (buffer, k): where the live range that use `k` makes lies.
     """
 
     axis: Axis
     model: cp_model.CpModel
     capacity: int
     unit: int
-    touches: list[list[Touch]]
+    uses: list[list[Use]]
     run: list[Literal] = field(default_factory=list)
     needed: dict[tuple[int, int], Literal] = field(default_factory=dict)
     shared: dict[tuple[int, int, int], cp_model.IntVar] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Lifetimes:
             model=cp_model.CpModel(),
             capacity=(budget_bytes - graph.argument_bytes) // unit,
             unit=unit,
-            touches=_touches(axis),
+            uses=_uses(axis),
         )
 
     def size(self, buffer: int) -> int:
@@ -89,8 +89,8 @@ def build(
     """All families over one axis, minimizing the cost of the recomputes.
 
     Args:
-        placed: whether copies get offsets; else only their live bytes are in the budget.
-        offsets: (position, buffer): copies that must lie there, in bytes from the first argument on.
+        placed: whether live ranges get offsets; else only their live bytes are in the budget.
+        offsets: (position, buffer): live ranges that must lie there, in bytes from the first argument on.
     """
     made = Lifetimes.of(axis, budget_bytes)
     add_runs(made)
@@ -100,7 +100,7 @@ def build(
     if placed:
         add_stops(made)
         add_places(made, offsets or {})
-    made.model.minimize(again_ns(made))
+    made.model.minimize(recompute_ns(made))
     return made
 
 
@@ -111,39 +111,37 @@ def add_runs(made: Lifetimes) -> None:
 
 
 def add_needs(made: Lifetimes) -> None:
-    """A copy is needed until its last reader, but not across a step that makes it again."""
-    for buffer, touches in enumerate(made.touches):
+    """A live range is needed until its last reader, but not across a step that makes it again."""
+    for buffer, uses in enumerate(made.uses):
         need: Literal = int(made.axis.graph.is_output[buffer])
-        for k in reversed(range(len(touches))):
+        for k in reversed(range(len(uses))):
             made.needed[buffer, k] = need
-            run = made.run[touches[k].position]
-            name = f"{buffer} before {touches[k].position}"
+            run = made.run[uses[k].position]
+            name = f"{buffer} before {uses[k].position}"
             need = (
-                _and_not(made.model, need, run, name)
-                if touches[k].makes
-                else _or(made.model, need, run, name)
+                _and_not(made.model, need, run, name) if uses[k].is_def else _or(made.model, need, run, name)
             )
 
 
 def add_sharing(made: Lifetimes) -> None:
     """An output lies in the place of an input only where the op runs and the input dies."""
     graph = made.axis.graph
-    for buffer, touches in enumerate(made.touches):
-        for k, touch in enumerate(touches):
-            op = made.axis.steps[touch.position]
-            for out, inp in [] if touch.makes else sure_pairs(graph, op):
+    for buffer, uses in enumerate(made.uses):
+        for k, use in enumerate(uses):
+            op = made.axis.steps[use.position]
+            for out, inp in [] if use.is_def else sure_pairs(graph, op):
                 if inp == buffer and graph.nbytes[out]:
-                    literal = made.model.new_bool_var(f"{out} in the place of {inp} at {touch.position}")
-                    made.model.add_implication(literal, made.run[touch.position])
+                    literal = made.model.new_bool_var(f"{out} in the place of {inp} at {use.position}")
+                    made.model.add_implication(literal, made.run[use.position])
                     made.model.add_implication(literal, _not(made.needed[buffer, k]))
-                    made.shared[touch.position, out, inp] = literal
+                    made.shared[use.position, out, inp] = literal
 
 
 def add_live_bytes(made: Lifetimes) -> None:
     """At every position what is there, what it makes and its scratch memory are within the budget."""
     graph, axis = made.axis.graph, made.axis
     there: dict[int, Literal] = {}
-    touched = _touched(made)
+    used = _used(made)
     for position, op in enumerate(axis.steps):
         run = made.run[position]
         terms: list[tuple[int, Literal]] = [(made.size(b), need) for b, need in there.items()]
@@ -155,33 +153,33 @@ def add_live_bytes(made: Lifetimes) -> None:
                 terms.append((-min(made.size(out), made.size(inp)), shared))
         if sum(units for units, _ in terms if units > 0) > made.capacity:
             made.model.add(sum(units * literal for units, literal in terms) <= made.capacity)
-        for buffer, k in touched[position]:
+        for buffer, k in used[position]:
             there[buffer] = made.needed[buffer, k]
 
 
 def add_stops(made: Lifetimes) -> None:
-    """A copy ends behind its last reader, or where an output takes its place."""
+    """A live range ends behind its last reader, or where an output takes its place."""
     graph = made.axis.graph
-    for buffer, touches in enumerate(made.touches):
+    for buffer, uses in enumerate(made.uses):
         stop: Linear = len(made.axis.steps) if graph.is_output[buffer] else 0
-        for k in reversed(range(len(touches))):
-            position, need = touches[k].position, made.needed[buffer, k]
-            if touches[k].makes:
+        for k in reversed(range(len(uses))):
+            position, need = uses[k].position, made.needed[buffer, k]
+            if uses[k].is_def:
                 made.stop[buffer, k] = _latest(made, position + 1, stop, need)
             else:
                 stop = _latest(made, position + 1 - _gives_way(made, position, buffer), stop, need)
 
 
 def add_places(made: Lifetimes, offsets: Mapping[tuple[int, int], int]) -> None:
-    """No two rectangles overlap; an output that shares lies where the copy lies that dies."""
+    """No two rectangles overlap; an output that shares lies where the live range lies that dies."""
     boxes = _Boxes(made)
-    for buffer, touches in enumerate(made.touches):
-        for k, touch in enumerate(touches):
-            if touch.makes:
-                at = _offset(made, made.size(buffer), offsets.get((touch.position, buffer)))
+    for buffer, uses in enumerate(made.uses):
+        for k, use in enumerate(uses):
+            if use.is_def:
+                at = _offset(made, made.size(buffer), offsets.get((use.position, buffer)))
                 made.offset[buffer, k] = at
-                start = touch.position + _waits(made, touch.position, buffer)
-                boxes.add(touch.position, start, made.stop[buffer, k], at, made.size(buffer))
+                start = use.position + _waits(made, use.position, buffer)
+                boxes.add(use.position, start, made.stop[buffer, k], at, made.size(buffer))
     for position in range(len(made.axis.steps)):
         if size := made.work(position):
             boxes.add(position, position, position + 1, _offset(made, size, None), size)
@@ -206,11 +204,11 @@ class _Boxes:
         self.along.append(model.new_optional_fixed_size_interval_var(offset, size, run, f"bytes {position}"))
 
 
-def again_ns(made: Lifetimes) -> Linear:
+def recompute_ns(made: Lifetimes) -> Linear:
     """Cost of the recomputes."""
     axis = made.axis
-    again = [p for p, is_first in enumerate(axis.is_first) if not is_first]
-    return sum(axis.graph.cost_ns[axis.steps[p]] * made.run[p] for p in again)
+    recomputes = [p for p, is_first in enumerate(axis.is_first) if not is_first]
+    return sum(axis.graph.cost_ns[axis.steps[p]] * made.run[p] for p in recomputes)
 
 
 def add_hint(made: Lifetimes, positions: Collection[int], offsets: Mapping[tuple[int, int], int]) -> None:
@@ -218,7 +216,7 @@ def add_hint(made: Lifetimes, positions: Collection[int], offsets: Mapping[tuple
 
     Args:
         positions: which steps of the axis it takes.
-        offsets: (position, buffer): where the copies lie, in bytes; empty if they are not placed.
+        offsets: (position, buffer): where the live ranges lie, in bytes; empty if they are not placed.
     """
     taken = set(positions)
     axis = made.axis
@@ -226,63 +224,63 @@ def add_hint(made: Lifetimes, positions: Collection[int], offsets: Mapping[tuple
         if not isinstance(run, int):
             made.model.add_hint(run, position in taken)
     for (buffer, k), place in made.offset.items():
-        offset = offsets.get((made.touches[buffer][k].position, buffer))
+        offset = offsets.get((made.uses[buffer][k].position, buffer))
         if offset is not None and not isinstance(place, int):
             made.model.add_hint(place, (offset - axis.graph.argument_bytes) // made.unit)
 
 
 def _join_places(made: Lifetimes) -> None:
-    """Offsets of outputs that share are those of the input's copy that is there."""
+    """Offsets of outputs that share are those of the input's live range that is there."""
     given: dict[tuple[int, int], list[tuple[int, cp_model.IntVar]]] = {}
     for (position, out, inp), literal in made.shared.items():
         given.setdefault((inp, position), []).append((out, literal))
-    index = {(b, t.position): k for b, touches in enumerate(made.touches) for k, t in enumerate(touches)}
+    index = {(b, t.position): k for b, uses in enumerate(made.uses) for k, t in enumerate(uses)}
     for buffer in sorted({inp for inp, _ in given}):
         there: Value = 0
-        for k, touch in enumerate(made.touches[buffer]):
-            if touch.makes:
-                there = _chosen(made, made.run[touch.position], made.offset[buffer, k], there)
-            for out, literal in given.get((buffer, touch.position), ()):
-                at = made.offset[out, index[out, touch.position]]
+        for k, use in enumerate(made.uses[buffer]):
+            if use.is_def:
+                there = _chosen(made, made.run[use.position], made.offset[buffer, k], there)
+            for out, literal in given.get((buffer, use.position), ()):
+                at = made.offset[out, index[out, use.position]]
                 made.model.add(at == there).only_enforce_if(literal)
 
 
-def _touches(axis: Axis) -> list[list[Touch]]:
+def _uses(axis: Axis) -> list[list[Use]]:
     graph = axis.graph
-    found: list[list[Touch]] = [[] for _ in graph.nbytes]
+    uses: list[list[Use]] = [[] for _ in graph.nbytes]
     for position, op in enumerate(axis.steps):
-        for makes, buffers in ((False, graph.inputs[op]), (True, graph.outputs[op])):
+        for is_def, buffers in ((False, graph.inputs[op]), (True, graph.outputs[op])):
             for b in buffers:
                 if graph.nbytes[b]:
-                    found[b].append(Touch(position=position, makes=makes))
-    return found
+                    uses[b].append(Use(position=position, is_def=is_def))
+    return uses
 
 
-def _touched(made: Lifetimes) -> list[list[tuple[int, int]]]:
-    """For every position (buffer, k): which touches of which buffers lie there."""
-    found: list[list[tuple[int, int]]] = [[] for _ in made.axis.steps]
-    for buffer, touches in enumerate(made.touches):
-        for k, touch in enumerate(touches):
-            found[touch.position].append((buffer, k))
-    return found
+def _used(made: Lifetimes) -> list[list[tuple[int, int]]]:
+    """For every position (buffer, k): which uses of which buffers lie there."""
+    by_position: list[list[tuple[int, int]]] = [[] for _ in made.axis.steps]
+    for buffer, uses in enumerate(made.uses):
+        for k, use in enumerate(uses):
+            by_position[use.position].append((buffer, k))
+    return by_position
 
 
 def _gives_way(made: Lifetimes, position: int, inp: int) -> Linear:
     """1 if an input ends as its op begins, because an output no smaller takes its place."""
     pairs = sure_pairs(made.axis.graph, made.axis.steps[position])
-    found = [
+    literals = [
         made.shared.get((position, o, i), 0) for o, i in pairs if i == inp and made.size(i) <= made.size(o)
     ]
-    return found[0] if found else 0
+    return literals[0] if literals else 0
 
 
 def _waits(made: Lifetimes, position: int, out: int) -> Linear:
     """1 if an output begins when its op ends, because it takes the place of a larger input."""
     pairs = sure_pairs(made.axis.graph, made.axis.steps[position])
-    found = [
+    literals = [
         made.shared.get((position, o, i), 0) for o, i in pairs if o == out and made.size(i) > made.size(o)
     ]
-    return found[0] if found else 0
+    return literals[0] if literals else 0
 
 
 def _offset(made: Lifetimes, size: int, fixed_bytes: int | None) -> Value:
@@ -329,7 +327,7 @@ def _latest(made: Lifetimes, least: Linear, later: Linear, need: Literal) -> Lin
 
 
 def _chosen(made: Lifetimes, run: Literal, new: Value, old: Value) -> Value:
-    """The offset of the copy that is there: a new one if the step runs."""
+    """The offset of the live range that is there: a new one if the step runs."""
     if isinstance(run, int):
         return new
     there = made.model.new_int_var(0, made.capacity, "there")

@@ -51,7 +51,7 @@ class _Model:
         state: (state, moment, buffer), after what happens in the moment.
         event: ("gone" | "start" | "back" | "kept", moment, buffer).
         sent: (position, buffer): the copy made there goes to the host.
-        settled, begun: the clock at every moment, after waiting for what leaves, and for what comes back.
+        freed, begun: the clock at every moment, after waiting for what leaves, and for what comes back.
         ends: (moment, buffer): when the copy that starts to come back there is back.
     """
 
@@ -64,7 +64,7 @@ class _Model:
     state: dict[tuple[str, int, int], Literal] = field(default_factory=dict)
     event: dict[tuple[str, int, int], Literal] = field(default_factory=dict)
     sent: dict[tuple[int, int], Literal] = field(default_factory=dict)
-    settled: list[Literal] = field(default_factory=list)
+    freed: list[Literal] = field(default_factory=list)
     begun: list[Literal] = field(default_factory=list)
     ends: dict[tuple[int, int], Literal] = field(default_factory=dict)
     never: Literal = field(init=False)
@@ -130,15 +130,15 @@ def solve_paged(
     status = Clock(config).solve(solver, made.model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return hint
-    found = _plan_of(made, solver, program, hint)
-    if found.peak_bytes > budget_bytes or found.host_peak_bytes > hint.host_budget_bytes:
+    answer = _plan_of(made, solver, program, hint)
+    if answer.peak_bytes > budget_bytes or answer.host_peak_bytes > hint.host_budget_bytes:
         return hint
     planner = PROVED if status == cp_model.OPTIMAL else hint.planner
-    found = with_energy(program, found, link) if energy else found
-    worse = found.energy_pj >= hint.energy_pj if energy else found.overhead_ratio >= hint.overhead_ratio
+    answer = with_energy(program, answer, link) if energy else answer
+    worse = answer.energy_pj >= hint.energy_pj if energy else answer.overhead_ratio >= hint.overhead_ratio
     if hint.status.found and worse:
         return dataclasses.replace(hint, planner=planner)
-    return dataclasses.replace(found, planner=planner, status=Status.FEASIBLE)
+    return dataclasses.replace(answer, planner=planner, status=Status.FEASIBLE)
 
 
 def _horizon_ns(axis: Axis, link: Link, hint: Plan, energy: Energy | None) -> int:
@@ -265,7 +265,7 @@ def add_memory(made: _Model, budget_bytes: int) -> None:
 def _saved(made: _Model, position: int, op: int) -> list[cp_model.LinearExpr]:
     """What outputs save in the places of inputs that die; each place and each output once."""
     graph = made.graph
-    found: list[cp_model.LinearExpr] = []
+    saved: list[cp_model.LinearExpr] = []
     by_buffer: dict[tuple[str, int], list[Literal]] = {}
     for out, inp in graph.shares[op]:
         dies = made.model.new_bool_var(f"{inp} gives its place at {position}")
@@ -273,10 +273,10 @@ def _saved(made: _Model, position: int, op: int) -> list[cp_model.LinearExpr]:
         made.model.add(dies + made.there(position + 1, inp) <= 1)
         by_buffer.setdefault(("out", out), []).append(dies)
         by_buffer.setdefault(("in", inp), []).append(dies)
-        found.append(total([min(graph.nbytes[out], graph.nbytes[inp]) * dies]))
+        saved.append(total([min(graph.nbytes[out], graph.nbytes[inp]) * dies]))
     for literals in by_buffer.values():
         made.model.add_at_most_one(literals)
-    return found
+    return saved
 
 
 def add_host_memory(made: _Model, host_bytes: int) -> None:
@@ -293,12 +293,12 @@ def add_host_memory(made: _Model, host_bytes: int) -> None:
 def add_clocks(made: _Model) -> None:
     """Steps follow each other; in a moment the program waits first for what leaves."""
     for i in range(made.end + 1):
-        made.settled.append(made.clock(f"settled {i}"))
+        made.freed.append(made.clock(f"settled {i}"))
         made.begun.append(made.clock(f"begun {i}"))
-        made.model.add(made.begun[i] >= made.settled[i])
+        made.model.add(made.begun[i] >= made.freed[i])
         if i:
             cost_ns = made.graph.cost_ns[made.axis.steps[i - 1]]
-            made.model.add(made.settled[i] >= made.begun[i - 1] + cost_ns * made.on[i - 1])
+            made.model.add(made.freed[i] >= made.begun[i - 1] + cost_ns * made.on[i - 1])
 
 
 def add_queue_out(made: _Model) -> None:
@@ -319,7 +319,7 @@ def add_queue_out(made: _Model) -> None:
             if ("gone", i + 1, b) in made.event:
                 gone = made.event["gone", i + 1, b]
                 for sent, end in arrival.get(b, ()):
-                    model.add(made.settled[i + 1] >= end).only_enforce_if(gone, sent)
+                    model.add(made.freed[i + 1] >= end).only_enforce_if(gone, sent)
 
 
 def add_queue_in(made: _Model) -> None:
@@ -335,7 +335,7 @@ def add_queue_in(made: _Model) -> None:
                 continue
             start, end = made.event["start", i, b], made.clock(f"{b} in from {i}")
             copy_ns = made.link.from_host_ns(made.graph.nbytes[b])
-            model.add(end >= made.settled[i] + copy_ns).only_enforce_if(start)
+            model.add(end >= made.freed[i] + copy_ns).only_enforce_if(start)
             model.add(end >= free + copy_ns).only_enforce_if(start)
             model.add(after >= end).only_enforce_if(start)
             intervals.append(
@@ -385,7 +385,7 @@ def _pages_of(
         literal = made.event.get((event, moment, buffer))
         return literal is not None and bool(solver.value(literal))
 
-    found: list[tuple[int, int, Page]] = []
+    returned: list[tuple[int, int, Page]] = []
     run = out = start = 0
     for i in range(made.end + 1):
         if happens("gone", i):
@@ -402,10 +402,10 @@ def _pages_of(
                     in_start=index[start],
                     in_done=index[i],
                 )
-                found.append((start, _end_of(made, solver, buffer, start), page))
+                returned.append((start, _end_of(made, solver, buffer, start), page))
         if i < made.end and on[i] and buffer in made.graph.outputs[made.axis.steps[i]]:
             run = i
-    return found
+    return returned
 
 
 def _is_used(made: _Model, buffer: int, on: list[bool], moments: range) -> bool:

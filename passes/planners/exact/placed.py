@@ -1,6 +1,6 @@
 """Recompute and offsets together: a plan that fits its budget at addresses, without fragmentation.
 
-The cheapest plan of all, placed or not, is solved for first. If its copies can be packed in the budget
+The cheapest plan of all, placed or not, is solved for first. If its live ranges can be packed in the budget
 (best fit, then the exact packers), it is the cheapest placed plan, too, and that is proved. If not, the
 budget of the live bytes is lowered by what the packing lacks, until a plan can be packed. Recomputes and
 offsets are then variables of one model, of all slots where that is small enough and of a few at a time:
@@ -13,8 +13,8 @@ from __future__ import annotations
 import dataclasses
 
 from passes.ir import OpId, Plan, Program, Status
-from passes.liveness import Graph, copies_of
-from passes.offsets.best_fit import by_step, copy_groups, place_graph
+from passes.liveness import Graph, live_ranges
+from passes.offsets.best_fit import by_step, place_graph, range_groups
 from passes.planners.candidate import Candidate
 from passes.planners.config import PlannerConfig
 from passes.planners.exact.axis import Axis
@@ -132,10 +132,10 @@ class _Joint:
         placed = _with(self.graph, made, placement.offsets)
         if placement.heap_bytes <= self.budget_bytes:
             return placed
-        group, items = copy_groups(self.graph, made.steps, copies_of(self.graph, made.steps))
-        room_bytes = self.budget_bytes - self.graph.argument_bytes
+        group, items = range_groups(self.graph, made.steps, live_ranges(self.graph, made.steps))
+        capacity_bytes = self.budget_bytes - self.graph.argument_bytes
         limit_s = None if self.clock.config.time_limit_s is None else PACKING_SHARE * self.clock.left
-        packed = pack([tuple(item) for item in items], room_bytes, limit_s)
+        packed = pack([tuple(item) for item in items], capacity_bytes, limit_s)
         if not packed.fits:
             return placed
         return dataclasses.replace(placed, offsets=by_step(self.graph, made.steps, group, packed.offsets))
@@ -147,7 +147,7 @@ class _Joint:
         axis = Axis.around(self.graph, start.steps, slots)
         if len(axis.steps) - len(self.graph.cost_ns) > MOST_RECOMPUTES:
             return False
-        found, is_solved = solve_slots(
+        answer, is_solved = solve_slots(
             self.graph,
             self.budget_bytes,
             start,
@@ -156,17 +156,17 @@ class _Joint:
             most_ns=most_ns,
             keep=(1 - WHOLE_SHARE) * self.clock.left,
         )
-        if found is not None:
-            self._offer(found)
+        if answer is not None:
+            self._offer(answer)
         if is_solved:
             self.clock.say("no placed plan that recomputes ops in schedule order in every slot costs less")
         return is_solved
 
-    def _offer(self, found: Candidate) -> None:
+    def _offer(self, candidate: Candidate) -> None:
         """Take a placed plan that keeps the budget and costs less than the best."""
-        keeps = heap_bytes(self.graph, found) <= self.budget_bytes
-        if keeps and (self.best is None or found.cost_ns < self.best.cost_ns):
-            self.best = found
+        keeps = heap_bytes(self.graph, candidate) <= self.budget_bytes
+        if keeps and (self.best is None or candidate.cost_ns < self.best.cost_ns):
+            self.best = candidate
 
     def _floor_ns(self) -> int:
         """No plan costs less."""

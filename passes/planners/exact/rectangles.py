@@ -1,8 +1,8 @@
-"""Packing by two exact methods in turns: the sweep, and CP-SAT's `NoOverlap2D`.
+"""Packing by two exact methods by turns: the sweep, and CP-SAT's `NoOverlap2D`.
 
 Items that are apart in time are packed apart. The two methods are good at different problems, and how long
-either takes is mostly luck: each turn has other orders and another seed, and more work. Without a wall-clock
-limit the turns are few, so that the answer does not depend on the machine.
+either takes is mostly luck: each round has other orders and another seed, and more work. Without a wall-clock
+limit the rounds are few, so that the answer does not depend on the machine.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from ortools.sat.python import cp_model
 
 from passes.offsets.packing import Item, Packing, apart, check_packing, live_bytes
-from passes.offsets.solver import MORE, TURN_TRIES, LimitError, Sweep
+from passes.offsets.solver import MORE, ROUND_TRIES, LimitError, Sweep
 
 # The sweep's tables grow with the square of the items.
 MOST_ITEMS = 2000
-# About as long as the sweep's first turn.
+# About as long as the sweep's first round.
 FIRST_WORK = 0.02
-MOST_TURNS = 3
+MOST_ROUNDS = 3
 MOST_AREA = 2**62
 
 
@@ -29,7 +29,7 @@ def pack(items: Sequence[Item], capacity_bytes: int, time_limit_s: float | None 
     """Offsets within `capacity_bytes`, or a proof that there are none.
 
     Args:
-        time_limit_s: wall clock; None for a few turns.
+        time_limit_s: wall clock; None for a few rounds.
     """
     begin = time.perf_counter()
     if live_bytes(items) > capacity_bytes:
@@ -40,11 +40,11 @@ def pack(items: Sequence[Item], capacity_bytes: int, time_limit_s: float | None 
     for group in apart(items):
         chosen = [items[i] for i in group]
         left_s = None if time_limit_s is None else time_limit_s - (time.perf_counter() - begin)
-        fits, found, method = _pack_group(chosen, capacity_bytes, left_s)
+        fits, packed, method = _pack_group(chosen, capacity_bytes, left_s)
         methods.append(method)
         if not fits:
             break
-        for i, offset in zip(group, found, strict=True):
+        for i, offset in zip(group, packed, strict=True):
             offsets[i] = offset
     if fits:
         check_packing(items, offsets, capacity_bytes)
@@ -92,15 +92,15 @@ def _pack_group(
     end = math.inf if time_limit_s is None else time.perf_counter() + time_limit_s
     sweep = Sweep(items, capacity_bytes, lambda: time.perf_counter() > end)
     solver: _Solver | None = None
-    for turn in itertools.count() if time_limit_s is not None else range(MOST_TURNS):
+    for n_rounds in itertools.count() if time_limit_s is not None else range(MOST_ROUNDS):
         if len(items) <= MOST_ITEMS:
             try:
-                found = sweep.solve(sweep.tries + TURN_TRIES * MORE**turn, turn)
-                return found is not None, found or [], "sweep"
+                offsets = sweep.solve(sweep.tries + ROUND_TRIES * MORE**n_rounds, n_rounds)
+                return offsets is not None, offsets or [], "sweep"
             except LimitError:
                 pass
         solver = solver or _Solver(items, capacity_bytes)
-        solver.run(turn, end - time.perf_counter())
+        solver.run(n_rounds, end - time.perf_counter())
         if solver.fits is not None:
             return solver.fits, solver.offsets, "cp-sat"
         if time.perf_counter() > end:
@@ -116,15 +116,15 @@ class _Solver:
         self.fits: bool | None = None
         self.offsets: list[int] = []
 
-    def run(self, turn: int, left_s: float) -> None:
-        """Solve with the turn's seed and work, and keep an answer."""
+    def run(self, n_rounds: int, left_s: float) -> None:
+        """Solve with the round's seed and work, and keep an answer."""
         if left_s <= 0:
             return
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = 1
         solver.parameters.use_dynamic_precedence_in_disjunctive = True
-        solver.parameters.random_seed = turn
-        solver.parameters.max_deterministic_time = FIRST_WORK * MORE**turn
+        solver.parameters.random_seed = n_rounds
+        solver.parameters.max_deterministic_time = FIRST_WORK * MORE**n_rounds
         solver.parameters.max_time_in_seconds = left_s
         code = solver.solve(self.model)
         if code in (cp_model.OPTIMAL, cp_model.FEASIBLE):

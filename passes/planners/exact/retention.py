@@ -29,7 +29,7 @@ class Retention:
         capacity: the budget less the arguments, in units.
         unit: bytes to a unit.
         recompute: (block, op): the op is recomputed in the block.
-        kept: (block, buffer): a copy is there when the block begins.
+        kept: (block, buffer): a live range is there when the block begins.
     """
 
     frame: Frame
@@ -45,11 +45,11 @@ class Retention:
 
     def sources(self, block: int, buffer: int) -> list[Literal]:
         """What can bring a buffer that is not free into a block."""
-        found = (
+        literals = (
             self.kept.get((block, buffer)),
             self.recompute.get((block, self.frame.graph.producer[buffer])),
         )
-        return [literal for literal in found if literal is not None]
+        return [literal for literal in literals if literal is not None]
 
 
 def build(frame: Frame, budget_bytes: int, unit: int) -> Retention:
@@ -60,7 +60,7 @@ def build(frame: Frame, budget_bytes: int, unit: int) -> Retention:
     add_carrying(made)
     add_inputs(made)
     add_outputs(made)
-    add_moment_memory(made)
+    add_slot_memory(made)
     add_recompute_memory(made)
     add_ordered_memory(made)
     cost_ns = frame.graph.cost_ns
@@ -69,7 +69,7 @@ def build(frame: Frame, budget_bytes: int, unit: int) -> Retention:
 
 
 def add_variables(made: Retention) -> None:
-    """One literal for every recompute and every copy that may be of use."""
+    """One literal for every recompute and every live range that may be of use."""
     frame = made.frame
     for block in range(1, frame.n_blocks):
         for op in range(frame.slots(block)[0]):
@@ -109,7 +109,7 @@ def add_outputs(made: Retention) -> None:
             made.model.add_bool_or(made.sources(block, buffer))
 
 
-def add_moment_memory(made: Retention) -> None:
+def add_slot_memory(made: Retention) -> None:
     """When a breakpoint's op runs, its own buffers and what the next block finds are within the budget."""
     graph = made.frame.graph
     for block, op in enumerate(made.frame.breakpoints):
@@ -147,7 +147,7 @@ def add_ordered_memory(made: Retention) -> None:
     for slot in made.frame.ordered:
         block = made.frame.block(slot)
         assert len(made.frame.slots(block)) == 1, f"slot {slot} shares block {block}"
-        _add_one_copy(made, block)
+        _add_one_range(made, block)
         needed = _needed_from(made, slot, block)
         ops = [op for (at, op) in made.recompute if at == block]
         for op in [*ops, slot]:
@@ -167,15 +167,15 @@ def most_saved(made: Retention, op: int) -> dict[int, int]:
 
 def sure_pairs(graph: Graph, op: int) -> list[tuple[int, int]]:
     """Pairs (output, input) of which the output takes the place for certain if the input dies at `op`."""
-    found: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int]] = []
     outs: list[int] = []
     inps: list[int] = []
     for out, inp in graph.shares[op]:
         if out not in outs and inp not in inps:
-            found.append((out, inp))
+            pairs.append((out, inp))
         outs.append(out)
         inps.append(inp)
-    return found
+    return pairs
 
 
 def surely_saved(made: Retention, op: int) -> dict[int, int]:
@@ -192,23 +192,23 @@ def _local_units(graph: Graph, made: Retention, op: int) -> int:
 
 
 def _passing(made: Retention) -> list[dict[int, Literal]]:
-    """By block: literals that are true where a copy lives through the whole block."""
-    found: list[dict[int, Literal]] = [{} for _ in range(made.frame.n_blocks)]
+    """By block: literals that are true where a live range lives through the whole block."""
+    passing: list[dict[int, Literal]] = [{} for _ in range(made.frame.n_blocks)]
     for block, buffer in made.kept:
         after = made.kept.get((block + 1, buffer))
         if after is None:
             continue
-        again = made.recompute.get((block, made.frame.graph.producer[buffer]))
-        if again is None:
-            found[block][buffer] = after
+        recompute = made.recompute.get((block, made.frame.graph.producer[buffer]))
+        if recompute is None:
+            passing[block][buffer] = after
         else:
             literal = made.model.new_bool_var(f"{buffer} through {block}")
-            made.model.add_bool_or([literal, ~after, again])
-            found[block][buffer] = literal
-    return found
+            made.model.add_bool_or([literal, ~after, recompute])
+            passing[block][buffer] = literal
+    return passing
 
 
-def _add_one_copy(made: Retention, block: int) -> None:
+def _add_one_range(made: Retention, block: int) -> None:
     """A buffer that is recomputed in an ordered slot is not kept into it."""
     for (at, op), literal in made.recompute.items():
         if at == block:

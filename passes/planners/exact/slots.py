@@ -1,9 +1,9 @@
 """Large-neighbourhood search by the model with lifetimes: all recomputes in a few slots are chosen anew.
 
-Outside of these slots recomputes may be left out, and none are offered. Where the plan is placed, copies that
-live outside stay where they are. Neighbourhoods grow where the solver proves their optimum, and shrink where
-it does not; where none helps any more, two are joined, and each gets more work. Deterministic under a limit
-of work; every state is a plan within the budget that costs no more than the one before.
+Outside of these slots recomputes may be left out, and none are offered. Where the plan is placed, live ranges
+that live outside stay where they are. Neighbourhoods grow where the solver proves their optimum, and shrink
+where it does not; where none helps any more, two are joined, and each gets more work. Deterministic under a
+limit of work; every state is a plan within the budget that costs no more than the one before.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Collection, Sequence
 
 from ortools.sat.python import cp_model
 
-from passes.liveness import Graph, copies_of
+from passes.liveness import Graph, live_ranges
 from passes.planners.candidate import Candidate
 from passes.planners.exact.axis import Axis
-from passes.planners.exact.lifetimes import Lifetimes, add_hint, again_ns, build
+from passes.planners.exact.lifetimes import Lifetimes, add_hint, build, recompute_ns
 from passes.planners.exact.limits import Clock
 from passes.planners.placing import end_of
 from passes.planners.schedule import slots_of
@@ -55,7 +55,7 @@ def improve(
                 window |= _window(best.steps, len(graph.cost_ns), n_slots, generator)
             seed = generator.randrange(1 << 30)
             offered = _near(graph, best.steps, window)
-            found, is_best = solve_slots(
+            better, is_best = solve_slots(
                 graph,
                 budget_bytes,
                 best,
@@ -68,9 +68,9 @@ def improve(
                 seed=seed,
             )
             n_slots = n_slots + 1 if is_best else max(FEWEST_SLOTS, n_slots - 1)
-            is_better = found is not None and found.cost_ns < best.cost_ns
+            is_better = better is not None and better.cost_ns < best.cost_ns
             stale = 0 if is_better else stale + 1
-            best = found or best
+            best = better or best
             if is_best and min(len(window), len(offered) + 1) > len(graph.cost_ns):
                 break
             if stale >= PATIENCE:
@@ -98,7 +98,7 @@ def lower(
             target_bytes = max(budget_bytes, end_bytes - 1 - (end_bytes - budget_bytes) // LOWER_PARTS)
             window = _window_above(graph, known, target_bytes, n_slots, generator)
             seed = generator.randrange(1 << 30)
-            found, is_best = solve_slots(
+            better, is_best = solve_slots(
                 graph,
                 target_bytes,
                 known,
@@ -110,8 +110,8 @@ def lower(
                 keep=keep,
                 seed=seed,
             )
-            known = found or known
-            if found is None:
+            known = better or known
+            if better is None:
                 n_slots = n_slots + 1 if is_best else max(FEWEST_SLOTS, n_slots - 1)
     except KeyboardInterrupt:
         clock.stop()
@@ -121,29 +121,29 @@ def lower(
 def _window_above(
     graph: Graph, known: Candidate, target_bytes: int, n_slots: int, generator: random.Random
 ) -> frozenset[int]:
-    """Slots around a moment at which some copy ends above a target; any where only scratch memory does."""
+    """Slots around where a live range ends above a target; all where only scratch memory does."""
     slots = slots_of(known.steps)
-    copies = copies_of(graph, known.steps)
+    ranges = live_ranges(graph, known.steps)
     at = [offset for row in known.offsets for offset in row]
     high = [
-        c for c, b in enumerate(copies.buffer) if graph.nbytes[b] and at[c] + graph.nbytes[b] > target_bytes
+        c for c, b in enumerate(ranges.buffer) if graph.nbytes[b] and at[c] + graph.nbytes[b] > target_bytes
     ]
-    moments = [position for c in high for position in range(copies.start[c], copies.stop[c])]
-    middle = slots[generator.choice(moments)] if moments else generator.randrange(len(graph.cost_ns))
+    positions = [position for c in high for position in range(ranges.start[c], ranges.stop[c])]
+    middle = slots[generator.choice(positions)] if positions else generator.randrange(len(graph.cost_ns))
     return _around(middle, n_slots, len(graph.cost_ns), generator)
 
 
 def heap_bytes(graph: Graph, placed: Candidate) -> int:
-    """The end of the highest copy, and of scratch memory at the lowest offsets that the copies leave it."""
-    copies = copies_of(graph, placed.steps)
+    """The end of the highest live range, and of scratch memory at the lowest offsets left to it."""
+    ranges = live_ranges(graph, placed.steps)
     at = [offset for row in placed.offsets for offset in row]
     highest = end_of(graph, placed)
     for position, op in enumerate(placed.steps):
         if work := graph.workspace_bytes[op]:
             alive = sorted(
                 (at[c], at[c] + graph.nbytes[b])
-                for c, b in enumerate(copies.buffer)
-                if copies.start[c] <= position < copies.stop[c] and graph.nbytes[b]
+                for c, b in enumerate(ranges.buffer)
+                if ranges.start[c] <= position < ranges.stop[c] and graph.nbytes[b]
             )
             low = graph.argument_bytes
             for begin, end in alive:
@@ -173,20 +173,20 @@ def _near(graph: Graph, steps: Sequence[int], window: Collection[int]) -> frozen
     if most >= n_ops:
         return frozenset(range(n_ops))
     inside = [n for n, slot in enumerate(slots_of(steps)) if slot in window]
-    copies = copies_of(graph, steps)
+    ranges = live_ranges(graph, steps)
     passing = [
         b
-        for b, start, stop in zip(copies.buffer, copies.start, copies.stop, strict=True)
+        for b, start, stop in zip(ranges.buffer, ranges.start, ranges.stop, strict=True)
         if inside and start < inside[-1] < stop
     ]
-    found: dict[int, None] = {}
+    near: dict[int, None] = {}
     queue = deque([*(b for n in inside for b in graph.inputs[steps[n]]), *passing])
-    while queue and len(found) < most:
+    while queue and len(near) < most:
         op = graph.producer[queue.popleft()]
-        if op not in found:
-            found[op] = None
+        if op not in near:
+            near[op] = None
             queue.extend(graph.inputs[op])
-    return frozenset(found)
+    return frozenset(near)
 
 
 def solve_slots(
@@ -215,8 +215,8 @@ def solve_slots(
     Returns:
         The plan, None if there is none or none was found; and whether nothing was left open.
     """
-    again_limit_ns = None if most_ns is None else most_ns - sum(graph.cost_ns)
-    axis = Axis.around(graph, known.steps, window, cost_limit_ns=again_limit_ns, offered=offered)
+    recompute_limit_ns = None if most_ns is None else most_ns - sum(graph.cost_ns)
+    axis = Axis.around(graph, known.steps, window, cost_limit_ns=recompute_limit_ns, offered=offered)
     positions = axis.positions(known.steps)
     offsets = _offsets_on(axis, positions, known)
     outside = _outside(axis, positions, known, window)
@@ -227,19 +227,19 @@ def solve_slots(
     }
     made = build(axis, budget_bytes, placed=bool(known.offsets), offsets=pinned)
     add_hint(made, positions, offsets)
-    if again_limit_ns is not None:
-        made.model.add(again_ns(made) <= again_limit_ns)
+    if recompute_limit_ns is not None:
+        made.model.add(recompute_ns(made) <= recompute_limit_ns)
     clock.charge(BUILD_WORK * len(axis.steps))
     solver = cp_model.CpSolver()
     solver.parameters.random_seed = seed
     solver.parameters.cp_model_probing_level = 0
     code = clock.solve(solver, made.model, keep=keep, most_work=most_work)
-    found = _answer(made, solver) if code in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
-    return found, code in (cp_model.OPTIMAL, cp_model.INFEASIBLE)
+    answer = _answer(made, solver) if code in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
+    return answer, code in (cp_model.OPTIMAL, cp_model.INFEASIBLE)
 
 
 def _offsets_on(axis: Axis, positions: Sequence[int], known: Candidate) -> dict[tuple[int, int], int]:
-    """(position on the axis, buffer): where the copies of a plan lie; empty if they are not placed."""
+    """(position on the axis, buffer): where the live ranges of a plan lie; empty if they are not placed."""
     rows = zip(positions, known.steps, known.offsets, strict=True) if known.offsets else ()
     return {(p, b): at for p, op, row in rows for b, at in zip(axis.graph.outputs[op], row, strict=True)}
 
@@ -247,12 +247,12 @@ def _offsets_on(axis: Axis, positions: Sequence[int], known: Candidate) -> dict[
 def _outside(
     axis: Axis, positions: Sequence[int], known: Candidate, window: Collection[int]
 ) -> frozenset[tuple[int, int]]:
-    """(position on the axis, buffer): copies of a plan that are dead before a window, or made after it."""
+    """(position on the axis, buffer): live ranges that are dead before a window, or made after it."""
     inside = [n for n, slot in enumerate(slots_of(known.steps)) if slot in window]
-    copies = copies_of(axis.graph, known.steps)
+    ranges = live_ranges(axis.graph, known.steps)
     return frozenset(
         (positions[start], b)
-        for b, start, stop in zip(copies.buffer, copies.start, copies.stop, strict=True)
+        for b, start, stop in zip(ranges.buffer, ranges.start, ranges.stop, strict=True)
         if not inside or stop <= inside[0] or start > inside[-1]
     )
 
@@ -275,7 +275,7 @@ def _answer(made: Lifetimes, solver: cp_model.CpSolver) -> Candidate:
 def _offsets(made: Lifetimes, solver: cp_model.CpSolver) -> list[tuple[int, ...]]:
     """For every position the offsets of what it makes, in bytes; buffers of none lie at the bottom."""
     graph = made.axis.graph
-    at = {(made.touches[b][k].position, b): solver.value(place) for (b, k), place in made.offset.items()}
+    at = {(made.uses[b][k].position, b): solver.value(place) for (b, k), place in made.offset.items()}
     return [
         tuple(graph.argument_bytes + made.unit * at.get((p, b), 0) for b in graph.outputs[op])
         for p, op in enumerate(made.axis.steps)

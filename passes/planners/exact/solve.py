@@ -81,7 +81,7 @@ def solve_within(graph: Graph, budget_bytes: int, hint: Plan, clock: Clock, keep
     begin_s = clock.seconds
     known = _Known(steps=list(hint.steps), cost_ns=None, bound_ns=bound_ns(graph, hint), ordered_bound_ns=0)
     if hint.peak_bytes <= budget_bytes:
-        known.cost_ns = _again_ns(graph, known.steps)
+        known.cost_ns = _recompute_ns(graph, known.steps)
     impossible = hint.status is Status.INFEASIBLE and hint.budget_bytes >= budget_bytes
     known.proved_infeasible = impossible or working_set_bytes(graph.program) > budget_bytes
     if not known.proved_infeasible and known.cost_ns != 0:
@@ -104,8 +104,8 @@ def _search(graph: Graph, budget_bytes: int, known: _Known, clock: Clock, keep: 
     if known.cost_ns is not None and known.cost_ns > known.proved_ns:
         base_ns = sum(graph.cost_ns)
         start = Candidate.of(Schedule(graph, known.steps))
-        found = improve(graph, budget_bytes, start, clock, base_ns + known.proved_ns, keep)
-        known.steps, known.cost_ns = list(found.steps), found.cost_ns - base_ns
+        better = improve(graph, budget_bytes, start, clock, base_ns + known.proved_ns, keep)
+        known.steps, known.cost_ns = list(better.steps), better.cost_ns - base_ns
 
 
 class _Refinement:
@@ -175,11 +175,11 @@ class _Refinement:
     def _progress(self, bound_ns: float) -> None:
         base_ns = max(1, sum(self.graph.cost_ns))
         found_ns = self.known.cost_ns
-        found = "no plan yet" if found_ns is None else f"plan {found_ns / base_ns:+.3%}"
+        so_far = "no plan yet" if found_ns is None else f"plan {found_ns / base_ns:+.3%}"
         if self.frame.ordered:
             bound_ns = 0
         bound_ns = max(bound_ns, self.known.bound_ns)
-        self.clock.say(f"{found}, bound {bound_ns / base_ns:+.3%}, {self.frame.n_blocks} blocks")
+        self.clock.say(f"{so_far}, bound {bound_ns / base_ns:+.3%}, {self.frame.n_blocks} blocks")
 
     def _learn(self, answer: _Answer) -> None:
         """Bounds for all plans while no slot is ordered; for ordered plans afterwards."""
@@ -212,13 +212,13 @@ def _add_hint(made: Retention, steps: list[int]) -> None:
         made.model.add_hint(literal, key in kept)
 
 
-def _again_ns(graph: Graph, steps: list[int]) -> int:
+def _recompute_ns(graph: Graph, steps: list[int]) -> int:
     return sum(graph.cost_ns[op] for op in steps) - sum(graph.cost_ns)
 
 
 def _plan(graph: Graph, budget_bytes: int, known: _Known, seconds: float) -> Plan:
     base_ns = sum(graph.cost_ns)
-    cost_ns = _again_ns(graph, known.steps)
+    cost_ns = _recompute_ns(graph, known.steps)
     if known.proved_infeasible:
         status = Status.INFEASIBLE
     elif known.cost_ns is None:

@@ -1,1 +1,1 @@
-"""Plans with pages: copies that wait in the host's memory, both queues of the link, and who goes when."""
+"""Plans with pages: what waits in the host's memory, both queues of the link, and who goes when."""

@@ -1,8 +1,8 @@
 """What the link carries for nothing: values that get to the host before the peak and back before their use.
 
-At the peak of the schedule without recomputes every copy that is kept across it could be away. To the host
-all have the same deadline, the peak, and are released when they are made; back, they are released after the
-peak and have their uses as deadlines. One queue each way: a set is in time if, for every moment, what is
+At the peak of the schedule without recomputes every live range that is kept across it could be away. To the
+host all have the same deadline, the peak, and are released when they are made; back, they are released after
+the peak and have their uses as deadlines. One queue each way: a set is in time if, for every moment, what is
 released after it fits between it and the peak, and what is due before it fits between the peak and it.
 Taken greedily, the dearest to recompute first for their bytes.
 
@@ -22,13 +22,13 @@ from passes.liveness import Graph, IntArray
 from passes.planners.bounds import last_needs
 from passes.planners.paging.pager import Pager
 from passes.planners.schedule import Schedule
-from passes.returned import pages_by_copy
+from passes.returned import pages_by_range
 
 ALIKE = math.log(1.2)
 
 
 def carried(pager: Pager, share: float) -> IntArray:
-    """Rows of the gaps across the peak whose copies are in time both ways.
+    """Rows of the gaps across the peak whose live ranges are in time both ways.
 
     Args:
         pager: of the schedule without recomputes.
@@ -39,8 +39,8 @@ def carried(pager: Pager, share: float) -> IntArray:
     rows = np.flatnonzero((gaps.after < peak) & (gaps.back > peak))
     release_ns = clock_ns[gaps.run[rows] + 1]
     due_ns = clock_ns[gaps.use[rows]]
-    out_room = share * (clock_ns[peak] - release_ns)
-    in_room = share * (due_ns - clock_ns[peak + 1])
+    out_slack_ns = share * (clock_ns[peak] - release_ns)
+    in_slack_ns = share * (due_ns - clock_ns[peak + 1])
     link = pager.host.link
     chosen = pager.forced()
     held_bytes = int(gaps.nbytes[chosen].sum())
@@ -48,10 +48,10 @@ def carried(pager: Pager, share: float) -> IntArray:
         nbytes = int(gaps.nbytes[rows[k]])
         before, behind = release_ns <= release_ns[k], due_ns >= due_ns[k]
         out_ns, in_ns = link.to_host_ns(nbytes), link.from_host_ns(nbytes)
-        in_time = out_room[before].min() >= out_ns and in_room[behind].min() >= in_ns
+        in_time = out_slack_ns[before].min() >= out_ns and in_slack_ns[behind].min() >= in_ns
         if in_time and held_bytes + nbytes <= pager.host.nbytes:
-            out_room[before] -= out_ns
-            in_room[behind] -= in_ns
+            out_slack_ns[before] -= out_ns
+            in_slack_ns[behind] -= in_ns
             held_bytes += nbytes
             chosen.append(int(rows[k]))
     return np.asarray(sorted(set(chosen)), dtype=np.int64)
@@ -80,35 +80,37 @@ def relieved(schedule: Schedule, pages: tuple[Page, ...]) -> Graph:
     """
     graph = schedule.graph
     nbytes = graph.arrays.nbytes.copy()
-    reserved = np.zeros(len(graph.cost_ns) + 1, dtype=np.int64)
+    slack_bytes = np.zeros(len(graph.cost_ns) + 1, dtype=np.int64)
     change = np.zeros(len(graph.cost_ns) + 1, dtype=np.int64)
     last = _last_steps(graph)
-    for (run, buffer), own in pages_by_copy(pages).items():
+    for (run, buffer), own in pages_by_range(pages).items():
         nbytes[buffer] = 0
         starts = [run, *(page.in_start for page in own)]
         stops = [*(page.out_done for page in own), last[buffer] + 1]
         np.add.at(change, starts, graph.nbytes[buffer])
         np.subtract.at(change, stops, graph.nbytes[buffer])
-    reserved[:-1] = np.cumsum(change[:-1])
+    slack_bytes[:-1] = np.cumsum(change[:-1])
     return dataclasses.replace(
         graph,
         nbytes=nbytes.tolist(),
         arrays=dataclasses.replace(graph.arrays, nbytes=nbytes),
-        slack_bytes=reserved,
+        slack_bytes=slack_bytes,
     )
 
 
 def first_pages(schedule: Schedule, pages: tuple[Page, ...]) -> tuple[Page, ...]:
     """Pages of a sequence as if its slots were its steps: those of buffers that are made once."""
     slots = [*schedule.slots, len(schedule.graph.cost_ns)]
-    again = {b for p in schedule.recompute_positions() for b in schedule.graph.outputs[schedule.steps[p]]}
-    found = []
+    recomputed = {
+        b for p in schedule.recompute_positions() for b in schedule.graph.outputs[schedule.steps[p]]
+    }
+    first = []
     for page in pages:
-        if page.run is None or page.buffer in again:
+        if page.run is None or page.buffer in recomputed:
             continue
         out_done = max(slots[page.run] + 1, slots[page.out_done])
         in_start = max(out_done, slots[page.in_start])
-        found.append(
+        first.append(
             Page(
                 buffer=page.buffer,
                 run=slots[page.run],
@@ -117,7 +119,7 @@ def first_pages(schedule: Schedule, pages: tuple[Page, ...]) -> tuple[Page, ...]
                 in_done=max(in_start, slots[page.in_done]),
             )
         )
-    return tuple(found)
+    return tuple(first)
 
 
 def _last_steps(graph: Graph) -> list[int]:

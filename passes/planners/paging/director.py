@@ -1,6 +1,6 @@
 """Keep, recompute or page: the cheapest of the three for every value, on the real schedule.
 
-Several ways lead to sequences of steps, and for each of them the pager says which copies go to the host:
+Several ways lead to sequences of steps, and for each of them the pager says which live ranges go to the host:
 
 alone     recompute alone, so that a plan with pages never costs more than one without.
 carried   the link's own share first: what it carries for nothing has no bytes in the program that the cuts
@@ -44,8 +44,8 @@ class Mixed:
     Attributes:
         candidate: the sequence.
         paged: its pages.
-        page_offsets: where each page's copy comes back, if it is placed.
-        end_bytes: the end of the highest copy then.
+        page_offsets: where each page's live range comes back, if it is placed.
+        end_bytes: the end of the highest live range then.
         energy_pj: of all steps and copies, if that is the objective.
     """
 
@@ -111,27 +111,27 @@ class Director:
         if paged is None:
             return None
         self.work.done += PAGE_UNITS * len(paged.pages)
-        found = Mixed(candidate=candidate, paged=paged)
+        mixed = Mixed(candidate=candidate, paged=paged)
         if self.energy is not None:
-            found = self._with_energy(found, self.energy)
-        if self.best is None or self.rank(found) < self.rank(self.best):
-            self.best = found
-        return found
+            mixed = self._with_energy(mixed, self.energy)
+        if self.best is None or self.rank(mixed) < self.rank(self.best):
+            self.best = mixed
+        return mixed
 
-    def rank(self, found: Mixed) -> tuple[bool, int, int, int]:
+    def rank(self, mixed: Mixed) -> tuple[bool, int, int, int]:
         """The cheaper the better; then fewer pages, on a link that others may use."""
-        late = self.energy is not None and found.total_ns > self.energy.limit_ns
-        price = found.total_ns if self.energy is None or late else found.energy_pj
-        return late, price, len(found.paged.pages), found.paged.host_peak_bytes
+        late = self.energy is not None and mixed.total_ns > self.energy.limit_ns
+        price = mixed.total_ns if self.energy is None or late else mixed.energy_pj
+        return late, price, len(mixed.paged.pages), mixed.paged.host_peak_bytes
 
-    def _with_energy(self, found: Mixed, energy: Energy) -> Mixed:
+    def _with_energy(self, mixed: Mixed, energy: Energy) -> Mixed:
         """The same with its energy, and with its time where cuts have put prices in energy."""
-        steps = found.candidate.steps
-        moved_bytes = found.paged.moved_bytes
+        steps = mixed.candidate.steps
+        moved_bytes = mixed.paged.moved_bytes
         energy_pj = sum([energy.op_pj[op] for op in steps])
         energy_pj += round(self.host.link.picojoules_per_byte * moved_bytes)
         cost_ns = sum([self.graph.cost_ns[op] for op in steps])
-        return replace(found, candidate=replace(found.candidate, cost_ns=cost_ns), energy_pj=energy_pj)
+        return replace(mixed, candidate=replace(mixed.candidate, cost_ns=cost_ns), energy_pj=energy_pj)
 
     def _priced(self, graph: Graph) -> Graph:
         """The graph whose costs the cuts weigh: time, or energy."""
@@ -145,7 +145,7 @@ class Director:
             if self.work.done > MADE_RATIO * self.work.limit:
                 break
             yield
-        yield from self._again()
+        yield from self._around_pages()
         yield from self._around()
 
     def _carried(self, shares: Sequence[float]) -> Iterator[None]:
@@ -168,7 +168,7 @@ class Director:
             level_bytes = self.budget_bytes + int(over_bytes * level)
             yield from self._lowered(self.graph, self.start, level_bytes, frozenset())
 
-    def _again(self) -> Iterator[None]:
+    def _around_pages(self) -> Iterator[None]:
         """Plan around what the best sequence pages, until that does not help any more."""
         for _ in range(ROUNDS):
             before = self.best
@@ -195,9 +195,9 @@ class Director:
             if lowered is begin:
                 break
 
-    def _relieved(self, found: Mixed) -> tuple[Graph, frozenset[int]]:
+    def _relieved(self, mixed: Mixed) -> tuple[Graph, frozenset[int]]:
         """The graph in which what a sequence pages has no bytes, and the buffers that it pages."""
-        pages = first_pages(Schedule(self.graph, found.candidate.steps), found.paged.pages)
+        pages = first_pages(Schedule(self.graph, mixed.candidate.steps), mixed.paged.pages)
         return relieved(self.pager.schedule, pages), frozenset(page.buffer for page in pages)
 
     def _around(self) -> Iterator[None]:
@@ -214,11 +214,11 @@ class Director:
                 if schedule.steps[position] != HOLE:
                     schedule.try_delete(position, 1 << 62)
             prune(schedule)
-            found = self._repaired(schedule, current, random_number)
-            better = found is not None and self.rank(found) < self.rank(current)
+            mixed = self._repaired(schedule, current, random_number)
+            better = mixed is not None and self.rank(mixed) < self.rank(current)
             stale = 0 if better else stale + 1
-            if found is not None and self.rank(found)[:2] <= self.rank(current)[:2]:
-                current = found
+            if mixed is not None and self.rank(mixed)[:2] <= self.rank(current)[:2]:
+                current = mixed
             yield
 
     def _repaired(self, schedule: Schedule, current: Mixed, random_number: random.Random) -> Mixed | None:

@@ -83,20 +83,20 @@ def _with_pages(program: Program, known: list[Plan], config: PlannerConfig) -> l
     host = Host(link=config.link, nbytes=config.host_bytes, forced=config.must_page)
     director = Director(graph, budget_bytes, host, WorkLimit(config.units(len(program.ops))), energy)
     start = Candidate.of(Schedule(graph, known[-1].steps))
-    found = director.direct(start, 0)
-    return [] if found is None else [_plan_of(found, known[0], base_ns)]
+    mixed = director.direct(start, 0)
+    return [] if mixed is None else [_plan_of(mixed, known[0], base_ns)]
 
 
-def _plan_of(found: Mixed, like: Plan, base_ns: int) -> Plan:
+def _plan_of(mixed: Mixed, like: Plan, base_ns: int) -> Plan:
     return dataclasses.replace(
         like,
-        steps=tuple(OpId(op) for op in found.candidate.steps),
-        peak_bytes=found.paged.peak_bytes,
-        overhead_ratio=(found.total_ns - base_ns) / base_ns if base_ns else 0.0,
+        steps=tuple(OpId(op) for op in mixed.candidate.steps),
+        peak_bytes=mixed.paged.peak_bytes,
+        overhead_ratio=(mixed.total_ns - base_ns) / base_ns if base_ns else 0.0,
         status=Status.FEASIBLE,
-        pages=found.paged.pages,
-        waiting_ns=found.paged.waiting_ns,
-        host_peak_bytes=found.paged.host_peak_bytes,
+        pages=mixed.paged.pages,
+        waiting_ns=mixed.paged.waiting_ns,
+        host_peak_bytes=mixed.paged.host_peak_bytes,
     )
 
 

@@ -1,10 +1,10 @@
-"""Pages for a given sequence of steps: which copies wait on the host, and from when to when.
+"""Pages for a given sequence of steps: which live ranges wait on the host, and from when to when.
 
-A copy that nothing touches for a while can be away in that gap. Gaps are chosen where the program is over
-the budget, the longest first, since their copies have most time on the link; what turns out to be needless
-stays. Then the steps are gone through with a clock: a copy's bytes are free as soon as it has arrived on
-the host, or earlier at the price of waiting where the budget asks for them; it starts to come back, in the
-order of next uses, in time for its use by twice over, once its bytes fit from there to the use.
+A live range that nothing uses for a while can be away in that gap. Gaps are chosen where the program is over
+the budget, the longest first, since their live ranges have most time on the link; what turns out to be
+needless stays. Then the steps are gone through with a clock: a live range's bytes are free as soon as it has
+arrived on the host, or earlier at the price of waiting where the budget asks for them; it starts to come
+back, in the order of next uses, in time for its use by twice over, once its bytes fit from there to the use.
 
 Invariant: whatever gaps are chosen that bring the program within the budget, their pages keep it; only the
 waiting differs. It knows nothing of recomputes: a sequence that has some is one more sequence with gaps.
@@ -62,22 +62,22 @@ class Paged:
 
 
 class Gaps:
-    """The gaps between touches of a sequence's copies; one row each.
+    """The gaps between uses of a sequence's live ranges; one row each.
 
     Attributes:
         buffer, nbytes: what would be away.
         run: position of the run that made it.
-        after: position of the last touch before the gap.
+        after: position of the last use before the gap.
         use: position of the next use, the number of steps for what is needed at the end.
         back: from this position on the bytes are there again at the latest.
-        time_ns: kernels' time between both touches.
+        time_ns: kernels' time between both uses.
     """
 
     __slots__ = ("after", "back", "buffer", "nbytes", "run", "time_ns", "use")
 
     def __init__(self, schedule: Schedule, clock_ns: IntArray) -> None:
         order, n_steps = schedule.order, len(schedule.steps)
-        runs = np.maximum.accumulate(np.where(order.is_run, np.arange(len(order.position)), 0))
+        runs = np.maximum.accumulate(np.where(order.is_def, np.arange(len(order.position)), 0))
         nbytes = schedule.graph.arrays.nbytes[order.buffer]
         back = np.minimum(order.following, n_steps - 1)
         can = schedule.graph.arrays.pageable[order.buffer]
@@ -102,7 +102,7 @@ class Pager:
         self.gaps = Gaps(self.schedule, self.clock_ns)
 
     def least_bytes(self) -> int:
-        """The peak if every copy were away in all of its gaps."""
+        """The peak if every live range were away in all of its gaps."""
         away = self._away(np.arange(len(self.gaps.buffer)))
         return int((self.schedule.live - away).max(initial=self.graph.argument_bytes))
 
@@ -143,8 +143,8 @@ class Pager:
         chosen: BoolArray = np.zeros(len(gaps.buffer), dtype=np.bool_)
         chosen[forced] = True
         low: IntArray = self.schedule.live - self._away(np.asarray(forced, dtype=np.int64))
-        room = _HostRoom(gaps, self.host.nbytes, len(self.schedule.steps))
-        if not all(room.take(row) for row in forced):
+        slack = _HostSlack(gaps, self.host.nbytes, len(self.schedule.steps))
+        if not all(slack.take(row) for row in forced):
             return None
         while len(low) and low.max() > budget_bytes:
             position = int(low.argmax())
@@ -153,7 +153,7 @@ class Pager:
             for row in rows[np.argsort(rank[rows])].tolist():
                 if excess <= 0:
                     break
-                if room.take(row):
+                if slack.take(row):
                     chosen[row] = True
                     low[gaps.after[row] + 1 : gaps.back[row]] -= gaps.nbytes[row]
                     excess -= int(gaps.nbytes[row])
@@ -167,18 +167,18 @@ class Pager:
                 inside += gaps.nbytes[row]
                 chosen[row] = False
         chosen[forced] = True
-        found: IntArray = np.flatnonzero(chosen)
-        return found
+        needed: IntArray = np.flatnonzero(chosen)
+        return needed
 
     def timed(self, rows: IntArray, budget_bytes: int) -> Paged:
-        """When the chosen gaps' copies leave and come back."""
+        """When the chosen gaps' live ranges leave and come back."""
         gaps = self.gaps
         rows = rows[np.lexsort((gaps.after[rows], gaps.use[rows]))]
         return _Replay(self, rows, budget_bytes).run()
 
 
-class _HostRoom:
-    """Bytes on the host in every moment; a copy is there from its run until its last page is back."""
+class _HostSlack:
+    """Bytes on the host in every moment; a live range is there from its run until its last page is back."""
 
     def __init__(self, gaps: Gaps, limit_bytes: int, n_steps: int) -> None:
         self._gaps, self._limit_bytes = gaps, limit_bytes
@@ -226,7 +226,7 @@ class _Replay:
         self.on_way_bytes = 0
 
     def _firsts(self) -> list[bool]:
-        """Whether a page is the first of its copy, which is the one that goes over the link."""
+        """Whether a page is the first of its live range, which is the one that goes over the link."""
         earliest: dict[tuple[int, int], int] = {}
         for made, buffer, after in zip(self.made, self.buffer, self.after, strict=True):
             earliest[made, buffer] = min(after, earliest.get((made, buffer), after))
@@ -251,12 +251,12 @@ class _Replay:
     def _not_before(self) -> list[int]:
         """For every page the step that is early enough to come back in time by `LEAD` times over."""
         clock_ns = self.pager.clock_ns
-        found = [0] * len(self.use)
+        steps = [0] * len(self.use)
         free = int(clock_ns[-1])
         for k in reversed(range(len(self.use))):
             free = min(free, int(clock_ns[self.use[k]])) - LEAD * self.in_ns[k]
-            found[k] = max(0, int(np.searchsorted(clock_ns, free, side="right")) - 1)
-        return found
+            steps[k] = max(0, int(np.searchsorted(clock_ns, free, side="right")) - 1)
+        return steps
 
     def run(self) -> Paged:
         """The pages, in the order in which they come back."""
@@ -285,13 +285,13 @@ class _Replay:
                 heapq.heappush(self.on_way, (self.arrival[k], k))
                 self.on_way_bytes += self.nbytes[k]
         pages = self._pages()
-        found = replay(cost_ns, self.pager.graph.nbytes, pages, self.pager.host.link)
+        replayed = replay(cost_ns, self.pager.graph.nbytes, pages, self.pager.host.link)
         return Paged(
             pages=pages,
             peak_bytes=self._peak_bytes(),
-            waiting_ns=found.waiting_ns,
-            host_peak_bytes=found.host_peak_bytes,
-            moved_bytes=found.moved_bytes,
+            waiting_ns=replayed.waiting_ns,
+            host_peak_bytes=replayed.host_peak_bytes,
+            moved_bytes=replayed.moved_bytes,
         )
 
     def _arrive(self, step: int, clock: int) -> int:
@@ -349,7 +349,7 @@ class _Replay:
 
 
 def _by_step(positions: Sequence[int]) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
+    by_step: dict[int, list[int]] = {}
     for k, position in enumerate(positions):
-        found.setdefault(position, []).append(k)
-    return found
+        by_step.setdefault(position, []).append(k)
+    return by_step

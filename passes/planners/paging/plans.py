@@ -55,17 +55,17 @@ def frontier_paged(program: Program, budgets_bytes: Sequence[int], config: Plann
     begin = time.perf_counter()
     paging = _Paging(program, config)
     alone = search.frontier(program, budgets_bytes, _alone(config))
-    found: dict[int, Plan] = {}
+    plans: dict[int, Plan] = {}
     for plan in sorted(alone, key=lambda plan: plan.budget_bytes):
         made = paging.plan(plan.budget_bytes, plan)
-        for other in found.values():
+        for other in plans.values():
             cheaper = made.status.found and other.overhead_ratio >= made.overhead_ratio
             if other.status.found and not cheaper:
                 made = _for_more(other, made)
-        found[plan.budget_bytes] = made
+        plans[plan.budget_bytes] = made
     seconds = time.perf_counter() - begin
     return tuple(
-        dataclasses.replace(found[b], planner=config.planner, seconds=seconds) for b in budgets_bytes
+        dataclasses.replace(plans[b], planner=config.planner, seconds=seconds) for b in budgets_bytes
     )
 
 
@@ -95,18 +95,18 @@ class _Paging:
         self.host = Host(link=config.link, nbytes=config.host_bytes, forced=config.must_page)
         self.graph = Graph.of(program)
         self.base_ns = sum(self.graph.cost_ns)
-        self._bound = Bound(self.graph, config.moments(len(program.ops)) if config.bound else 1)
+        self._bound = Bound(self.graph, config.n_cuts(len(program.ops)) if config.bound else 1)
 
     def plan(self, budget_bytes: int, alone: Plan) -> Plan:
         """The cheaper of recompute alone and of the best sequence with pages."""
         bound_ratio = self._bound.paged_ratio(budget_bytes, self.host.link, self.host.nbytes)
         near_ratio = bound_ratio * (1 + NEAR_BOUND) + NEAR_OVERHEAD
-        found = self._directed(alone, budget_bytes, self.base_ns + int(near_ratio * self.base_ns))
+        mixed = self._directed(alone, budget_bytes, self.base_ns + int(near_ratio * self.base_ns))
         if not self.config.bound:
             bound_ratio = 0.0
-        if found is None or (found.end_bytes > budget_bytes and alone.status.found):
+        if mixed is None or (mixed.end_bytes > budget_bytes and alone.status.found):
             return self._without(alone, bound_ratio)
-        made = self._plan(found, budget_bytes, bound_ratio)
+        made = self._plan(mixed, budget_bytes, bound_ratio)
         if alone.status.found and not self.host.forced and alone.overhead_ratio <= made.overhead_ratio:
             return self._without(alone, bound_ratio)
         return made
@@ -119,9 +119,9 @@ class _Paging:
         for _ in range(LEAST_ROUNDS):
             if low_bytes >= high_bytes:
                 break
-            found = self._directed(alone, low_bytes, 0, placed=False)
-            if found is not None:
-                best, high_bytes = self._plan(found, low_bytes, 0.0), low_bytes
+            mixed = self._directed(alone, low_bytes, 0, placed=False)
+            if mixed is not None:
+                best, high_bytes = self._plan(mixed, low_bytes, 0.0), low_bytes
                 break
             low_bytes = max(low_bytes + 1, (low_bytes + high_bytes) // 2)
         return best
@@ -136,22 +136,22 @@ class _Paging:
         for ratio in PLACED_RATIOS if placed else (1.0,):
             work = WorkLimit(self.config.units(len(self.graph.cost_ns)))
             director = Director(self.graph, int(ratio * budget_bytes), self.host, work)
-            found = director.direct(candidate, floor_ns)
-            if found is None or not placed:
-                return found or best
-            found = self._placed(found, budget_bytes)
-            if best is None or found.end_bytes < best.end_bytes:
-                best = found
+            mixed = director.direct(candidate, floor_ns)
+            if mixed is None or not placed:
+                return mixed or best
+            mixed = self._placed(mixed, budget_bytes)
+            if best is None or mixed.end_bytes < best.end_bytes:
+                best = mixed
             if best.end_bytes <= budget_bytes:
                 break
         return best
 
-    def _placed(self, found: Mixed, budget_bytes: int) -> Mixed:
+    def _placed(self, mixed: Mixed, budget_bytes: int) -> Mixed:
         """The same with offsets, of what comes back, too."""
-        placement = place_graph(self.graph, found.candidate.steps, budget_bytes, found.paged.pages)
+        placement = place_graph(self.graph, mixed.candidate.steps, budget_bytes, mixed.paged.pages)
         return dataclasses.replace(
-            found,
-            candidate=dataclasses.replace(found.candidate, offsets=placement.offsets),
+            mixed,
+            candidate=dataclasses.replace(mixed.candidate, offsets=placement.offsets),
             page_offsets=placement.page_offsets,
             end_bytes=placement.heap_bytes,
         )
@@ -170,24 +170,24 @@ class _Paging:
             alone, status=status, lower_bound_ratio=bound_ratio, host_budget_bytes=self.host.nbytes
         )
 
-    def _plan(self, found: Mixed, budget_bytes: int, bound_ratio: float) -> Plan:
+    def _plan(self, mixed: Mixed, budget_bytes: int, bound_ratio: float) -> Plan:
         """A plan of what was found."""
-        proved = found.total_ns <= self.base_ns + math.ceil(self.base_ns * bound_ratio - ROUNDING_NS)
+        proved = mixed.total_ns <= self.base_ns + math.ceil(self.base_ns * bound_ratio - ROUNDING_NS)
         status = Status.OPTIMAL if proved else Status.FEASIBLE
-        misses = max(found.paged.peak_bytes, found.end_bytes) > budget_bytes
+        misses = max(mixed.paged.peak_bytes, mixed.end_bytes) > budget_bytes
         return Plan(
-            steps=tuple(OpId(op) for op in found.candidate.steps),
-            peak_bytes=found.paged.peak_bytes,
+            steps=tuple(OpId(op) for op in mixed.candidate.steps),
+            peak_bytes=mixed.paged.peak_bytes,
             budget_bytes=budget_bytes,
-            overhead_ratio=(found.total_ns - self.base_ns) / self.base_ns if self.base_ns else 0.0,
+            overhead_ratio=(mixed.total_ns - self.base_ns) / self.base_ns if self.base_ns else 0.0,
             lower_bound_ratio=bound_ratio,
             status=Status.UNKNOWN if misses else status,
             planner=self.config.planner,
             seconds=0.0,
-            offsets=found.candidate.offsets,
-            pages=found.paged.pages,
-            page_offsets=found.page_offsets,
-            waiting_ns=found.paged.waiting_ns,
-            host_peak_bytes=found.paged.host_peak_bytes,
+            offsets=mixed.candidate.offsets,
+            pages=mixed.paged.pages,
+            page_offsets=mixed.page_offsets,
+            waiting_ns=mixed.paged.waiting_ns,
+            host_peak_bytes=mixed.paged.host_peak_bytes,
             host_budget_bytes=self.host.nbytes,
         )

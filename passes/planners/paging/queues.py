@@ -21,7 +21,7 @@ import numpy as np
 from passes.ir import OpId, Page, Program
 from passes.link import Link
 from passes.liveness import IntArray
-from passes.returned import pages_by_copy
+from passes.returned import pages_by_range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -114,7 +114,7 @@ class _Events:
         self.in_start: dict[int, list[int]] = {}
         self.in_done: dict[int, list[int]] = {}
         place = {id(page): k for k, page in enumerate(pages)}
-        first = {place[id(own[0])] for own in pages_by_copy(pages).values()}
+        first = {place[id(own[0])] for own in pages_by_range(pages).values()}
         for k, page in enumerate(pages):
             if page.in_done > n_steps:
                 raise ValueError(f"there are {n_steps} steps, but a page is back before step {page.in_done}")
@@ -131,7 +131,7 @@ class _Events:
 def _host_bytes(nbytes: Sequence[int], pages: Sequence[Page], n_steps: int) -> IntArray:
     """Bytes on the host in the moment before each step and at the end."""
     change = np.zeros(n_steps + 2, dtype=np.int64)
-    for (run, buffer), own in pages_by_copy(pages).items():
+    for (run, buffer), own in pages_by_range(pages).items():
         change[run + 1] += nbytes[buffer]
         change[own[-1].in_done + 1] -= nbytes[buffer]
     host: IntArray = np.cumsum(change[:-1])

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coop_jax import again, aot, mark
+from coop_jax import aot, mark, relowering
 from coop_jax.errors import InfeasibleBudgetError
 from coop_jax.remat import remat
 from tests.models import chain_step
@@ -115,20 +115,20 @@ def test_nothing_is_wished_for_outside_of_a_second_look() -> None:
     seen = []
 
     def watched(ws: list[Any], x: Any) -> Any:
-        seen.append(again.wish())
+        seen.append(relowering.wish())
         return loss(ws, x)
 
     jax.jit(jax.grad(remat(watched, budget=0.9))).lower(WEIGHTS, BATCHES[0]).compile()
     assert seen[0] is None
     assert any(wish is not None and wish.plain for wish in seen)
-    assert again.wish() is None
+    assert relowering.wish() is None
 
 
 def test_what_is_decorated_as_a_whole_is_traced_once_however_often_it_is_looked_at() -> None:
     traces = []
 
     def watched(ws: list[Any], x: Any) -> Any:
-        traces.append(again.wish())
+        traces.append(relowering.wish())
         return chain_step(ws, x)
 
     memory = aot.memory(jax.jit(chain_step).lower(WEIGHTS, BATCHES[0]).compile())

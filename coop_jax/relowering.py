@@ -62,14 +62,14 @@ _WISH = jax.make_user_context(None)
 
 def wish() -> Wish | None:
     """What is wished for in this thread; None for what the user asked for."""
-    found: Wish | None = _WISH.value
-    return found
+    wished: Wish | None = _WISH.value
+    return wished
 
 
 def nothing_wished() -> AbstractContextManager[None]:
     """In it nothing is wished for: what is known of a jaxpr is known whatever was wished."""
-    found: AbstractContextManager[None] = _WISH(None)
-    return found
+    context: AbstractContextManager[None] = _WISH(None)
+    return context
 
 
 class PlannedAlreadyError(Exception):
@@ -115,12 +115,12 @@ def plain_program(program: BeingLowered, device: str) -> Plain | None:
     Args:
         device: name of the cost model.
     """
-    found = _PLAIN.setdefault(program.jaxpr, {})
+    by_device = _PLAIN.setdefault(program.jaxpr, {})
     options = compat.compiler_options()
     key = (device, compat.trace_context(), str(options))
-    if key not in found:
-        found[key] = _plain(program, device, options)
-    return found[key]
+    if key not in by_device:
+        by_device[key] = _plain(program, device, options)
+    return by_device[key]
 
 
 def _plain(program: BeingLowered, device: str, options: dict[str, Any] | None) -> Plain | None:
@@ -140,10 +140,10 @@ def _plain(program: BeingLowered, device: str, options: dict[str, Any] | None) -
 
 def written_bytes(program: BeingLowered) -> int:
     """Bytes in total of the program with the plans that are written in it, and no more; 0 where unknown."""
-    found = variant(program, Wish(), None, skip=lambda _: False)
-    if found is None or found.record.hlo is None:
+    written = variant(program, Wish(), None, skip=lambda _: False)
+    if written is None or written.record.hlo is None:
         return 0
-    return found.record.hlo.fixed_bytes + found.record.hlo.before_temp_bytes
+    return written.record.hlo.fixed_bytes + written.record.hlo.before_temp_bytes
 
 
 def variant(
