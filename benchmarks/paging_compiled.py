@@ -6,7 +6,7 @@
 For each program the least budget is asked for twice, without and with host memory: a budget that nothing can
 keep is refused with the least that was found. A budget halfway between is then compiled. Bytes are XLA's own
 count on both sides, beside what was predicted; the overhead is an estimate, and nothing has run. The
-scheduled module of the result goes through the abstract machine (`passes.hlo.replay`).
+scheduled module of the result goes through the abstract machine (`tests/replay.py`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ from coop_jax.text import format_table
 from examples.models import GPTConfig, MLPConfig, Problem, gpt, mlp, scanned
 from passes.hlo import graph, proto
 from passes.hlo.assign import Assigner
-from passes.hlo.replay import replay
-from passes.hlo.xla_assignment import predicted_addresses
 from passes.jaxpr import compat
+from tests.replay import predicted_addresses, replay
 
 HOST = "1GiB"
 PROGRAMS: dict[str, Callable[[], Problem]] = {

@@ -5,7 +5,7 @@
     python -m benchmarks.tpu --table          # only the table of what was measured before
 
 Compiled, not run. Bytes are XLA's. Two judges of time: the cycles that XLA's compiler estimates for the
-kernels of the final module (`passes/hlo/cycles.py`), loop bodies times their trip counts, which is nothing of
+kernels of the final module (`benchmarks/cycles.py`), loop bodies times their trip counts, which is nothing of
 ours; and our roofline of the same module. Rows: the plain program, or how much it needs where it does not
 fit; its blocks under `jax.checkpoint` with three policies; XLA's own pass, which aims at a limit of the
 compile; coop at the bytes of each of them, at .8 of the least, and at what a refusal calls the least. A line
@@ -30,6 +30,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import jax
 
 import coop_jax as coop
+from benchmarks.cycles import program_cycles
 from benchmarks.models import POLICIES, Blocks, Model, Net, find, lower, program
 from coop_jax import aot, tpu
 from coop_jax.errors import CoopError, error_from_text
@@ -37,7 +38,6 @@ from coop_jax.text import format_table
 from examples.models import GPTConfig, gpt, scanned
 from passes.cost import DEVICES
 from passes.hlo import proto
-from passes.hlo.cycles import program_cycles
 
 MIB = 1 << 20
 BELOW_RATIO = 0.8

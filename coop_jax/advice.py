@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.stages import Lowered
 
 from coop_jax import aot
 from coop_jax.errors import BudgetExceededError, CoopError, InfeasibleBudgetError
@@ -174,7 +175,7 @@ def least_of(
     return (None if isinstance(answer, CoopError) else asked_bytes), False
 
 
-def donations(lowered: Any) -> tuple[Donation, ...]:
+def donations(lowered: Lowered) -> tuple[Donation, ...]:
     """Arguments of a lowered program whose arrays outputs could take over, largest first."""
     free: dict[Any, int] = {}
     for out in jax.tree.leaves(lowered.out_info):

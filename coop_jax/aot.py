@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import topologies
+from jax.stages import Compiled
 
 from coop_jax import on_host, serialized, tpu
 from coop_jax.errors import UnsupportedError
@@ -109,7 +110,7 @@ class Memory:
         )
 
 
-def kernels_ns(compiled: Any, device: DeviceModel) -> int:
+def kernels_ns(compiled: Compiled, device: DeviceModel) -> int:
     """Estimated time of all kernels of a compiled program, by a roofline model of the device.
 
     Args:
@@ -125,9 +126,9 @@ def inner_compiled(given: Any) -> Any:
     return inner if isinstance(inner, jax.stages.Compiled) else given
 
 
-def final_module(compiled: Any) -> bytes:
+def final_module(compiled: Compiled) -> bytes:
     """The HloModuleProto that a compiled program runs, serialized."""
-    return bytes(compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
+    return bytes(serialized.runtime(compiled).hlo_modules()[0].as_serialized_hlo_module_proto())
 
 
 def target(name: str) -> Target:
@@ -299,7 +300,7 @@ def _told_to_kernels(device: Any) -> Any:
     )
 
 
-def memory(compiled: Any) -> Memory:
+def memory(compiled: Compiled) -> Memory:
     """What XLA's memory analysis of a compiled program says, per device.
 
     Raises:

@@ -33,6 +33,7 @@ from coop_jax.pairs import Pair, Pullback, make_pair, once_more, pull_jaxpr
 from coop_jax.sizes import check_sizes
 from coop_jax.source import Source
 from passes.jaxpr import compat
+from passes.jaxpr.compat import ClosedJaxpr
 
 compat.hide_frames(__file__)
 
@@ -41,7 +42,7 @@ coop_part_p = compat.new_primitive("coop_remat_part")
 coop_linear_p = compat.new_primitive("coop_linear")
 
 
-def bind(jaxpr: Any, config: RematConfig, values: Sequence[Any]) -> list[Any]:
+def bind(jaxpr: ClosedJaxpr, config: RematConfig, values: Sequence[Any]) -> list[Any]:
     """Apply `jaxpr` to `values` as a part of the program that asks for `config`."""
     jaxpr, consts = compat.hoist_consts(jaxpr)
     check_sizes([*consts, *values], config.name)
@@ -51,7 +52,7 @@ def bind(jaxpr: Any, config: RematConfig, values: Sequence[Any]) -> list[Any]:
 
 
 def _bind_part(
-    jaxpr: Any, config: RematConfig, planned: Planned, source: Source, values: Sequence[Any]
+    jaxpr: ClosedJaxpr, config: RematConfig, planned: Planned, source: Source, values: Sequence[Any]
 ) -> list[Any]:
     """Apply what is planned already."""
     jaxpr, consts = compat.hoist_consts(jaxpr)
@@ -61,7 +62,7 @@ def _bind_part(
 
 
 def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, config: RematConfig
+    primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr, config: RematConfig
 ) -> tuple[list[Any], list[Any]]:
     nonzeros = [not compat.is_zero(t) for t in tangents]
     jvp_jaxpr, nonzeros_out = compat.jvp_jaxpr(jaxpr, nonzeros)
@@ -71,7 +72,7 @@ def _jvp(
 
 
 def _linearize(
-    for_transpose: bool, nonzeros: Sequence[bool], *primals: Any, jaxpr: Any, config: RematConfig
+    for_transpose: bool, nonzeros: Sequence[bool], *primals: Any, jaxpr: ClosedJaxpr, config: RematConfig
 ) -> tuple[Any, ...]:
     differentiated = tuple(
         nz and compat.has_tangents(aval) for nz, aval in zip(nonzeros, jaxpr.in_avals, strict=True)
@@ -97,7 +98,7 @@ def _linearize_in_place(
     for_transpose: bool,
     differentiated: tuple[bool, ...],
     primals: Sequence[Any],
-    jaxpr: Any,
+    jaxpr: ClosedJaxpr,
     config: RematConfig,
 ) -> tuple[Any, ...]:
     """Linearize what will not be transposed, or not as a whole, as the equations that it holds."""
@@ -118,7 +119,7 @@ def _part_jvp(
     primals: Sequence[Any],
     tangents: Sequence[Any],
     *,
-    jaxpr: Any,
+    jaxpr: ClosedJaxpr,
     config: RematConfig,
     planned: Planned,
     source: Source,
@@ -135,7 +136,7 @@ def _part_linearize(
     for_transpose: bool,
     nonzeros: Sequence[bool],
     *primals: Any,
-    jaxpr: Any,
+    jaxpr: ClosedJaxpr,
     config: RematConfig,
     planned: Planned,
     source: Source,
@@ -156,7 +157,7 @@ def _part_linearize(
 
 
 def _saved(
-    operands: Sequence[Any], jaxpr: Any, config: RematConfig, planned: Planned, source: Source
+    operands: Sequence[Any], jaxpr: ClosedJaxpr, config: RematConfig, planned: Planned, source: Source
 ) -> list[Any]:
     """The results of a part that its source does not give; references stay as they are."""
     if len(jaxpr.out_avals) == source.n_results:
@@ -174,7 +175,7 @@ def _no_tangent(value: Any) -> Any:
 
 
 @compat.cached_by_jaxpr
-def _push_jaxpr(jaxpr: Any, pair: Pair) -> Any:
+def _push_jaxpr(jaxpr: ClosedJaxpr, pair: Pair) -> Any:
     """(*args, *what references held, *tangents) -> tangents of the outs: everything is recomputed."""
     jaxpr = once_more(jaxpr)
     n_args, n_refs = len(pair.differentiated), len(pair.references)
@@ -201,7 +202,7 @@ def _pushed(operands: Sequence[Any], pair: Pair) -> list[Any]:
 
 
 def _linear_jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, config: RematConfig, pair: Pair
+    primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr, config: RematConfig, pair: Pair
 ) -> tuple[list[Any], list[Any]]:
     """Saved values follow from the arguments, so their tangents are not looked at."""
     del config
@@ -215,7 +216,7 @@ def _linear_jvp(
 
 
 def _linear_transpose(
-    cotangents: Sequence[Any], *operands: Any, jaxpr: Any, config: RematConfig, pair: Pair
+    cotangents: Sequence[Any], *operands: Any, jaxpr: ClosedJaxpr, config: RematConfig, pair: Pair
 ) -> tuple[list[Any], Any]:
     """Gradients by the planned backward part, or from the arguments if other cotangents arrive; and logs."""
     n_args, n_linear = len(pair.differentiated), sum(pair.differentiated)
@@ -244,7 +245,7 @@ def _linear_transpose(
 
 
 def _transpose(
-    cotangents: Sequence[Any], *operands: Any, jaxpr: Any, config: RematConfig
+    cotangents: Sequence[Any], *operands: Any, jaxpr: ClosedJaxpr, config: RematConfig
 ) -> tuple[list[Any], Any]:
     """A call that is linear in some operands: split it there, run the one part, transpose the other."""
     del config
@@ -260,7 +261,7 @@ def _transpose(
 def _part_transpose(
     cotangents: Sequence[Any],
     *operands: Any,
-    jaxpr: Any,
+    jaxpr: ClosedJaxpr,
     config: RematConfig,
     planned: Planned,
     source: Source,
@@ -273,7 +274,7 @@ def _part_transpose(
 
 
 def _batch(
-    axis: Any, values: Sequence[Any], dims: Sequence[Any], *, jaxpr: Any, config: RematConfig
+    axis: Any, values: Sequence[Any], dims: Sequence[Any], *, jaxpr: ClosedJaxpr, config: RematConfig
 ) -> tuple[list[Any], list[int | None]]:
     batched, on_axis = compat.batch_jaxpr(jaxpr, axis, dims)
     return bind(batched, config, values), [0 if b else None for b in on_axis]
@@ -284,7 +285,7 @@ def _part_batch(
     values: Sequence[Any],
     dims: Sequence[Any],
     *,
-    jaxpr: Any,
+    jaxpr: ClosedJaxpr,
     config: RematConfig,
     planned: Planned,
     source: Source,
@@ -295,14 +296,20 @@ def _part_batch(
 
 
 def _linear_batch(
-    axis: Any, values: Sequence[Any], dims: Sequence[Any], *, jaxpr: Any, config: RematConfig, pair: Pair
+    axis: Any,
+    values: Sequence[Any],
+    dims: Sequence[Any],
+    *,
+    jaxpr: ClosedJaxpr,
+    config: RematConfig,
+    pair: Pair,
 ) -> tuple[list[Any], list[int | None]]:
     del config
     batched, on_axis = compat.batch_jaxpr(_push_jaxpr(jaxpr, pair), axis, _pushed(dims, pair))
     return compat.evaluate(batched, _pushed(values, pair)), [0 if b else None for b in on_axis]
 
 
-def _linear_lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, pair: Pair) -> Any:
+def _linear_lower(ctx: Any, *operands: Any, jaxpr: ClosedJaxpr, config: RematConfig, pair: Pair) -> Any:
     del config
     return compat.lower_inline(ctx, _push_jaxpr(jaxpr, pair), _pushed(operands, pair))
 
@@ -310,7 +317,7 @@ def _linear_lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, pai
 def _part_checked(
     apply: Callable[..., Any],
     *operands: Any,
-    jaxpr: Any,
+    jaxpr: ClosedJaxpr,
     config: RematConfig,
     planned: Planned,
     source: Source,

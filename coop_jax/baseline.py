@@ -24,6 +24,7 @@ from coop_jax.requests import OneDevice, Partition
 from passes.cost import DeviceModel
 from passes.jaxpr import compat
 from passes.jaxpr.candidate import JaxprRequest
+from passes.jaxpr.compat import ClosedJaxpr
 from passes.pipeline import plan_program
 
 compat.hide_frames(__file__)
@@ -48,7 +49,7 @@ class Part:
         plains: gives more programs that the enclosing one may be without rematerialization.
     """
 
-    jaxpr: Any
+    jaxpr: ClosedJaxpr
     is_plain: bool
     plains: Callable[[], Sequence[Any]]
 

@@ -23,8 +23,9 @@ from passes.checked import InputError, is_whole, whole_of
 from passes.ir import Plan, Program
 from passes.link import LINKS, Link
 from passes.liveness import Graph
-from passes.offsets.best_fit import place_graph
+from passes.offsets.placement import place_graph
 from passes.planners import PlannerConfig, plan
+from passes.planners.placing import end_of
 from passes.registry import PLANNERS
 from passes.simulate import simulate
 from passes.validate import validate
@@ -227,18 +228,12 @@ def _host_rows(made: Plan) -> list[tuple[str, str]]:
 
 def placed_bytes(program: Program, made: Plan) -> int:
     """The end of the highest live range: at the plan's offsets, or at best fit's if that ends lower."""
-    argument_bytes = sum(program.buffers[b].nbytes for b in program.arguments)
-    ends = [
-        offset + program.buffers[b].nbytes
-        for step, offsets in zip(made.steps, made.offsets, strict=bool(made.offsets))
-        for b, offset in zip(dict.fromkeys(program.ops[step].outputs), offsets, strict=True)
-    ]
-    ends += [
-        offset + program.buffers[page.buffer].nbytes
-        for page, offset in zip(made.pages, made.page_offsets, strict=bool(made.offsets))
-    ]
-    best_fit_bytes = place_graph(Graph.of(program), made.steps, None, made.pages).heap_bytes
-    return min(best_fit_bytes, max(ends, default=argument_bytes)) if made.offsets else best_fit_bytes
+    graph = Graph.of(program)
+    best_fit_bytes = place_graph(graph, made.steps, None, made.pages).heap_bytes
+    if not made.offsets:
+        return best_fit_bytes
+    back = [o + graph.nbytes[page.buffer] for page, o in zip(made.pages, made.page_offsets, strict=True)]
+    return min(best_fit_bytes, max([end_of(graph, made), *back]))
 
 
 def _status(made: Plan) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from jax.stages import Compiled
+
 from coop_jax import mark
 from coop_jax.inspecting import inspect
 from coop_jax.saving import Shown, save
@@ -12,7 +14,9 @@ from coop_jax.tables import memory_blocks
 from passes.memory_map import MemoryMap
 
 
-def draw(compiled: Any, path: str | Path, *, before: Any = None, budget_bytes: int | None = None) -> None:
+def draw(
+    compiled: Compiled, path: str | Path, *, before: Any = None, budget_bytes: int | None = None
+) -> None:
     """Draw where the memory of a compiled program is: over time by kind, and at its addresses.
 
     Args:

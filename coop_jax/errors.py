@@ -79,7 +79,20 @@ class ArgumentError(CoopError, ValueError):
     page = "errors/argument"
 
 
-class BudgetExceededError(CoopError):
+class _WithNumbers(CoopError):
+    """An error whose message is made of its attributes, which are what its class is called with."""
+
+    def fields(self) -> dict[str, Any]:
+        """See `CoopError.fields`."""
+        return {name: value for name, value in vars(self).items() if name != "__notes__"}
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
+        """See `CoopError.from_fields`."""
+        return cls(**fields)
+
+
+class BudgetExceededError(_WithNumbers):
     """XLA's own count of a compiled program is above its budget.
 
     Attributes:
@@ -120,22 +133,8 @@ class BudgetExceededError(CoopError):
             f"XLA made something larger of the plan than was foreseen. {remedy}"
         )
 
-    def fields(self) -> dict[str, Any]:
-        """See `CoopError.fields`."""
-        return {
-            "budget_bytes": self.budget_bytes,
-            "compiled_bytes": self.compiled_bytes,
-            "memory": self.memory,
-            "held_bytes": self.held_bytes,
-        }
 
-    @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
-        """See `CoopError.from_fields`."""
-        return cls(**fields)
-
-
-class InfeasibleBudgetError(CoopError):
+class InfeasibleBudgetError(_WithNumbers):
     """No plan for the budget was found. All bytes are per device and of the whole program.
 
     Attributes:
@@ -210,20 +209,7 @@ class InfeasibleBudgetError(CoopError):
 
     def fields(self) -> dict[str, Any]:
         """See `CoopError.fields`."""
-        return {
-            "budget_bytes": self.budget_bytes,
-            "least_bytes": self.least_bytes,
-            "proved": self.proved,
-            "argument_bytes": self.argument_bytes,
-            "output_bytes": self.output_bytes,
-            "alias_bytes": self.alias_bytes,
-            "tightest": [[v.op, v.source, v.nbytes] for v in self.tightest],
-            "advice": list(self.advice),
-            "constraints": self.constraints,
-            "estimated": self.estimated,
-            "host_budget_bytes": self.host_budget_bytes,
-            "host_bytes": self.host_bytes,
-        }
+        return {**super().fields(), "tightest": [[v.op, v.source, v.nbytes] for v in self.tightest]}
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.stages import Compiled
 
 from coop_jax import aot, serialized
 from coop_jax.addresses import real_assignment
@@ -92,7 +93,7 @@ def inspect(source: Any, *, platform: str | None = None, module: str | None = No
     return open_path(path, platform=platform, module=module).memory_map()
 
 
-def open_compiled(compiled: Any) -> Opened:
+def open_compiled(compiled: Compiled) -> Opened:
     """Read a compiled program of this process."""
     compiled = aot.inner_compiled(compiled)
     if not hasattr(compiled, "memory_analysis"):

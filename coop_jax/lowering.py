@@ -29,6 +29,7 @@ from passes.hlo.enforce import OnFragmentation
 from passes.ir import Status
 from passes.jaxpr import compat
 from passes.jaxpr.candidate import JaxprRequest
+from passes.jaxpr.compat import ClosedJaxpr
 from passes.jaxpr.constraints import constrain_pair, constrain_program
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.scans.host_stacks import offloaded_bytes, uses_host, with_host_stacks
@@ -76,15 +77,15 @@ class Planned:
     """
 
     outcome: StageOutcome
-    forward: Any
-    backward: Any
+    forward: ClosedJaxpr
+    backward: ClosedJaxpr
     n_outs: int
 
     def __repr__(self) -> str:
         return f"Planned({self.outcome.status}, {self.outcome.planned_temp_bytes} bytes)"
 
 
-def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Planned | None) -> Any:
+def lower(ctx: Any, *operands: Any, jaxpr: ClosedJaxpr, config: RematConfig, planned: Planned | None) -> Any:
     """The lowering rule: write the planned function in place and mark the program."""
     asked = relowering.wish()
     if asked is not None and asked.plain and (planned is None or not planned.outcome.changed):
@@ -99,7 +100,7 @@ def lower(ctx: Any, *operands: Any, jaxpr: Any, config: RematConfig, planned: Pl
 
 
 def _planned_and_marked(
-    ctx: Any, jaxpr: Any, config: RematConfig, planned: Planned | None, asked: Wish | None
+    ctx: Any, jaxpr: ClosedJaxpr, config: RematConfig, planned: Planned | None, asked: Wish | None
 ) -> Any:
     """The jaxpr to write in the place of `jaxpr`, in a program that is marked."""
     facts = module.module_facts(ctx)
@@ -115,12 +116,13 @@ def _planned_and_marked(
         known = baseline(program, _part(jaxpr, planned), facts, devices, request)
     budget_bytes = _budget_bytes(config, facts, known) if asked is None else asked.budget_bytes
     budget_bytes = _at_most_the_devices(budget_bytes, facts)
-    if planned is None:
+    if constrained is not None:
         is_plain = constrained is plain and isinstance(devices, OneDevice)
         known_bytes = known.total_bytes if known is not None and known.compiled and is_plain else None
         request = request_of(devices, budget_bytes, device, config.planner, known_bytes)
         jaxpr, outcome = _plan_whole(constrained, request, devices, facts, config, asked)
     else:
+        assert planned is not None, "the program is planned here or was"
         outcome = _as_planned(planned, devices, budget_bytes)
     if BACKENDS[facts.platforms[0]].pages:
         jaxpr, paged = with_host_stacks(jaxpr)
@@ -154,7 +156,7 @@ def _planned_and_marked(
     return jaxpr
 
 
-def _part(jaxpr: Any, planned: Planned | None) -> Part:
+def _part(jaxpr: ClosedJaxpr, planned: Planned | None) -> Part:
     """What of the program is known where the whole cannot be had."""
     plains = (lambda: ()) if planned is None else (lambda: _plain_programs(planned))
     is_plain = planned is None or not planned.outcome.changed
@@ -220,7 +222,7 @@ def _program_key(unplanned: Sequence[Any], facts: module.ModuleFacts, record: Re
 
 
 def plan_pair(
-    forward: Any, backward: Any, n_outs: int, config: RematConfig
+    forward: ClosedJaxpr, backward: ClosedJaxpr, n_outs: int, config: RematConfig
 ) -> tuple[tuple[Any, Any], Planned]:
     """Plan a forward and a backward part together, for a program that holds nothing else.
 
@@ -261,7 +263,7 @@ def plan_pair(
     return parts, Planned(outcome=outcome, forward=forward, backward=backward, n_outs=n_outs)
 
 
-def _constrained(plain: Any, config: RematConfig) -> Any:
+def _constrained(plain: ClosedJaxpr, config: RematConfig) -> Any:
     """`plain` with what the user asked about single values; the same object if that is nothing."""
     try:
         return constrain_program(plain, config.constraints)
@@ -270,7 +272,7 @@ def _constrained(plain: Any, config: RematConfig) -> Any:
 
 
 def _plan_whole(
-    plain: Any,
+    plain: ClosedJaxpr,
     request: JaxprRequest,
     devices: OneDevice | Partition,
     facts: module.ModuleFacts,
@@ -372,7 +374,7 @@ def _expected_device(avals: Sequence[Any]) -> Any:
 
 
 @compat.cached_by_jaxpr
-def _inlined(jaxpr: Any) -> Any:
+def _inlined(jaxpr: ClosedJaxpr) -> Any:
     """`jaxpr` as straight-line code; the same object every time."""
     return inline_calls(jaxpr)
 
@@ -386,7 +388,7 @@ def _nbytes(avals: Sequence[Any]) -> int:
     return sum(map(compat.aval_nbytes, avals))
 
 
-def _digest(jaxpr: Any) -> str:
+def _digest(jaxpr: ClosedJaxpr) -> str:
     """Tells programs apart by their equations and shapes, the same in every process."""
     parts = [str(aval) for aval in jaxpr.in_avals]
     for eqn in jaxpr.eqns:

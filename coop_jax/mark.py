@@ -13,8 +13,9 @@ import itertools
 from typing import Any
 
 import jax
+from jax.stages import Compiled, Lowered
 
-from coop_jax import module
+from coop_jax import module, serialized
 from coop_jax.callback import install
 from coop_jax.record import FACTS, TRIAL, Record, marked
 from coop_jax.registry import REGISTRY, Alternatives, Trial, record_from, record_of_module
@@ -51,7 +52,7 @@ def write(ctx: Any, record: Record, digest: str, alternatives: Alternatives | No
     return record
 
 
-def look(lowered: Any, record: Record) -> Trial | None:
+def look(lowered: Lowered, record: Record) -> Trial | None:
     """Compile a lowered program as far as XLA's schedule, before code is generated, to look at it.
 
     Args:
@@ -71,15 +72,15 @@ def look(lowered: Any, record: Record) -> Trial | None:
     return REGISTRY.forget(record).trial
 
 
-def record_of_lowered(lowered: Any) -> Record | None:
+def record_of_lowered(lowered: Lowered) -> Record | None:
     """The record of a program that is lowered but not compiled; None if it holds no decorated function."""
     attributes = module.attributes_of(lowered.compiler_ir("stablehlo"))
     return record_from(attributes) if FACTS in attributes else None
 
 
-def record_of(compiled: Any) -> Record | None:
+def record_of(compiled: Compiled) -> Record | None:
     """The record of a compiled program (`jax.stages.Compiled`); None if it holds no decorated function."""
-    modules = compiled.runtime_executable().hlo_modules()
+    modules = serialized.runtime(compiled).hlo_modules()
     record = record_of_module(modules[0].as_serialized_hlo_module_proto()) if modules else None
     if record is None or record.hlo is None or record.hlo.status.found:
         return record

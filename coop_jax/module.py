@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Lowered
 from jaxlib.mlir import ir
 
 from passes.backend import BACKENDS
@@ -221,7 +222,7 @@ def is_for_export(ctx: Any) -> bool:
     return bool(ctx.module_context.lowering_parameters.for_export)
 
 
-def platforms_of(lowered: Any) -> tuple[str, ...]:
+def platforms_of(lowered: Lowered) -> tuple[str, ...]:
     """The platforms that a lowered program is for, such as ("cuda",)."""
     return tuple(lowered._lowering._platforms)
 
@@ -232,12 +233,12 @@ def python_calls(ctx: Any) -> list[Any]:
     return calls
 
 
-def python_calls_of(lowered: Any) -> list[Any]:
+def python_calls_of(lowered: Lowered) -> list[Any]:
     """The Python functions that a lowered program calls, by number."""
     return list(lowered._lowering.compile_args["host_callbacks"])
 
 
-def with_own_module(lowered: Any) -> Any:
+def with_own_module(lowered: Lowered) -> Any:
     """A lowered program with a module of its own: JAX remembers what it lowered, and what it made of it."""
     own, lowering = copy.copy(lowered), copy.copy(lowered._lowering)
     whole = lowering._hlo.operation
@@ -252,20 +253,20 @@ def module_attributes(ctx: Any) -> dict[str, str]:
     return attributes_of(ctx.module_context.module)
 
 
-def attributes_of(lowered: Any) -> dict[str, str]:
+def attributes_of(stablehlo: Any) -> dict[str, str]:
     """The frontend attributes of a StableHLO module."""
-    attributes = lowered.operation.attributes
+    attributes = stablehlo.operation.attributes
     if _ATTRIBUTES not in attributes:
         return {}
     attributes_here = ir.DictAttr(attributes[_ATTRIBUTES])
     return {item.name: ir.StringAttr(item.attr).value for item in attributes_here}
 
 
-def set_module_attributes(lowered: Any, entries: Mapping[str, str]) -> None:
+def set_module_attributes(stablehlo: Any, entries: Mapping[str, str]) -> None:
     """Add frontend attributes to a StableHLO module; they reach XLA's callback."""
-    merged = {**attributes_of(lowered), **entries}
-    with lowered.context:
-        lowered.operation.attributes[_ATTRIBUTES] = ir.DictAttr.get(
+    merged = {**attributes_of(stablehlo), **entries}
+    with stablehlo.context:
+        stablehlo.operation.attributes[_ATTRIBUTES] = ir.DictAttr.get(
             {name: ir.StringAttr.get(text) for name, text in sorted(merged.items())}
         )
 

@@ -26,6 +26,7 @@ from coop_jax.errors import UnsupportedError
 from coop_jax.lowering import Planned, RematConfig
 from coop_jax.source import Needed, Source
 from passes.jaxpr import compat
+from passes.jaxpr.compat import ClosedJaxpr
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.quiet import ToldTwiceError, quiet
 from passes.jaxpr.rewrite import reads_input, with_results, with_unread_inputs, without_inputs
@@ -51,8 +52,8 @@ class Pair:
         planned: the plan's outcome.
     """
 
-    forward: Any
-    backward: Any
+    forward: ClosedJaxpr
+    backward: ClosedJaxpr
     saved: tuple[int, ...]
     references: tuple[int, ...]
     differentiated: tuple[bool, ...]
@@ -65,7 +66,7 @@ class Pair:
     def __repr__(self) -> str:
         return f"Pair({len(self.saved)} saved)"
 
-    def forward_source(self, jaxpr: Any) -> Source:
+    def forward_source(self, jaxpr: ClosedJaxpr) -> Source:
         """Of the forward part, if `jaxpr` is what the pair was made of."""
         step = Primal(differentiated=self.differentiated, cotangents=self.cotangents)
         return Source(
@@ -75,7 +76,7 @@ class Pair:
             n_results=len(self.tangents_out),
         )
 
-    def backward_source(self, jaxpr: Any) -> Source:
+    def backward_source(self, jaxpr: ClosedJaxpr) -> Source:
         """Of the backward part, if `jaxpr` is what the pair was made of."""
         n_args, n_refs = len(self.differentiated), len(self.references)
         n_operands = n_args + len(self.saved) + sum(self.cotangents)
@@ -104,7 +105,7 @@ class Pullback:
     cotangents: tuple[bool, ...]
     references: tuple[int, ...] = ()
 
-    def __call__(self, closed: Any) -> Any:
+    def __call__(self, closed: ClosedJaxpr) -> Any:
         """The pullback of `closed`, with all rules of derivatives that are in it."""
         return pull_jaxpr(closed, self)[0]
 
@@ -120,13 +121,13 @@ class Primal:
     differentiated: tuple[bool, ...]
     cotangents: tuple[bool, ...]
 
-    def __call__(self, closed: Any) -> Any:
+    def __call__(self, closed: ClosedJaxpr) -> Any:
         """args -> outs, with the rules of derivatives that are in these rules."""
         return _primal_jaxpr(closed, self)
 
 
 @compat.cached_by_jaxpr
-def _primal_jaxpr(jaxpr: Any, asked: Primal) -> Any:
+def _primal_jaxpr(jaxpr: ClosedJaxpr, asked: Primal) -> Any:
     def run(*args: Any) -> list[Any]:
         outs, _, rest = _vjp(jaxpr, asked.differentiated, asked.cotangents, args)
         return _in_order(outs, rest, asked.cotangents)
@@ -134,7 +135,7 @@ def _primal_jaxpr(jaxpr: Any, asked: Primal) -> Any:
     return compat.trace(run, jaxpr.in_avals)
 
 
-def once_more(jaxpr: Any) -> Any:
+def once_more(jaxpr: ClosedJaxpr) -> Any:
     """`jaxpr` where it is recomputed, to compute anew what it gave: see `passes.jaxpr.quiet`.
 
     Raises:
@@ -150,7 +151,7 @@ def once_more(jaxpr: Any) -> Any:
 
 
 @compat.cached_by_jaxpr
-def pull_jaxpr(jaxpr: Any, asked: Pullback) -> tuple[Any, Any]:
+def pull_jaxpr(jaxpr: ClosedJaxpr, asked: Pullback) -> tuple[Any, Any]:
     """The jaxpr of a pullback and the tree of its logs.
 
     Forward is run once more: on copies of the references that it uses, with what these held at first.
@@ -180,7 +181,7 @@ def pull_jaxpr(jaxpr: Any, asked: Pullback) -> tuple[Any, Any]:
 
 
 @compat.cached_by_jaxpr
-def make_pair(jaxpr: Any, differentiated: tuple[bool, ...], config: RematConfig) -> Pair:
+def make_pair(jaxpr: ClosedJaxpr, differentiated: tuple[bool, ...], config: RematConfig) -> Pair:
     """Make, plan and name the parts of reverse mode."""
     tangents_out = _tangents_out(jaxpr, differentiated)
     cotangents = _expected_cotangents(jaxpr, tangents_out)
@@ -207,19 +208,19 @@ def make_pair(jaxpr: Any, differentiated: tuple[bool, ...], config: RematConfig)
     )
 
 
-def _tangents_out(jaxpr: Any, differentiated: tuple[bool, ...]) -> tuple[bool, ...]:
+def _tangents_out(jaxpr: ClosedJaxpr, differentiated: tuple[bool, ...]) -> tuple[bool, ...]:
     """Which outs have a tangent; of several some may be cut off from what is differentiated."""
     possible = tuple(map(compat.has_tangents, jaxpr.out_avals))
     return possible if sum(possible) < 2 else _nonzero_tangents(jaxpr, differentiated)
 
 
-def _nonzero_tangents(jaxpr: Any, differentiated: tuple[bool, ...]) -> tuple[bool, ...]:
+def _nonzero_tangents(jaxpr: ClosedJaxpr, differentiated: tuple[bool, ...]) -> tuple[bool, ...]:
     """Which outs have a tangent that is not zero, by the rules of forward mode."""
     nonzero = compat.jvp_jaxpr(jaxpr, differentiated)[1]
     return tuple(n and compat.has_tangents(a) for n, a in zip(nonzero, jaxpr.out_avals, strict=True))
 
 
-def _expected_cotangents(jaxpr: Any, tangents_out: tuple[bool, ...]) -> tuple[bool, ...]:
+def _expected_cotangents(jaxpr: ClosedJaxpr, tangents_out: tuple[bool, ...]) -> tuple[bool, ...]:
     """Which outs will get a cotangent: see this file's head."""
     first = jaxpr.out_avals[0] if jaxpr.out_avals else None
     if first is not None and tangents_out[0] and first.shape == ():
@@ -241,8 +242,8 @@ class _Halves:
         logs: the tree of the logs.
     """
 
-    forward: Any
-    backward: Any
+    forward: ClosedJaxpr
+    backward: ClosedJaxpr
     references: tuple[int, ...]
     used_forward: tuple[int, ...]
     used_backward: tuple[int, ...]
@@ -274,7 +275,7 @@ class _Seen:
     logs: Any = None
 
 
-def _halves(jaxpr: Any, differentiated: Sequence[bool], cotangents: Sequence[bool]) -> _Halves:
+def _halves(jaxpr: ClosedJaxpr, differentiated: Sequence[bool], cotangents: Sequence[bool]) -> _Halves:
     n_outs, seen = len(jaxpr.out_avals), _Seen()
     references = tuple(i for i, aval in enumerate(jaxpr.in_avals) if compat.is_ref(aval))
 
@@ -325,7 +326,7 @@ def _halves(jaxpr: Any, differentiated: Sequence[bool], cotangents: Sequence[boo
 
 
 def _vjp(
-    jaxpr: Any, differentiated: Sequence[bool], cotangents: Sequence[bool], args: Sequence[Any]
+    jaxpr: ClosedJaxpr, differentiated: Sequence[bool], cotangents: Sequence[bool], args: Sequence[Any]
 ) -> tuple[list[Any], Any, list[Any]]:
     """Outs that get a cotangent, their pullback, and the other outs."""
 
@@ -345,7 +346,7 @@ def _in_order(outs: Sequence[Any], rest: Sequence[Any], cotangents: Sequence[boo
     return [next(first if ct else second) for ct in cotangents]
 
 
-def _forwarded(forward: Any, n_outs: int) -> tuple[Any, tuple[int, ...]]:
+def _forwarded(forward: ClosedJaxpr, n_outs: int) -> tuple[Any, tuple[int, ...]]:
     """`forward` without saved results that are arguments or results already, and where all come from."""
     jaxpr, consts = compat.open_jaxpr(forward)
     outvars = list(jaxpr.outvars[:n_outs])
@@ -368,7 +369,7 @@ def _forwarded(forward: Any, n_outs: int) -> tuple[Any, tuple[int, ...]]:
 
 
 def _forward_on_references(
-    forward: Any, saved: Sequence[int], jaxpr: Any, halves: _Halves
+    forward: ClosedJaxpr, saved: Sequence[int], jaxpr: ClosedJaxpr, halves: _Halves
 ) -> tuple[Any, tuple[int, ...]]:
     """`forward` with references as such, and where saved values and what references held come from."""
     n_outs, used = len(jaxpr.out_avals), halves.used_forward
@@ -385,7 +386,7 @@ def _forward_on_references(
     return compat.trace(run, jaxpr.in_avals), tuple(range(n_outs, n_outs + len(saved) + len(used)))
 
 
-def _backward_with_arguments(backward: Any, n_saved: int, jaxpr: Any, halves: _Halves) -> Any:
+def _backward_with_arguments(backward: ClosedJaxpr, n_saved: int, jaxpr: ClosedJaxpr, halves: _Halves) -> Any:
     """`backward` with all arguments as its first operands, and references as such."""
     refs, n_args, held = halves.used_backward, len(jaxpr.in_avals), halves.used_forward
     if not halves.references:

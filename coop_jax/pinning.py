@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.stages import Compiled, Lowered
 
 from coop_jax import aot, embedded, mark, serialized
 from coop_jax.callback import check_total, nests
@@ -105,7 +106,7 @@ def pin(program: Any, *, compiler_options: Mapping[str, Any] | None = None) -> A
     return serialized.with_note(result, outcome)
 
 
-def inlined(compiled: Any) -> Callable[..., Any]:
+def inlined(compiled: Compiled) -> Callable[..., Any]:
     """A compiled GPU program, pinned, as a function that may be called in other programs.
 
     XLA puts the program's own kernels in the place of the call, and their temporaries, as they were packed,
@@ -177,7 +178,7 @@ def _signature(leaf: Any) -> tuple[Any, ...]:
     return (aval.shape, aval.dtype, getattr(aval, "weak_type", False), *place)
 
 
-def _compile_and_pin(lowered: Any, options: dict[str, Any]) -> Any:
+def _compile_and_pin(lowered: Lowered, options: dict[str, Any]) -> Any:
     """Compile and pin; the budget is checked afterwards, and met by recompute where pinning is not enough."""
     record = mark.record_of_lowered(lowered)
     if record is None:
@@ -198,7 +199,7 @@ def _compile_and_pin(lowered: Any, options: dict[str, Any]) -> Any:
     return pinned
 
 
-def _compiled_as(mode: PinMode, lowered: Any, record: Record, options: dict[str, Any]) -> Any:
+def _compiled_as(mode: PinMode, lowered: Lowered, record: Record, options: dict[str, Any]) -> Any:
     """Compile, with the check put off."""
     with REGISTRY.pinned(record, mode):
         return lowered.compile(compiler_options=options)
@@ -263,6 +264,6 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def outcome_of(compiled: Any) -> PinOutcome | None:
+def outcome_of(compiled: Compiled) -> PinOutcome | None:
     """What `pin` did to a program; None if it was never asked to."""
     return serialized.note_of(compiled, PinOutcome)

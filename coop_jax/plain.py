@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.stages import Compiled, Lowered
 
 from coop_jax import aot
 from coop_jax.report import Report, report
@@ -19,8 +20,8 @@ from passes.cost import DEVICES, DeviceModel
 class Plain:
     """A program without a budget: lowered, compiled, and the estimated time of its kernels."""
 
-    lowered: Any
-    compiled: Any
+    lowered: Lowered
+    compiled: Compiled
     device: DeviceModel
 
     @property
@@ -57,7 +58,7 @@ def compile_plain(
     return Plain(lowered=lowered, compiled=lowered.compile(), device=model)
 
 
-def report_beside(compiled: Any, plain: Plain) -> Report:
+def report_beside(compiled: Compiled, plain: Plain) -> Report:
     """The report of a compiled program whose plain form was compiled as well."""
     return dataclasses.replace(
         report(compiled),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.stages import Lowered
 
 from coop_jax import aot
 from coop_jax.errors import BudgetExceededError, InfeasibleBudgetError, error_from_text
@@ -216,7 +217,7 @@ def _cost_model(device: str | aot.Target | None) -> str | None:
     return (device if isinstance(device, aot.Target) else aot.target(device)).name
 
 
-def _compile(lowered: Any) -> Any:
+def _compile(lowered: Lowered) -> Any:
     """Compile; an error of ours that arrives as XLA's text is raised as what it was."""
     try:
         return lowered.compile()

@@ -19,6 +19,7 @@ from coop_jax.statics import StaticArguments
 from passes.cost import DEVICES
 from passes.hlo.enforce import OnFragmentation
 from passes.jaxpr import compat
+from passes.jaxpr.compat import ClosedJaxpr
 from passes.jaxpr.values import Constraints, names_in
 from passes.planners.config import PLANNERS
 
@@ -256,7 +257,7 @@ def _constraints(save: Any, recompute: Any, policy: Any, offload: Any) -> Constr
     return Constraints(**names, policy=policy)
 
 
-def _check_names(closed: Any, constraints: Constraints) -> None:
+def _check_names(closed: ClosedJaxpr, constraints: Constraints) -> None:
     """Refuse names that the function does not give, unless a derivative rule may give them.
 
     Raises:

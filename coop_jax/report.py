@@ -12,23 +12,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jax.stages import Compiled
+
 from coop_jax import aot, mark, serialized
-from coop_jax.addresses import address_view
 from coop_jax.errors import BudgetExceededError, UnsupportedError
 from coop_jax.host_use import HostUse
-from coop_jax.pinning import PinOutcome, outcome_of
+from coop_jax.offsets import Offsets
 from coop_jax.record import Record
 from coop_jax.screen import Block, Lines, Printable, Table
 from coop_jax.text import format_bytes, format_ns, format_table
-from passes.backend import BACKENDS, backend_of
+from passes.backend import backend_of
 from passes.ir import Status
 from passes.outcome import Recomputed, StageOutcome
 
 # What tells kernels of the same kind apart.
 _NUMBER = re.compile(r"\.[0-9]+$")
 _SHOWN = 12
-
-Offsets = dict[str, int | bool | str | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +55,7 @@ class Report(Printable):
         device_name: the cost model.
         planner: whose plans were taken, by stage.
         recomputed: what is recomputed.
-        offsets: the temporaries' addresses. `buffers` that XLA assigned and how many are `equal` to what was
-            predicted (None where XLA does not tell); `predicted_temp_bytes` against `compiled_temp_bytes`;
-            `live_temp_bytes` alive at once; `packed_temp_bytes` with the best packing that was found;
-            whether the program is `pinned` to that, and `pin_reason` if it was asked to and is not.
+        offsets: the temporaries' addresses; see `coop_jax.offsets`.
         seconds: planning time by stage; 0.0 where the program came from JAX's compilation cache.
         looks: how often the program was planned and compiled once more, as far as XLA's schedule.
         constraints: what was asked about single values, such as "save=('h',)". What they alone make the
@@ -104,6 +100,7 @@ class Report(Printable):
             "baseline": self.baseline,
             "status": str(self.status),
             "recomputed": [dataclasses.asdict(r) for r in self.recomputed],
+            "offsets": self.offsets.to_dict(),
             "host": self.host.to_dict(),
         }
 
@@ -125,7 +122,7 @@ class Report(Printable):
         if table := self.host.table():
             lines.append(format_table(table.header, table.rows))
         stages = ", ".join(f"{name} {value:.2f} s" for name, value in self.seconds.items())
-        lines.append(_address_text(self.offsets))
+        lines.append(str(self.offsets))
         if self.looks:
             times = "once" if self.looks == 1 else f"{self.looks} times"
             stages += f", in which the program was planned and compiled {times} more"
@@ -142,7 +139,14 @@ class Report(Printable):
         given = {f.name: data[f.name] for f in dataclasses.fields(cls)}
         recomputed = tuple(Recomputed(**item) for item in given["recomputed"])
         host = HostUse.from_dict(given["host"])
-        return cls(**{**given, "status": Status(given["status"]), "recomputed": recomputed, "host": host})
+        offsets = Offsets(**given["offsets"])
+        known = {
+            "status": Status(given["status"]),
+            "recomputed": recomputed,
+            "offsets": offsets,
+            "host": host,
+        }
+        return cls(**{**given, **known})
 
     def blocks(self) -> list[Block]:
         """For `coop_jax.screen`."""
@@ -154,7 +158,7 @@ class Report(Printable):
         tail = [self._recompute_text(), *self.host.lines()]
         if self.compiled_cost_ns is not None:
             tail.append(self._kernels_text(self.compiled_cost_ns))
-        blocks: list[Block] = [table, Lines(lines=(*tail, _address_text(self.offsets)))]
+        blocks: list[Block] = [table, Lines(lines=(*tail, str(self.offsets)))]
         if self.recomputed:
             header = ("recomputed", "times", "bytes", "cost", "stage")
             blocks.append(Table(header=header, rows=tuple(_grouped(self.recomputed))))
@@ -198,7 +202,7 @@ class Report(Printable):
         )
 
 
-def report(compiled: Any) -> Report:
+def report(compiled: Compiled) -> Report:
     """Read the report of a compiled program.
 
     Args:
@@ -228,7 +232,7 @@ def report(compiled: Any) -> Report:
     stages = [s for s in (record.jaxpr, record.hlo) if s is not None]
     limit_bytes = aot.host_limit_bytes(platform)
     host = HostUse.of(record, stages, memory.host_bytes, backend_of(platform), limit_bytes)
-    return _assemble(record, memory, _offsets(compiled, record, memory), host)
+    return _assemble(record, memory, Offsets.of(compiled, record, memory.temp_bytes), host)
 
 
 def _assemble(record: Record, memory: aot.Memory, offsets: Offsets, host: HostUse) -> Report:
@@ -264,56 +268,6 @@ def _assemble(record: Record, memory: aot.Memory, offsets: Offsets, host: HostUs
         host=host,
         changed=bool(changed),
     )
-
-
-def _offsets(compiled: Any, record: Record, memory: aot.Memory) -> Offsets:
-    pinned = outcome_of(compiled)
-    predicted = None if record.hlo is None else record.hlo.planned_temp_bytes
-    offsets: Offsets = {
-        "predicted_temp_bytes": predicted,
-        "compiled_temp_bytes": memory.temp_bytes,
-        "pinned": pinned is not None and pinned.pinned,
-        "pin_reason": _pin_reason(record, pinned),
-    }
-    if pinned is not None and pinned.pinned:
-        # The proof reads every place from the bytes that were loaded.
-        same = {"buffers": pinned.buffers, "equal": pinned.buffers}
-        return {
-            **offsets, **same, "live_temp_bytes": pinned.live_bytes, "packed_temp_bytes": pinned.temp_bytes,
-            "saved_temp_bytes": pinned.temp_bytes_before - pinned.temp_bytes,
-        }  # fmt: skip
-    if not BACKENDS[serialized.kind_of(compiled)].runs_as_scheduled:
-        return offsets
-    view = address_view(compiled)
-    return {
-        **offsets, "buffers": view.buffers, "equal": view.equal, "live_temp_bytes": view.live_bytes,
-        "packed_temp_bytes": view.packed_bytes, "saved_temp_bytes": 0,
-    }  # fmt: skip
-
-
-def _pin_reason(record: Record, pinned: PinOutcome | None) -> str | None:
-    """Why a program that was asked to be pinned is not."""
-    if pinned is None:
-        return "jax.jit compiles without it; give the program to coop.pin" if record.pin else None
-    return None if pinned.pinned else pinned.reason
-
-
-def _address_text(offsets: Offsets) -> str:
-    """One line about where the temporaries lie and what their packing costs."""
-    if "live_temp_bytes" not in offsets:
-        return "addresses: not known; XLA moves values after it called back here"
-    numbers = {k: v for k, v in offsets.items() if isinstance(v, int)}
-    temp, live = numbers["compiled_temp_bytes"], numbers["live_temp_bytes"]
-    over = f"{format_bytes(max(0, temp - live))} over what is alive at once"
-    if numbers["pinned"]:
-        return f"addresses: pinned, {format_bytes(numbers['saved_temp_bytes'])} saved; {over}"
-    where = ""
-    if "buffers" in numbers:
-        where = f"{numbers['equal']} of {numbers['buffers']} temporaries where predicted; "
-    text = f"addresses: {where}packing takes {over}"
-    if temp > numbers["packed_temp_bytes"]:
-        text += f", {format_bytes(temp - numbers['packed_temp_bytes'])} more than the best that was found"
-    return f"{text}; not pinned: {offsets['pin_reason']}" if offsets["pin_reason"] else text
 
 
 def _overhead(stages: Sequence[StageOutcome]) -> float:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from coop_jax.module import ModuleFacts
 from coop_jax.record import UNLIMITED_BYTES
 from coop_jax.relowering import Wish
 from passes.cost import DeviceModel
 from passes.jaxpr.candidate import JaxprRequest
+from passes.jaxpr.compat import ClosedJaxpr
 from passes.jaxpr.shards import enter
 from passes.outcome import StageOutcome
 
@@ -46,7 +47,7 @@ class Partition:
     num_devices: int
 
 
-def devices_of(facts: ModuleFacts, plain: Any) -> OneDevice | Partition:
+def devices_of(facts: ModuleFacts, plain: ClosedJaxpr | None) -> OneDevice | Partition:
     """Where a program runs.
 
     Args:

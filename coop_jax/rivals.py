@@ -10,6 +10,7 @@ import jax
 from coop_jax import nnx
 from passes.jaxpr import compat
 from passes.jaxpr.blocks import find_blocks, under_policy
+from passes.jaxpr.compat import ClosedJaxpr
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.values import ConstraintUnsupported
 
@@ -62,7 +63,7 @@ def _are_arrays(
     return plain and not nnx.has_nodes((dynamic, kwargs))
 
 
-def _function(closed: Any, tree: Any, static_argnums: Sequence[int]) -> Callable[..., Any]:
+def _function(closed: ClosedJaxpr, tree: Any, static_argnums: Sequence[int]) -> Callable[..., Any]:
     static = frozenset(static_argnums)
 
     def rival(*args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,8 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from jax.stages import Compiled
+
 from passes.backend import BACKENDS, backend_of
 
 _LIBRARIES = (".so", ".dylib", ".pyd", ".dll")
@@ -33,12 +35,12 @@ def proto_library(platform: str) -> str:
     return str(max(libraries, key=lambda p: (p.stat().st_size, p.name)))
 
 
-def platform_of(compiled: Any) -> str:
+def platform_of(compiled: Compiled) -> str:
     """The platform that a program was compiled for, such as "cpu"."""
     return str(_unloaded(compiled).backend.platform)
 
 
-def kind_of(compiled: Any) -> str:
+def kind_of(compiled: Compiled) -> str:
     """Whose rules lay out the program's memory: the name of a backend.
 
     Raises:
@@ -51,49 +53,56 @@ def kind_of(compiled: Any) -> str:
     return backend.name
 
 
-def is_loaded(compiled: Any) -> bool:
+def is_loaded(compiled: Compiled) -> bool:
     """True if the program can run: the devices that it was compiled for are here."""
     return hasattr(compiled.runtime_executable(), "execute_sharded")
 
 
-def kept_arguments(compiled: Any) -> list[int]:
+def kept_arguments(compiled: Compiled) -> list[int]:
     """Which of the flat arguments the compiled program has as parameters: unused ones are dropped."""
     return sorted(_unloaded(compiled).kept_var_idx)
 
 
-def n_devices(compiled: Any) -> int:
+def n_devices(compiled: Compiled) -> int:
     """How many devices the program runs on."""
     return len(_unloaded(compiled).device_list)
 
 
-def has_callbacks(compiled: Any) -> bool:
+def has_callbacks(compiled: Compiled) -> bool:
     """True if the program calls back into Python: the bytes of such a program hold addresses."""
     return bool(_unloaded(compiled).host_callbacks)
 
 
-def to_bytes(compiled: Any) -> bytes:
-    """The bytes of a compiled program as its runtime writes them; XLA raises if it cannot."""
+def runtime(compiled: Compiled) -> Any:
+    """The executable of a compiled program, as its runtime has it."""
     executable = compiled.runtime_executable()
+    assert executable is not None, "JAX has loaded what it compiled"
+    return executable
+
+
+def to_bytes(compiled: Compiled) -> bytes:
+    """The bytes of a compiled program as its runtime writes them; XLA raises if it cannot."""
+    executable = runtime(compiled)
     if hasattr(executable, "serialize"):
         return bytes(executable.serialize())
     return bytes(executable.client.serialize_executable(executable))
 
 
-def with_bytes(compiled: Any, data: bytes) -> Any:
+def with_bytes(compiled: Compiled, data: bytes) -> Any:
     """`compiled` running other bytes than its own: same arguments, results, devices and donation."""
     unloaded = _unloaded(compiled)
     loaded = unloaded.backend.deserialize_executable(data, executable_devices=unloaded.device_list)
     return _rebuilt(compiled, dataclasses.replace(unloaded, xla_executable=loaded))
 
 
-def with_note(compiled: Any, note: Any) -> Any:
+def with_note(compiled: Compiled, note: Any) -> Any:
     """The same program, which keeps `note` for `note_of`."""
     unloaded = _unloaded(compiled)
     kept = [k for k in unloaded.keepalive or () if type(k) is not type(note)]
     return _rebuilt(compiled, dataclasses.replace(unloaded, keepalive=[*kept, note]))
 
 
-def note_of[T](compiled: Any, kind: type[T]) -> T | None:
+def note_of[T](compiled: Compiled, kind: type[T]) -> T | None:
     """The note of type `kind` that the program keeps; None if it has none."""
     unloaded = getattr(getattr(compiled, "_executable", None), "_unloaded_executable", None)
     kept = getattr(unloaded, "keepalive", None) or ()
@@ -104,7 +113,7 @@ def _unloaded(compiled: Any) -> Any:
     return compiled._executable._unloaded_executable
 
 
-def _rebuilt(compiled: Any, unloaded: Any) -> Any:
+def _rebuilt(compiled: Compiled, unloaded: Any) -> Any:
     params = compiled._params
     return type(compiled)(
         unloaded.load(), params.const_args, compiled.args_info, compiled.out_tree,

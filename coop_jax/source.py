@@ -16,13 +16,14 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 
 from passes.jaxpr import compat
+from passes.jaxpr.compat import ClosedJaxpr
 from passes.jaxpr.rewrite import with_results, without_inputs
 
 
 class Step(Protocol):
     """One transformation; hashable, and the same object for the same jaxpr."""
 
-    def __call__(self, closed: Any) -> Any:
+    def __call__(self, closed: ClosedJaxpr) -> Any:
         """What it makes of a closed jaxpr."""
 
 
@@ -38,7 +39,7 @@ class Source:
             follow from the operands, and have no tangents of their own.
     """
 
-    jaxpr: Any
+    jaxpr: ClosedJaxpr
     steps: tuple[Step, ...] = ()
     operands: tuple[int, ...]
     n_results: int
@@ -96,7 +97,7 @@ class Kept:
 
     results: tuple[bool, ...]
 
-    def __call__(self, closed: Any) -> Any:
+    def __call__(self, closed: ClosedJaxpr) -> Any:
         """`closed` without the others."""
         return with_results(closed, [i for i, kept in enumerate(self.results) if kept])
 
@@ -107,7 +108,7 @@ class Needed:
 
     operands: tuple[bool, ...]
 
-    def __call__(self, closed: Any) -> Any:
+    def __call__(self, closed: ClosedJaxpr) -> Any:
         """`closed` without the others."""
         jaxpr, consts = compat.open_jaxpr(closed)
         pruned = compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
@@ -119,7 +120,7 @@ class Needed:
 class Nothing:
     """Nothing of the results, and of the operands."""
 
-    def __call__(self, closed: Any) -> Any:
+    def __call__(self, closed: ClosedJaxpr) -> Any:
         """An empty jaxpr."""
         return compat.trace(list, [])
 
@@ -132,7 +133,7 @@ class Batched:
     dims: tuple[Any, ...]
     on_axis: tuple[bool, ...]
 
-    def __call__(self, closed: Any) -> Any:
+    def __call__(self, closed: ClosedJaxpr) -> Any:
         """`closed` over the batch."""
         batched, is_batched = compat.batch_jaxpr(closed, self.axis, self.dims)
         return batched if tuple(is_batched) == self.on_axis else _as_in(batched, tuple(is_batched), self)

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import coop_jax as coop
-from coop_jax.addresses import executable_view
-from coop_jax.plot import plot_addresses
+from coop_jax.addresses import address_view
 
 
 def conv(x, w, stride=1):
@@ -37,15 +36,15 @@ def main():
     x = jnp.ones((8, 64, 64, 4))
     compiled = jax.jit(jax.value_and_grad(loss)).lower(weights, x).compile()
     pinned = coop.pin(compiled)
-    views = [executable_view(program) for program in (compiled, pinned)]
-    for title, view in zip(("XLA's addresses", "pinned"), views, strict=True):
+    for title, program in (("XLA's addresses", compiled), ("pinned", pinned)):
+        view = address_view(program)
         print(f"{title}: {view.temp_bytes} B of temporaries, {view.live_bytes} B in use at once")
     print(
         "same bits:",
         all(map(jnp.array_equal, *map(jax.tree.leaves, (compiled(weights, x), pinned(weights, x))))),
     )
     if len(sys.argv) > 1:
-        plot_addresses(views, ["XLA's addresses", "pinned"], sys.argv[1])
+        coop.draw(pinned, sys.argv[1], before=compiled)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ class DeviceModel:
 def _tpu(name: str, *kinds: str, flops: float, vector: float, bandwidth: float, link: float) -> DeviceModel:
     """A TPU, in Tflop/s and TB/s; XLA multiplies f32 matrices in one pass of bf16 by default there.
 
-    By XLA's own estimated cycles (`passes.hlo.cycles`) kernels of a Llama reach 54 to 77 % of the data
+    By XLA's own estimated cycles (`benchmarks.cycles`) kernels of a Llama reach 54 to 77 % of the data
     sheet's bandwidth on a v5e, those of small programs 45, and the least takes 1824 cycles at 1.5 GHz.
     """
     return DeviceModel(

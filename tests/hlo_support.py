@@ -26,14 +26,12 @@ from passes.hlo import graph, proto
 from passes.hlo.assign import Assigner
 from passes.hlo.barriers import drop_barriers
 from passes.hlo.emit import emit
-from passes.hlo.heap import HeapPrediction
-from passes.hlo.heap import predict as predict_heap
+from passes.hlo.heap import HeapPrediction, predict_assigned
 from passes.hlo.lift import LiftedModule, lift
 from passes.hlo.pages import CopyStyle
-from passes.hlo.replay import Replay, replay
-from passes.hlo.xla_assignment import predicted_addresses
 from passes.ir import OpId, Page, Program
 from passes.jaxpr import compat
+from tests.replay import Replay, predicted_addresses, replay
 
 Transform = Callable[[bytes], bytes]
 _HOOK: list[tuple[str, Transform]] = []
@@ -122,7 +120,7 @@ def lifted(data: bytes, platform: str = "cpu") -> LiftedModule:
 
 def predict(module: Any, platform: str) -> HeapPrediction:
     """What the installed XLA will allocate for a parsed module."""
-    return predict_heap(module, platform, old_rules=OLD_RULES)
+    return predict_assigned(Assigner(graph.read(module), platform, old_rules=OLD_RULES))
 
 
 def with_steps(

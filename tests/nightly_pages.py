@@ -1,7 +1,7 @@
 """Random programs with pages and recomputes drawn at random: `python -m tests.nightly_pages --programs 300`.
 
 Every program is rewritten twice. Compiled for an absent H200, its final module goes through the abstract
-machine (`passes.hlo.replay`) at XLA's own addresses, and its bytes on both sides are compared with the
+machine (`tests.replay`) at XLA's own addresses, and its bytes on both sides are compared with the
 prediction. On the CPU the same rewriting with plain copies runs, and its results have the bits of the program
 as it is. Seeds follow each other until as many programs had something to page; verdicts are kept in `--out`,
 and seeds that are in it are not run again.

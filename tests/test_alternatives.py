@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coop_jax import again, alternatives
+from coop_jax import alternatives, relowering
 from coop_jax.alternatives import RATIOS, Known, OtherWays
 from coop_jax.record import Record, with_hlo
 from coop_jax.relowering import PLAIN, Plain, Variant, Wish
@@ -76,10 +76,10 @@ def asked_of(
             return None
         return Variant(record=dataclasses.replace(record, hlo=outcome), module=module, calls=calls)
 
-    monkeypatch.setattr(again, "variant", variant)
+    monkeypatch.setattr(relowering, "variant", variant)
     counted: Any = SimpleNamespace(total_bytes=plain_bytes, host_bytes=0)
     plain = Plain(memory=counted, cost_ns=plain_ns, signature=signature(module))
-    monkeypatch.setattr(again, "plain_program", lambda *_: plain)
+    monkeypatch.setattr(relowering, "plain_program", lambda *_: plain)
     return asked
 
 
@@ -188,7 +188,7 @@ def test_a_plan_that_was_seen_is_not_looked_at_again(monkeypatch: pytest.MonkeyP
         assert skip(planned())
 
     asked_of(monkeypatch)
-    monkeypatch.setattr(again, "variant", variant)
+    monkeypatch.setattr(relowering, "variant", variant)
     ways().choose(planned(), dataclasses.replace(OUTCOME, before_temp_bytes=1080), MODULE)
     assert [w.calibration.strict for w in asked] == [False]
 
@@ -204,7 +204,7 @@ def test_what_is_known_to_keep_a_budget_is_looked_at_though_a_plan_like_it_was_s
         record = planned(plain)
         return None if skip(record) else Variant(record=with_hlo(record, OUTCOME), module=MODULE)
 
-    monkeypatch.setattr(again, "variant", variant)
+    monkeypatch.setattr(relowering, "variant", variant)
     assert ways().choose(planned(), REFUSED, MODULE).module == MODULE
 
 
@@ -335,7 +335,7 @@ def test_the_plain_program_is_held_to_xlas_own_count_of_it(monkeypatch: pytest.M
     asked_of(monkeypatch, plain_bytes=BUDGET)
     needed = dataclasses.replace(OUTCOME, changed=False, planned_temp_bytes=BUDGET)  # more than it is
     monkeypatch.setattr(
-        again,
+        relowering,
         "variant",
         lambda program, wish, plain, skip: Variant(record=with_hlo(plain, needed), module=MODULE),
     )

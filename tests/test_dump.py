@@ -8,11 +8,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from reading import read_program
 
 import coop_jax as coop
 from coop_cli import main
 from passes.dump import VARIABLE, dump
-from passes.listing import read_program
 
 
 def test_every_stage_is_written_and_can_be_shown(

@@ -156,6 +156,12 @@ def test_errors_survive_as_text(error: CoopError) -> None:
         assert again.fields() == error.fields()
 
 
+def test_a_note_that_somebody_added_is_no_field() -> None:
+    error = BudgetExceededError(budget_bytes=10, compiled_bytes=11)
+    error.add_note("while tracing")
+    assert error_from_text(error.to_text()) is not None
+
+
 def test_the_last_error_in_a_text_wins() -> None:
     text = ERRORS[0].to_text() + ERRORS[1].to_text()
     assert type(error_from_text(text)) is BudgetError

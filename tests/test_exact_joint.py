@@ -16,8 +16,8 @@ from test_pool import check_offsets
 
 from passes.ir import OpId, Plan, Program, Status
 from passes.liveness import Graph
-from passes.offsets.best_fit import place_graph
 from passes.offsets.packing import Span, disjoint
+from passes.offsets.placement import place_graph
 from passes.planners import PlannerConfig, plan, search
 from passes.planners.candidate import Candidate
 from passes.planners.exact import lifetimes, placed

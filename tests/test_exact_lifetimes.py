@@ -14,7 +14,7 @@ from strategies import example, in_place, programs, sequences
 
 from passes.ir import OpId, Program
 from passes.liveness import Graph, live_ranges
-from passes.offsets.best_fit import range_groups
+from passes.offsets.placement import range_groups
 from passes.planners.exact import lifetimes
 from passes.planners.exact.axis import Axis
 from passes.planners.exact.lifetimes import Lifetimes

@@ -48,8 +48,8 @@ def test_a_budget_that_only_pinning_reaches() -> None:
     compiled = coop.pin(lowered)
     found = coop.report(compiled)
     assert found.compiled_total_bytes == pinned_bytes == found.budget_bytes
-    assert found.offsets["pinned"] is True
-    assert found.offsets["equal"] == found.offsets["buffers"]
+    assert found.offsets.pinned is True
+    assert found.offsets.equal == found.offsets.buffers
     expected = jax.tree.leaves(jax.jit(GRAD)(W, X))
     for a, b in zip(jax.tree.leaves(compiled(W, X)), expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
@@ -94,9 +94,9 @@ def test_the_decorator_pins_what_it_compiles() -> None:
     np.testing.assert_allclose(doubled[0], first[0], rtol=1e-5)
     compiled = jax.jit(step).lower(W, X).compile()
     offsets = coop.report(compiled).offsets
-    assert offsets["pinned"] is False
-    assert "give the program to coop.pin" in str(offsets["pin_reason"])
-    assert coop.report(coop.pin(compiled)).offsets["pinned"] is True
+    assert offsets.pinned is False
+    assert "give the program to coop.pin" in str(offsets.pin_reason)
+    assert coop.report(coop.pin(compiled)).offsets.pinned is True
 
 
 def same_bits(first: list[Any], second: list[Any]) -> bool:

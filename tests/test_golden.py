@@ -12,10 +12,11 @@ import runpy
 from pathlib import Path
 
 import pytest
+from reading import read_plan_text, read_program
 
 from passes.dump import VARIABLE
 from passes.ir import Plan, Program
-from passes.listing import plan_text, read_plan_text, read_program
+from passes.listing import plan_text
 from passes.simulate import simulate
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -275,7 +275,7 @@ def test_the_checks_can_fail() -> None:
     assert refused("passes/pipeline.py", "passes.hlo.enforce") is None
     assert refused("passes/pipeline.py", "jax") is not None
     assert refused("passes/hlo/enforce.py", "passes.pipeline") is not None
-    assert refused("passes/planners/paging/plans.py", "passes.offsets.best_fit") is None
+    assert refused("passes/planners/paging/plans.py", "passes.offsets.placement") is None
     assert refused("coop_jax/cli.py", "ortools.sat") is not None
     assert list(imports(tree)) == [("jax", True)]
     late = {"p.a": "def f():\n    from p.b import x", "p.b": "if T:\n    import p.a", "p.c": "import p.a"}

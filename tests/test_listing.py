@@ -6,11 +6,12 @@ import dataclasses
 
 import pytest
 from hypothesis import given
+from reading import read_plan_text, read_program
 from strategies import example, programs, small_gpt
 
 from passes.checked import InputError
 from passes.ir import BufferId, Page, Program
-from passes.listing import plan_text, program_text, read_plan, read_plan_text, read_program
+from passes.listing import plan_text, program_text, read_plan
 from passes.planners import PlannerConfig, plan
 from passes.simulate import simulate
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
-from pathlib import Path
 
 import hlo_support as h
 import jax
@@ -13,9 +11,7 @@ import pytest
 import coop_jax as coop
 from benchmarks.programs import SampleProgram, corpus
 from coop_jax import aot, pinning, serialized
-from coop_jax.addresses import address_view, executable_view
-from coop_jax.errors import UnsupportedError
-from coop_jax.plot import plot_addresses
+from coop_jax.addresses import address_view
 from passes.backend import CPU
 from passes.hlo import graph, proto
 from passes.hlo.assign import Assigner
@@ -79,35 +75,23 @@ def test_offsets_on_h200(h200: str, name: str) -> None:
     assert view.equal == view.buffers != 0
     assert view.predicted_temp_bytes == view.temp_bytes == aot.memory(compiled).temp_bytes
     assert view.live_bytes <= view.packed_bytes <= view.temp_bytes
-    assert executable_view(compiled).temp_bytes == view.temp_bytes
     kept = pinning.outcome_of(coop.pin(compiled))
     assert kept is not None
     assert any(why in kept.reason for why in ("is not here to load it", "as good as the best"))
 
 
-def test_the_executable_shows_where_everything_lies() -> None:
+def test_a_pinned_program_shows_where_everything_lies() -> None:
     compiled = h.scheduled(example("attention grad"))[1]
-    before, after = executable_view(compiled), executable_view(coop.pin(compiled))
-    assert before.temp_bytes == h.totals(compiled)["temp"] > after.temp_bytes == after.live_bytes
-    assert [(v.name, v.start, v.end) for v in before.values] == [
-        (v.name, v.start, v.end) for v in after.values
-    ]
-    for view in (before, after):
-        for n, a in enumerate(view.values):
+    before, after = coop.inspect(compiled), coop.inspect(coop.pin(compiled))
+    assert before.temp_bytes == h.totals(compiled)["temp"] > after.temp_bytes
+    assert after.temp_bytes == address_view(compiled).live_bytes
+    for found in (before, after):
+        placed = [v for v in found.values if v.offset is not None]
+        assert len(placed) == address_view(compiled).buffers
+        for n, a in enumerate(placed):
             assert a.offset is not None
-            assert a.offset + a.nbytes <= view.temp_bytes
-            for b in view.values[n + 1 :]:
+            assert a.offset + a.nbytes <= found.temp_bytes
+            for b in placed[n + 1 :]:
                 assert b.offset is not None
-                apart = a.end < b.start or b.end < a.start
+                apart = a.stop <= b.start or b.stop <= a.start
                 assert apart or a.offset + a.nbytes <= b.offset or b.offset + b.nbytes <= a.offset
-
-
-def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    view = executable_view(h.scheduled(example("attention grad"))[1])
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UnsupportedError, match=r"pip install coop-jax\[plot\]"):
-        plot_addresses([view], ["XLA"], tmp_path / "picture.svg")
-    monkeypatch.undo()
-    pytest.importorskip("matplotlib")
-    plot_addresses([view, view], ["XLA", "again"], tmp_path / "picture.svg")
-    assert (tmp_path / "picture.svg").read_text().count("<path") > len(view.values)

@@ -13,7 +13,9 @@ from strategies import items_to_pack
 
 from benchmarks.pack import cut_up
 from coop_cli import main
-from passes.offsets.packing import Item, Span, apart, check_packing, height_bytes, live_bytes
+from passes.offsets.packers import PACKERS
+from passes.offsets.packers import pack as placed
+from passes.offsets.packing import Item, Problem, Span, apart, check_packing, height_bytes, live_bytes
 from passes.offsets.solver import LimitError, Sweep
 from passes.planners.exact.rectangles import model_of, pack
 
@@ -77,6 +79,27 @@ def test_a_rectangle_cut_into_a_hundred_items_is_put_together(seed: int):
     made = pack(items, 512)
     assert made.fits is True
     check_packing(items, made.offsets, 512)
+
+
+@pytest.mark.parametrize(("seed", "first"), [(5, "best fit"), (1, "ground up"), (0, "search")])
+def test_each_packer_packs_what_those_before_it_do_not(seed: int, first: str):
+    items = cut_up(60, 40, 100, seed)
+    problem = Problem(items=items, capacity_bytes=108, ground_bytes=8)
+    for packer in PACKERS:
+        offsets = packer.pack(problem)
+        assert offsets is None or packer.name == "best fit" or height_bytes(items, offsets) <= 100
+        if offsets is not None and height_bytes(items, offsets) <= 100:
+            break
+    assert packer.name == first
+    assert offsets == placed(problem)
+    check_packing(items, offsets, 100)
+
+
+def test_where_no_packer_keeps_the_capacity_best_fit_is_taken():
+    items = cut_up(60, 40, 100, 1)
+    assert placed(Problem(items=items, capacity_bytes=99)) == PACKERS[0].pack(
+        Problem(items=items, capacity_bytes=None)
+    )
 
 
 def test_items_that_are_apart_are_packed_apart():

@@ -13,7 +13,7 @@ from passes.ir import BufferId, OpId, Page, Plan, Program, Status
 from passes.link import LINKS, Link
 from passes.listing import plan_text, read_plan
 from passes.liveness import Graph
-from passes.offsets.best_fit import place_graph
+from passes.offsets.placement import place_graph
 from passes.planners import PlannerConfig, frontier, least_peak, plan
 from passes.planners.paging.pager import Host, Pager
 from passes.planners.paging.queues import traffic

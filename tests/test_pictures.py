@@ -8,6 +8,7 @@ import re
 import shutil
 import struct
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import pytest
 
 import coop_jax as coop
+from coop_jax.errors import UnsupportedError
 from coop_jax.page import page
 from coop_jax.tables import memory_blocks
 from passes.memory_map import MemoryMap, Value
@@ -217,3 +219,11 @@ def test_the_page_needs_nothing_from_outside_and_escapes_names(tmp_path: Path) -
     assert "</script><script>alert" not in text
     assert not re.search(r"(src|href)\s*=", text)
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text)
+
+
+def test_without_matplotlib_an_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UnsupportedError, match=r"pip install coop-jax\[plot\]"):
+        coop.draw(coop.inspect(programs()[0]), tmp_path / "picture.svg")

@@ -20,7 +20,7 @@ from benchmarks.graphs import GRAPHS
 from benchmarks.pack import cut_up
 from passes.ir import Buffer, BufferId, Op, OpId, Plan, Program, Status
 from passes.liveness import Graph
-from passes.offsets.best_fit import place_graph
+from passes.offsets.placement import place_graph
 from passes.planners import PlannerConfig, cut_bound, frontier, least_peak, plan, working_set_bytes
 from passes.planners.neighbourhood import alike
 from passes.planners.proof import is_impossible

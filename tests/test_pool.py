@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from strategies import chain, example, programs, sequences
 
 from passes.ir import OpId, Program
-from passes.offsets.best_fit import place
+from passes.offsets.placement import place
 from passes.offsets.pool import FREE, Pool
 from passes.planners import PlannerConfig, plan
 from passes.simulate import simulate

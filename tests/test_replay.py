@@ -17,8 +17,8 @@ from coop_jax import aot
 from passes.hlo import graph, proto
 from passes.hlo.assign import Assigner
 from passes.hlo.graph import HOST
-from passes.hlo.replay import replay
-from passes.hlo.xla_assignment import Address, Name, predicted_addresses
+from passes.hlo.xla_assignment import Address, Name
+from tests.replay import predicted_addresses, replay
 
 LAYERS = 6
 

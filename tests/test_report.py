@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,9 @@ import pytest
 import coop_jax as coop
 from coop_jax import aot, mark
 from coop_jax.host_use import HostUse
+from coop_jax.offsets import Offsets
 from coop_jax.record import Record
-from coop_jax.report import _address_text, _assemble
+from coop_jax.report import _assemble
 from examples.models import adam_init, adam_step
 from passes.ir import Status
 from passes.outcome import Recomputed, StageOutcome
@@ -29,11 +31,11 @@ OFFSET_KEYS = {
     "packed_temp_bytes", "saved_temp_bytes", "pin_reason",
 }  # fmt: skip
 NO_HOST = HostUse()
-OFFSETS: dict[str, int | bool | str | None] = {
-    "buffers": 9, "equal": 9, "predicted_temp_bytes": 800, "compiled_temp_bytes": 790,
-    "live_temp_bytes": 750, "packed_temp_bytes": 760, "saved_temp_bytes": 0, "pinned": False,
-    "pin_reason": None,
-}  # fmt: skip
+OFFSETS = Offsets(
+    buffers=9, equal=9, predicted_temp_bytes=800, compiled_temp_bytes=790,
+    live_temp_bytes=750, packed_temp_bytes=760, saved_temp_bytes=0, pinned=False,
+    pin_reason=None,
+)  # fmt: skip
 
 
 def stage(name: str, **changes: object) -> StageOutcome:
@@ -207,15 +209,17 @@ def test_other_programs_have_no_report() -> None:
 
 
 def test_addresses_in_words() -> None:
-    text = _address_text(OFFSETS)
-    assert text == (
+    assert str(OFFSETS) == (
         "addresses: 9 of 9 temporaries where predicted; packing takes 40 B over what is alive at once, "
         "30 B more than the best that was found"
     )
-    assert _address_text({**OFFSETS, "pin_reason": "it sorts"}).endswith("; not pinned: it sorts")
-    assert "predicted" not in _address_text({**OFFSETS, "buffers": None, "equal": None})
-    pinned = {**OFFSETS, "pinned": True, "saved_temp_bytes": 64, "live_temp_bytes": 790}
-    assert _address_text(pinned) == "addresses: pinned, 64 B saved; 0 B over what is alive at once"
+    assert str(replace(OFFSETS, pin_reason="it sorts")).endswith("; not pinned: it sorts")
+    assert "predicted" not in str(replace(OFFSETS, buffers=None, equal=None))
+    pinned = replace(OFFSETS, pinned=True, saved_temp_bytes=64, live_temp_bytes=790)
+    assert str(pinned) == "addresses: pinned, 64 B saved; 0 B over what is alive at once"
+    unknown = Offsets(predicted_temp_bytes=8, compiled_temp_bytes=8, pinned=False, pin_reason=None)
+    assert str(unknown).startswith("addresses: not known")
+    assert set(unknown.to_dict()) < OFFSET_KEYS
 
 
 def test_the_report_knows_the_addresses_of_every_temporary() -> None:
@@ -223,13 +227,13 @@ def test_the_report_knows_the_addresses_of_every_temporary() -> None:
     jitted = jax.jit(coop.remat(step, budget=0.7), donate_argnums=0)
     compiled = jitted.lower(*specs).compile()
     offsets = coop.report(compiled).offsets
-    assert offsets["buffers"] == offsets["equal"] != 0
-    assert offsets["pinned"] is False
+    assert offsets.buffers == offsets.equal != 0
+    assert offsets.pinned is False
     pinned = coop.report(coop.pin(compiled))
-    if pinned.offsets["pinned"]:
+    if pinned.offsets.pinned:
         assert pinned.compiled_total_bytes < aot.memory(compiled).total_bytes
     else:
-        assert "as good as" in str(pinned.offsets["pin_reason"])
+        assert "as good as" in str(pinned.offsets.pin_reason)
 
 
 def test_a_report_is_never_silently_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Packing from the ground up, and room where it gets stuck."""
+"""Packing from the ground up, and slack where it gets stuck."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from strategies import items_to_pack, random_program
 from benchmarks.pack import cut_up
 from passes.ir import Buffer, BufferId, Op, OpId, Program
 from passes.liveness import Graph
-from passes.offsets.best_fit import place_graph, stack_graph
 from passes.offsets.packing import Item, Span, check_packing, live_bytes
+from passes.offsets.placement import place_graph, stack_graph
 from passes.offsets.skyline import Skyline
 from passes.planners import PlannerConfig, plan
 from passes.planners.placing import end_of, with_offsets
@@ -91,7 +91,7 @@ def layered(n_ops: int, width: int, seed: int) -> Program:
 
 
 @pytest.mark.parametrize("seed", [0, 9])
-def test_room_where_packing_gets_stuck_places_a_plan_within_the_budget(seed: int):
+def test_slack_where_packing_gets_stuck_places_a_plan_within_the_budget(seed: int):
     program = layered(150, 8, seed)
     search = Search(program, PlannerConfig(quick=True))
     budget_bytes = int(0.8 * search.start.peak_bytes)
@@ -104,7 +104,7 @@ def test_room_where_packing_gets_stuck_places_a_plan_within_the_budget(seed: int
     assert search.start.cost_ns * (1 + made.overhead_ratio) <= 1.07 * live.cost_ns
 
 
-def test_room_is_counted_as_alive_in_its_slot():
+def test_slack_is_counted_as_alive_in_its_slot():
     program = random_program(random.Random(0), 20)
     graph = Graph.of(program)
     plain = Schedule(graph, range(20))

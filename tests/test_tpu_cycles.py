@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.cycles import program_cycles
 from passes.hlo import proto
-from passes.hlo.cycles import program_cycles
 
 
 def _add(computation: Any, number: int, opcode: str, config: bytes = b"", *called: int) -> None:

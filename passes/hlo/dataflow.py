@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from passes.hlo.graph import Computation, Instruction, Module, post_order
 from passes.hlo.inplace import in_place_pairs
+from passes.union_find import UnionFind
 
 Index = tuple[int, ...]
 Tree = dict[Index, int]
@@ -87,22 +88,6 @@ class Dataflow:
     def instruction(self, position: Position | Use) -> Instruction:
         """The instruction of a position or use."""
         return self.module.computations[position.computation].by_id[position.instruction]
-
-
-class _Union:
-    def __init__(self, n: int) -> None:
-        self.parent = list(range(n))
-
-    def find(self, i: int) -> int:
-        while self.parent[i] != i:
-            self.parent[i] = self.parent[self.parent[i]]
-            i = self.parent[i]
-        return i
-
-    def merge(self, i: int, j: int) -> None:
-        a, b = self.find(i), self.find(j)
-        if a != b:
-            self.parent[max(a, b)] = min(a, b)
 
 
 class _Builder:
@@ -299,14 +284,14 @@ def _positions(flow: Dataflow, computation: int, order: list[int]) -> None:
 
 
 def _classes(flow: Dataflow) -> None:
-    union = _Union(len(flow.values))
+    union = UnionFind(len(flow.values))
     module = flow.module
     entry = module.entry
     root = flow.trees[entry.id, entry.root]
     parameters = {p.number: p.id for p in entry.parameters()}
     for output, (number, index) in module.donated.items():
         if output in root:
-            union.merge(root[output], flow.trees[entry.id, parameters[number]][index])
+            union.join((root[output], flow.trees[entry.id, parameters[number]][index]))
     for c in flow.reachable:
         for instruction in module.computations[c].by_id.values():
             _merge_instruction(flow, union, c, instruction)
@@ -319,7 +304,7 @@ def _classes(flow: Dataflow) -> None:
             flow.class_of[v] = n
 
 
-def _merge_instruction(flow: Dataflow, union: _Union, computation: int, instruction: Instruction) -> None:
+def _merge_instruction(flow: Dataflow, union: UnionFind, computation: int, instruction: Instruction) -> None:
     module = flow.module
     tree = flow.trees[computation, instruction.id]
     if instruction.opcode == "while":
@@ -330,8 +315,8 @@ def _merge_instruction(flow: Dataflow, union: _Union, computation: int, instruct
         others = [flow.trees[c, module.computations[c].root] for c in instruction.called]
     else:
         for operand, source, target in in_place_pairs(module, module.computations[computation], instruction):
-            union.merge(tree[target], flow.trees[computation, instruction.operands[operand]][source])
+            union.join((tree[target], flow.trees[computation, instruction.operands[operand]][source]))
         return
     for other in others:
         for index, v in tree.items():
-            union.merge(v, other[index])
+            union.join((v, other[index]))

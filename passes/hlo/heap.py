@@ -7,7 +7,6 @@ source, `heap_simulator.cc`), `passes.offsets.xla_heap` packs it, and the alloca
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from passes.hlo import graph
 from passes.hlo.assign import Assigner
@@ -290,14 +289,3 @@ def _offsets(assigner: Assigner, space: int, at: int, heap: HeapLayout) -> dict[
     groups = [g for g in assigner.heap if assigner.space_of(g) == space]
     leaders = {i.key: i.group for i in heap_intervals(assigner, space)}
     return {v: at + heap.offsets[leaders[v]] for g in groups for v in assigner.flow.classes[g]}
-
-
-def predict(module: Any, platform: str, *, old_rules: bool = False) -> HeapPrediction:
-    """What XLA will allocate for a scheduled module.
-
-    Args:
-        module: a parsed HloModuleProto with a schedule, without barriers (`passes.hlo.barriers`).
-        platform: see `passes.backend`.
-        old_rules: see `Assigner`.
-    """
-    return predict_assigned(Assigner(graph.read(module), platform, old_rules=old_rules))

@@ -64,21 +64,6 @@ class LiftedModule:
         pairs = zip(self.program.buffers, self.values, strict=True)
         return frozenset(b.id for b, v in pairs if v in values and b.pageable and b.nbytes)
 
-    @property
-    def argument_bytes(self) -> int:
-        """Bytes of the entry's arguments."""
-        return self.prediction.argument_bytes
-
-    @property
-    def output_bytes(self) -> int:
-        """Bytes of the entry's results."""
-        return self.prediction.output_bytes
-
-    @property
-    def alias_bytes(self) -> int:
-        """Bytes counted both as argument and as result."""
-        return self.prediction.alias_bytes
-
 
 def source_of(module: Any, instruction: Instruction) -> str:
     """Where an instruction comes from, such as "model.py:41 (jit(f)/dot_general)"; "" if unknown."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from passes.hlo.assign import Assigner
 from passes.hlo.dataflow import Index
-from passes.hlo.heap import host_offsets, temp_offsets
+from passes.hlo.heap import temp_offsets
 from passes.hlo.schema import Schema
 
 Name = tuple[str, Index]
@@ -101,26 +101,6 @@ def is_temp(allocation: Any) -> bool:
         or allocation.is_thread_local
         or allocation.maybe_live_out
     )
-
-
-def predicted_addresses(assigner: Assigner) -> dict[Name, Address]:
-    """Where XLA is expected to put everything: temporaries, what waits on the host, and the rest."""
-    flow = assigner.flow
-    addresses: dict[Name, Address] = {}
-
-    def put(v: int, allocation: int, offset: int) -> None:
-        value = flow.values[v]
-        addresses[flow.instruction(value.home).name, value.home.index] = Address(
-            allocation=allocation, offset=offset, nbytes=value.nbytes, is_temp=not allocation
-        )
-
-    for n, allocation in enumerate(assigner.allocations):
-        for v in allocation.values:
-            put(v, n + 2, 0)
-    for n, offsets in enumerate((temp_offsets(assigner), host_offsets(assigner))):
-        for v, offset in offsets.items():
-            put(v, n, offset)
-    return addresses
 
 
 def compare(assigner: Assigner, real: Assignment) -> Comparison:

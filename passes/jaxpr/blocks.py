@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 
 from passes.jaxpr import compat
+from passes.jaxpr.avals import form_of
+from passes.jaxpr.compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.constraints import constrain_program
 from passes.jaxpr.primitives import CONTROL_FLOW, Kind
 from passes.jaxpr.purity import eqn_kind
@@ -53,7 +55,7 @@ class Blocks:
         return ", ".join([*parts, *(f"a scan of {length}" for length in self.scans)])
 
 
-def find_blocks(closed: Any) -> Blocks:
+def find_blocks(closed: ClosedJaxpr) -> Blocks:
     """The natural blocks of a differentiated program, calls inlined; none where nothing is differentiated."""
     jaxpr, _ = compat.open_jaxpr(closed)
     forward = _forward(jaxpr)
@@ -63,7 +65,7 @@ def find_blocks(closed: Any) -> Blocks:
     if scans:
         return Blocks(scans=scans)
     places = sorted(forward)
-    number: dict[Any, int] = {}
+    number: dict[tuple[Any, ...], int] = {}
     words = np.array([number.setdefault(_word(jaxpr.eqns[i]), len(number)) for i in places])
     spans = [
         range(places[span.start], places[span.stop - 1] + 1)
@@ -73,14 +75,14 @@ def find_blocks(closed: Any) -> Blocks:
     return Blocks(spans=tuple(s for s in spans if _has_kernel(jaxpr.eqns[i] for i in s if i in forward)))
 
 
-def under_policy(closed: Any, blocks: Blocks, policy: Callable[..., Any]) -> Any:
+def under_policy(closed: ClosedJaxpr, blocks: Blocks, policy: Callable[..., Any]) -> ClosedJaxpr:
     """The program with each of its blocks as under `jax.checkpoint(policy=policy)`; itself if it is so.
 
     Raises:
         ConstraintUnsupported: a block holds what cannot be run twice, or the policy offloads.
     """
     jaxpr, consts = compat.open_jaxpr(closed)
-    forward, rename = _forward(jaxpr), dict[Any, Any]()
+    forward, rename = _forward(jaxpr), dict[Var, Atom]()
     kept = _kept(jaxpr, forward, blocks)
     eqns = []
     for eqn in jaxpr.eqns:
@@ -94,9 +96,9 @@ def under_policy(closed: Any, blocks: Blocks, policy: Callable[..., Any]) -> Any
     return closed if constrained is named else constrained
 
 
-def _forward(jaxpr: Any) -> set[int]:
+def _forward(jaxpr: Jaxpr) -> set[int]:
     """Places of the equations that a backward pass follows from, less its own."""
-    needed: set[Any] = set()
+    needed: set[Var] = set()
     forward: set[int] = set()
     for i in reversed(range(len(jaxpr.eqns))):
         eqn = jaxpr.eqns[i]
@@ -108,9 +110,9 @@ def _forward(jaxpr: Any) -> set[int]:
     return forward
 
 
-def _word(eqn: Any) -> tuple[Any, ...]:
+def _word(eqn: JaxprEqn) -> tuple[Any, ...]:
     """The same for equations that do the same."""
-    ins = tuple((v.aval.shape, v.aval.dtype) for v in eqn.invars if hasattr(v.aval, "dtype"))
+    ins = tuple(form_of(v) for v in eqn.invars if hasattr(v.aval, "dtype"))
     return eqn.primitive.name, ins, tuple(getattr(v.aval, "shape", None) for v in eqn.outvars)
 
 
@@ -159,7 +161,7 @@ def _longest(words: Any) -> _Run | None:
     return best
 
 
-def _cut(run: _Run, eqns: Sequence[Any]) -> list[range]:
+def _cut(run: _Run, eqns: Sequence[JaxprEqn]) -> list[range]:
     """The blocks of a run: of all places where they may begin those over whose borders least is carried."""
     phases = range(run.start, run.stop - run.count * run.period + 1)
 
@@ -180,11 +182,11 @@ def _cut(run: _Run, eqns: Sequence[Any]) -> list[range]:
     return spans(min(phases, key=carried))
 
 
-def _has_kernel(eqns: Iterable[Any]) -> bool:
+def _has_kernel(eqns: Iterable[JaxprEqn]) -> bool:
     return any(eqn_kind(eqn) not in (Kind.FUSIBLE, Kind.VIEW, Kind.BARRIER) for eqn in eqns)
 
 
-def _kept(jaxpr: Any, forward: set[int], blocks: Blocks) -> set[Any]:
+def _kept(jaxpr: Jaxpr, forward: set[int], blocks: Blocks) -> set[Var]:
     """What is made in the forward pass outside of blocks, and what blocks make for what comes after them."""
     block_of = {i: n for n, span in enumerate(blocks.spans) for i in span}
     makers = {v: i for i in forward for v in jaxpr.eqns[i].outvars}

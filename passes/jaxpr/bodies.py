@@ -10,10 +10,10 @@ the second (`passes.jaxpr.conds`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from passes.cost import DeviceModel
 from passes.jaxpr import compat
+from passes.jaxpr.compat import Jaxpr, JaxprEqn
 from passes.jaxpr.conds import recompute_in_second_cond
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.lift import inner_work, lift
@@ -21,10 +21,10 @@ from passes.jaxpr.primitives import CONTROL_FLOW
 from passes.jaxpr.rewrite import bodies_of, consts_as_literals, with_bodies
 from passes.simulate import simulate
 
-PlanBody = Callable[[Any, int], Any]
+PlanBody = Callable[[Jaxpr, int], Jaxpr]
 
 
-def fit_bodies(jaxpr: Any, device: DeviceModel, target_bytes: int, plan_body: PlanBody) -> Any:
+def fit_bodies(jaxpr: Jaxpr, device: DeviceModel, target_bytes: int, plan_body: PlanBody) -> Jaxpr:
     """An open jaxpr whose bodies take no more than the target leaves them, as far as they can be planned.
 
     Args:
@@ -46,8 +46,8 @@ def fit_bodies(jaxpr: Any, device: DeviceModel, target_bytes: int, plan_body: Pl
     return compat.rebuild(lifted.jaxpr, eqns=eqns, outvars=lifted.jaxpr.outvars)
 
 
-def _with_bodies(eqn: Any, device: DeviceModel, allowed_bytes: int, plan_body: PlanBody) -> Any:
-    def fitted(body: Any) -> Any:
+def _with_bodies(eqn: JaxprEqn, device: DeviceModel, allowed_bytes: int, plan_body: PlanBody) -> JaxprEqn:
+    def fitted(body: Jaxpr) -> Jaxpr:
         flat = _flat(body)
         results = sum(compat.aval_nbytes(v.aval) for v in flat.outvars)
         if inner_work(flat, device).peak_bytes <= allowed_bytes:
@@ -58,11 +58,11 @@ def _with_bodies(eqn: Any, device: DeviceModel, allowed_bytes: int, plan_body: P
 
 
 @compat.cached_by_jaxpr
-def _flat(body: Any) -> Any:
+def _flat(body: Jaxpr) -> Jaxpr:
     """A body as an open jaxpr; the same object every time, so that its plans can be kept."""
     return consts_as_literals(inline_calls(body))
 
 
-def has_control_flow(eqns: Sequence[Any]) -> bool:
+def has_control_flow(eqns: Sequence[JaxprEqn]) -> bool:
     """True if some equation has a body that may be planned."""
     return any(eqn.primitive.name in CONTROL_FLOW for eqn in eqns)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ from jax._src.state.discharge import discharge_state, register_discharge_rule
 from jax._src.state.types import AbstractRef
 from jax._src.util import weakref_lru_cache
 from jax.experimental.key_reuse import _core as key_reuse
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr as ClosedJaxpr
 
 _REPORTING_FRAMES = 6
 
@@ -66,24 +66,26 @@ Var = core.Var
 Literal = core.Literal
 DropVar = core.DropVar
 JaxprEqn = core.JaxprEqn
+Jaxpr = core.Jaxpr
+Atom = Var | Literal
 
 
-def open_jaxpr(closed: Any) -> tuple[Any, list[Any]]:
+def open_jaxpr(closed: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:
     """(jaxpr, consts) of a closed jaxpr; before 0.12 these are two classes, since then one."""
     return closed.jaxpr, list(closed.consts)
 
 
-def close_jaxpr(jaxpr: Any, consts: Sequence[Any]) -> Any:
+def close_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any]) -> ClosedJaxpr:
     """A closed jaxpr of `jaxpr` with `consts`."""
     return ClosedJaxpr(jaxpr, list(consts))
 
 
-def inner_jaxprs(eqn: Any) -> list[Any]:
+def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     """The open jaxprs in an equation's parameters, in a fixed order."""
     return list(core.jaxprs_in_params(eqn.params))
 
 
-def with_inner_jaxprs(eqn: Any, change: Callable[[Any], Any]) -> Any:
+def with_inner_jaxprs(eqn: JaxprEqn, change: Callable[[Any], Any]) -> JaxprEqn:
     """`eqn` with every open jaxpr in its parameters changed."""
 
     def changed(value: Any) -> Any:
@@ -97,26 +99,24 @@ def with_inner_jaxprs(eqn: Any, change: Callable[[Any], Any]) -> Any:
     return eqn.replace(params={name: changed(value) for name, value in eqn.params.items()})
 
 
-def dce_jaxpr(jaxpr: Any, used_outputs: Sequence[bool]) -> Any:
+def dce_jaxpr(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> Jaxpr:
     """`jaxpr` without the equations that `used_outputs` do not need; inputs are kept."""
     return pe.dce_jaxpr(jaxpr, list(used_outputs), instantiate=True)[0]
 
 
-def check(jaxpr: Any) -> None:
+def check(jaxpr: Jaxpr) -> None:
     """Raise if an open jaxpr is not well typed."""
     core.check_jaxpr(jaxpr)
 
 
-def source_line(eqn: Any) -> str:
+def source_line(eqn: JaxprEqn) -> str:
     """The user's line that an equation comes from, such as "model.py:41 (attention)"; "" if unknown."""
     return str(source_info_util.summarize(eqn.source_info))
 
 
 def called_from(caller: Any, info: Any) -> Any:
-    """Where an equation comes from, `info`, with where the jaxpr that it is in is called; None: nowhere.
-
-    JAX notes no frames of the caller inside the jaxpr of a call.
-    """
+    """Where an equation comes from, `info`, with where the jaxpr that it is in is called; None: nowhere."""
+    # JAX notes no frames of the caller inside the jaxpr of a call.
     if caller is None:
         return info
     frames = [i.traceback for i in (info, caller) if i.traceback is not None]
@@ -126,27 +126,27 @@ def called_from(caller: Any, info: Any) -> Any:
     )
 
 
-def at_source_of(eqn: Any) -> Any:
+def at_source_of(eqn: JaxprEqn) -> Any:
     """A context in which whatever is traced comes from the line that `eqn` comes from."""
     return source_info_util.user_context(eqn.source_info.traceback)
 
 
-def is_variable(atom: Any) -> bool:
+def is_variable(atom: object) -> TypeGuard[Var]:
     """True for a variable, False for a literal."""
     return not isinstance(atom, core.Literal)
 
 
-def variables(atoms: Sequence[Any]) -> list[Any]:
+def variables(atoms: Iterable[Atom]) -> list[Var]:
     """The variables among `atoms`, in order, repeated ones too."""
     return [v for v in atoms if not isinstance(v, core.Literal)]
 
 
-def of_variable[T](table: Mapping[Any, T], atom: Any) -> T | None:
+def of_variable[T](table: Mapping[Var, T], atom: Atom) -> T | None:
     """What `table` holds for a variable; None if it has nothing, and for a literal."""
     return None if isinstance(atom, core.Literal) else table.get(atom)
 
 
-def literal(value: Any) -> Any:
+def literal(value: Any) -> Literal:
     """`value` as an operand of an equation."""
     return core.Literal(value, core.typeof(value))
 
@@ -166,54 +166,54 @@ def has_known_size(aval: Any) -> bool:
     return core.is_constant_shape(getattr(aval, "shape", ()))
 
 
-def barrier_eqn(operands: Sequence[Any], results: Sequence[Any]) -> Any:
+def barrier_eqn(operands: Sequence[Any], results: Sequence[Atom]) -> JaxprEqn:
     """One `optimization_barrier` equation over all `operands`."""
     return core.new_jaxpr_eqn(list(operands), list(results), optimization_barrier_p, {}, core.no_effects)
 
 
-def name_eqn(value: Any, result: Any, name: str, like: Any) -> Any:
+def name_eqn(value: Any, result: Any, name: str, like: Any) -> JaxprEqn:
     """The equation of `checkpoint_name`, at the source line of equation `like`."""
     return core.new_jaxpr_eqn([value], [result], name_p, {"name": name}, core.no_effects, like.source_info)
 
 
-def checkpoint_name_of(eqn: Any) -> str | None:
+def checkpoint_name_of(eqn: JaxprEqn) -> str | None:
     """What `checkpoint_name` calls the value of this equation; None for every other equation."""
     return str(eqn.params["name"]) if eqn.primitive is name_p else None
 
 
-def has_custom_vjp(jaxpr: Any) -> bool:
+def has_custom_vjp(jaxpr: Jaxpr) -> bool:
     """True if an open jaxpr holds a function whose derivative rule is not traced yet."""
     inner = any(has_custom_vjp(j) for eqn in jaxpr.eqns for j in inner_jaxprs(eqn))
     return inner or any(eqn.primitive.name.startswith("custom_vjp_call") for eqn in jaxpr.eqns)
 
 
 @weakref_lru_cache
-def has_rules(jaxpr: Any) -> bool:
+def has_rules(jaxpr: Jaxpr) -> bool:
     """True if a jaxpr may hold a function with a derivative rule of its own."""
     inner = any(has_rules(j) for eqn in jaxpr.eqns for j in inner_jaxprs(eqn))
     names = (eqn.primitive.name for eqn in jaxpr.eqns)
     return inner or any(name.startswith(_RULES) for name in names)
 
 
-def in_scope(eqn: Any, scope: str) -> Any:
+def in_scope(eqn: JaxprEqn, scope: str) -> JaxprEqn:
     """`eqn` with `scope` in the name that XLA gives to its instructions."""
     info = eqn.source_info
     return eqn.replace(source_info=info.replace(name_stack=info.name_stack.extend(scope)))
 
 
-def is_transposed(eqn: Any) -> bool:
+def is_transposed(eqn: JaxprEqn) -> bool:
     """True for an equation of a backward pass."""
     stack = eqn.source_info.name_stack.stack
     return any(isinstance(e, source_info_util.Transform) and e.name == "transpose" for e in stack)
 
 
-def policy_saves(policy: Callable[..., Any], eqn: Any) -> bool | None:
+def policy_saves(policy: Callable[..., Any], eqn: JaxprEqn) -> bool | None:
     """What a policy of `jax.checkpoint` says of an equation's results; None if they should be offloaded."""
     said = pe.ensure_enum(policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params))
     return None if isinstance(said, pe.Offloadable) else isinstance(said, pe.SaveableType)
 
 
-def is_full_precision(eqn: Any) -> bool:
+def is_full_precision(eqn: JaxprEqn) -> bool:
     """True for a `reduce_precision` that reduces nothing: `jax.checkpoint` marks saved values with it."""
     if eqn.primitive.name != "reduce_precision":
         return False
@@ -221,29 +221,29 @@ def is_full_precision(eqn: Any) -> bool:
     return (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]) == (info.nexp, info.nmant)
 
 
-def fresh_var(like: Any) -> Any:
+def fresh_var(like: Any) -> Var:
     """A new variable of the same abstract value."""
     return core.Var(like.aval)
 
 
-def renamed(atom: Any, rename: dict[Any, Any]) -> Any:
+def renamed(atom: Atom, rename: Mapping[Var, Atom]) -> Atom:
     """What `rename` gives for a variable, or the atom itself."""
     return atom if isinstance(atom, core.Literal) else rename.get(atom, atom)
 
 
-def rename_inputs(eqn: Any, rename: dict[Any, Any]) -> Any:
+def rename_inputs(eqn: JaxprEqn, rename: Mapping[Var, Atom]) -> JaxprEqn:
     """`eqn` reading other variables."""
     return eqn.replace(invars=[renamed(v, rename) for v in eqn.invars])
 
 
 def rebuild(
-    jaxpr: Any,
+    jaxpr: Jaxpr,
     *,
-    eqns: Sequence[Any],
-    outvars: Sequence[Any],
+    eqns: Sequence[JaxprEqn],
+    outvars: Sequence[Atom],
     invars: Sequence[Any] | None = None,
     constvars: Sequence[Any] | None = None,
-) -> Any:
+) -> Jaxpr:
     """`jaxpr` with other equations, results and, if given, inputs and constants."""
     effects = core.join_effects(*(eqn.effects for eqn in eqns)) if eqns else core.no_effects
     invars = jaxpr.invars if invars is None else list(invars)
@@ -262,25 +262,25 @@ def _plain_debug_info(info: Any, n_args: int, n_results: int) -> Any:
     return info._replace(arg_names=("",) * n_args, result_paths=("",) * n_results)
 
 
-def scan_sizes(eqn: Any) -> tuple[int, int]:
+def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
     """How many of a scan's operands are constants and how many are its carry."""
     consts, carry, _ = eqn.params["ft_in"].unpack()
     return len(consts), len(carry)
 
 
-def trace(function: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Any:
+def trace(function: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> ClosedJaxpr:
     """A closed jaxpr of `function`; the values that it closes over are its constants."""
     info = api_util.debug_info("coop_trace", function, tuple(avals), {})
     jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(lu.wrap_init(function, debug_info=info), list(avals))
     return close_jaxpr(jaxpr, consts)
 
 
-def hoist_consts(closed: Any) -> tuple[Any, list[Any]]:
+def hoist_consts(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
     """`closed` with its constants as its first inputs, and the constants."""
     return pe.convert_constvars_jaxpr(closed), list(closed.consts)
 
 
-def without_unread(closed: Any) -> tuple[Any, tuple[bool, ...]]:
+def without_unread(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, tuple[bool, ...]]:
     """`closed` without the inputs that nothing in it reads, and which are read; the very same if all are.
 
     Args:
@@ -290,12 +290,12 @@ def without_unread(closed: Any) -> tuple[Any, tuple[bool, ...]]:
 
 
 @weakref_lru_cache
-def _without_unread(closed: Any) -> tuple[Any, tuple[bool, ...]]:
+def _without_unread(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, tuple[bool, ...]]:
     pruned, read = pe.dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals))
     return (closed if all(read) else close_jaxpr(pruned, [])), tuple(read)
 
 
-def needed_inputs(closed: Any, results: Sequence[bool]) -> tuple[bool, ...]:
+def needed_inputs(closed: ClosedJaxpr, results: Sequence[bool]) -> tuple[bool, ...]:
     """For every input of `closed` whether these of its results, or an effect, depend on it."""
     return tuple(pe.dce_jaxpr(closed.jaxpr, list(results))[1])
 
@@ -305,18 +305,18 @@ def is_ref(aval: Any) -> bool:
     return isinstance(aval, AbstractRef)
 
 
-def without_refs(closed: Any) -> Any:
+def without_refs(closed: ClosedJaxpr) -> ClosedJaxpr:
     """`closed` without mutable references: those that are inputs become values, and as many last results."""
     internal = any(isinstance(e, core.InternalMutableArrayEffect) for e in closed.effects)
     return discharge_state(closed) if internal or any(map(is_ref, closed.in_avals)) else closed
 
 
-def side_effects(eqn: Any) -> frozenset[Any]:
+def side_effects(eqn: JaxprEqn) -> frozenset[Any]:
     """The effects of an equation that are no mere use of a mesh axis, as collectives have."""
     return frozenset(e for e in eqn.effects if not isinstance(e, core.NamedAxisEffect))
 
 
-def claims_side_effect(eqn: Any) -> bool:
+def claims_side_effect(eqn: JaxprEqn) -> bool:
     """True for a kernel whose maker says in its parameters that it must not be merged or dropped."""
     claims = getattr(eqn.params.get("compiler_params"), "has_side_effects", False)
     claims = getattr(claims, "value", claims) not in (False, "pure")
@@ -324,7 +324,7 @@ def claims_side_effect(eqn: Any) -> bool:
 
 
 @contextmanager
-def inside_shard_map(eqn: Any) -> Iterator[None]:
+def inside_shard_map(eqn: JaxprEqn) -> Iterator[None]:
     """A context in which what is traced is part of the body of this `shard_map`."""
     mesh, axes = eqn.params["mesh"], eqn.params["newly_manual_axes"]
     manual = use_abstract_mesh(shard_map._as_manual_mesh(mesh, axes))
@@ -332,7 +332,7 @@ def inside_shard_map(eqn: Any) -> Iterator[None]:
         yield
 
 
-def without_axis_effects(body: Any, eqn: Any) -> Any:
+def without_axis_effects(body: Jaxpr, eqn: JaxprEqn) -> Jaxpr:
     """The open body of a `shard_map` without the effects of naming the axes that this equation binds."""
     return core.remove_named_axis_effects(body, eqn.params["mesh"].axis_names)
 
@@ -342,7 +342,7 @@ def varies_over_mesh(aval: Any) -> bool:
     return bool(getattr(getattr(aval, "manual_axis_type", None), "varying", ()))
 
 
-def lower_high(closed: Any) -> Any:
+def lower_high(closed: ClosedJaxpr) -> ClosedJaxpr:
     """`closed` with JAX's higher-level primitives written out in plain ones, derivative rules dropped."""
     return pe.lower_jaxpr2(closed) if closed.is_high else closed
 
@@ -372,7 +372,7 @@ def typeof(value: Any) -> Any:
     return core.typeof(value)
 
 
-def evaluate(closed: Any, values: Sequence[Any]) -> list[Any]:
+def evaluate(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
     """Run or trace `closed` on `values`, equation by equation."""
     return list(core.jaxpr_as_fun(closed)(*values))
 
@@ -386,7 +386,7 @@ def new_primitive(name: str) -> Any:
     primitive.multiple_results = True
     primitive.def_impl(partial(dispatch.apply_primitive, primitive))
 
-    def to_lojax(*values: Any, jaxpr: Any, **params: Any) -> Any:
+    def to_lojax(*values: Any, jaxpr: Jaxpr, **params: Any) -> Any:
         plain, consts = hoist_consts(pe.lower_jaxpr2(jaxpr))
         lowered = [low for aval, x in zip(jaxpr.in_avals, values, strict=True) for low in aval.lower_val(x)]
         return primitive.bind(*consts, *lowered, jaxpr=plain, **params)
@@ -435,27 +435,27 @@ def has_tangents(aval: Any) -> bool:
     return getattr(aval.to_tangent_aval(), "dtype", float0) != float0
 
 
-def jvp_jaxpr(closed: Any, nonzeros: Sequence[bool]) -> tuple[Any, list[bool]]:
+def jvp_jaxpr(closed: ClosedJaxpr, nonzeros: Sequence[bool]) -> tuple[ClosedJaxpr, list[bool]]:
     """(primals, nonzero tangents) -> (results, nonzero result tangents), and which results have one."""
     jaxpr, nonzeros_out = ad.jvp_jaxpr(closed, list(nonzeros), False)
     return jaxpr, list(nonzeros_out)
 
 
-def batch_jaxpr(closed: Any, axis: Any, dims: Sequence[Any]) -> tuple[Any, list[bool]]:
+def batch_jaxpr(closed: ClosedJaxpr, axis: Any, dims: Sequence[Any]) -> tuple[ClosedJaxpr, list[bool]]:
     """`closed` over batched inputs, and which results are batched (on axis 0)."""
     dest = [batching.zero_if_mapped] * len(closed.out_avals)
     jaxpr, batched = batching.batch_jaxpr_axes(closed, axis, list(dims), dest)
     return jaxpr, list(batched)
 
 
-def split_jaxpr(closed: Any, unknown: Sequence[bool]) -> tuple[Any, Any, list[bool], int]:
+def split_jaxpr(closed: ClosedJaxpr, unknown: Sequence[bool]) -> tuple[Jaxpr, Jaxpr, list[bool], int]:
     """Known part, unknown part (residuals first), which results are unknown, how many residuals."""
     known, rest, out_unknown, residuals = pe.partial_eval_jaxpr_nounits(closed, list(unknown), False)
     return known, rest, list(out_unknown), len(residuals)
 
 
 def transpose_linear(
-    closed: Any, residuals: Sequence[Any], cotangents: Sequence[Any]
+    closed: ClosedJaxpr, residuals: Sequence[Any], cotangents: Sequence[Any]
 ) -> tuple[list[Any], dict[str, Any]]:
     """Cotangents of the inputs of `closed` that follow its residuals, in which it is linear; and logs."""
     linear = [ad.UndefinedPrimal(aval) for aval in closed.in_avals[len(residuals) :]]
@@ -514,13 +514,13 @@ class LinearParts:
         forwarded: for every residual the argument that it is, or None.
     """
 
-    forward: Any
+    forward: ClosedJaxpr
     pushforward: Any
     nonzeros: tuple[bool, ...]
     forwarded: tuple[int | None, ...]
 
 
-def linearize_jaxpr(closed: Any, nonzeros: Sequence[bool], for_transpose: bool) -> LinearParts:
+def linearize_jaxpr(closed: ClosedJaxpr, nonzeros: Sequence[bool], for_transpose: bool) -> LinearParts:
     """Linearize a jaxpr without constants."""
     forward, results, nonzeros_out, forwarded, pushforward = ad.linearize_jaxpr(
         closed, list(nonzeros), is_vjp=for_transpose
@@ -542,7 +542,7 @@ def register_batching(primitive: Any, rule: Callable[..., Any]) -> None:
 def register_call_rules(primitive: Any) -> None:
     """Partial evaluation and dead code for a primitive that is a call of `params["jaxpr"]`."""
 
-    def partial_eval(tracer_trace: Any, *tracers: Any, jaxpr: Any, **params: Any) -> list[Any]:
+    def partial_eval(tracer_trace: Any, *tracers: Any, jaxpr: Jaxpr, **params: Any) -> list[Any]:
         unknown = [not t.is_known() for t in tracers]
         known, rest, out_unknown, n_residuals = split_jaxpr(jaxpr, unknown)
         known, consts = hoist_consts(known)
@@ -564,7 +564,7 @@ def register_call_rules(primitive: Any) -> None:
     pe.dce_rules[primitive] = _call_dce
     register_discharge_rule(primitive)(partial(_call_discharge, primitive))
 
-    def error_check(ctx: Any, error: Any, enabled: Any, *args: Any, jaxpr: Any, **params: Any) -> Any:
+    def error_check(ctx: Any, error: Any, enabled: Any, *args: Any, jaxpr: Jaxpr, **params: Any) -> Any:
         errors, tree = jax.tree.flatten(error)
         values = [*errors, *args]
         results = checkify.jaxpr_to_checkify_jaxpr(ctx, jaxpr, enabled, tree, *map(core.typeof, values))
@@ -611,13 +611,13 @@ def _without_source(params: dict[str, Any]) -> tuple[list[bool], dict[str, Any]]
     return list(needed), {**params, "jaxpr": jaxpr, "source": None}
 
 
-def is_forward_part(eqn: Any) -> bool:
+def is_forward_part(eqn: JaxprEqn) -> bool:
     """True for a part (see `register_part_rules`) that gives saved values to a backward part."""
     source = eqn.params.get("source")
     return source is not None and len(eqn.outvars) > source.n_results
 
 
-def without_source(eqn: Any) -> Any:
+def without_source(eqn: JaxprEqn) -> JaxprEqn:
     """A backward part that is not differentiated any more; other equations as they are."""
     if eqn.params.get("source") is None or is_forward_part(eqn):
         return eqn
@@ -627,7 +627,7 @@ def without_source(eqn: Any) -> Any:
 
 
 def _call_discharge(
-    primitive: Any, ctx: Any, *args: Any, jaxpr: Any, **params: Any
+    primitive: Any, ctx: Any, *args: Any, jaxpr: Jaxpr, **params: Any
 ) -> tuple[list[Any], list[Any]]:
     """References become values when nothing is differentiated any more."""
     if "source" in params:
@@ -667,7 +667,7 @@ def register_key_reuse(primitive: Any, called: Callable[..., Any]) -> None:
             call's; None where keys were accounted for elsewhere: then the call uses none, and makes new ones.
     """
 
-    def signature(eqn: Any) -> Any:
+    def signature(eqn: JaxprEqn) -> Any:
         closed = called(**eqn.params)
         if closed is not None:
             return key_reuse.jaxpr_type_signature(open_jaxpr(closed)[0])
@@ -676,7 +676,7 @@ def register_key_reuse(primitive: Any, called: Callable[..., Any]) -> None:
     key_reuse.key_reuse_signatures[primitive] = key_reuse.dynamic_key_reuse_signature(signature)
 
 
-def is_pinned(eqn: Any) -> bool:
+def is_pinned(eqn: JaxprEqn) -> bool:
     """True if a call asks for shardings or layouts of its own."""
     shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     layouts = (*eqn.params.get("in_layouts", ()), *eqn.params.get("out_layouts", ()))
@@ -688,7 +688,7 @@ def register_lowering(primitive: Any, rule: Callable[..., Any]) -> None:
     mlir.register_lowering(primitive, rule, cacheable=False)
 
 
-def lower_inline(ctx: Any, closed: Any, operands: Sequence[Any]) -> Sequence[Any]:
+def lower_inline(ctx: Any, closed: ClosedJaxpr, operands: Sequence[Any]) -> Sequence[Any]:
     """Lower `closed` in place, into the function that `ctx` is in."""
     if (
         closed.consts
@@ -749,7 +749,7 @@ class BeingLowered:
         settings: the settings of JAX that `lower` would find now, hashable.
     """
 
-    jaxpr: Any
+    jaxpr: Jaxpr
     lower: Callable[[], Any]
     trace: Callable[[], Any] | None
     settings: Callable[[], Any]

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from passes.jaxpr import compat
+from passes.jaxpr.compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.primitives import Kind
 from passes.jaxpr.purity import eqn_kind, has_effect
 from passes.jaxpr.rewrite import consts_as_literals
 
 
-def recompute_in_second_cond(jaxpr: Any) -> Any:
+def recompute_in_second_cond(jaxpr: Jaxpr) -> Jaxpr:
     """An open jaxpr whose pairs of conds pass nothing on that the second can compute from operands.
 
     Returns:
@@ -40,24 +41,24 @@ def recompute_in_second_cond(jaxpr: Any) -> Any:
     return compat.dce_jaxpr(new, [True] * len(jaxpr.outvars))
 
 
-def _same_choice(first: Any, second: Any) -> bool:
+def _same_choice(first: JaxprEqn, second: JaxprEqn) -> bool:
     """True if both always run branches of the same number."""
     same_index = compat.is_variable(first.invars[0]) and first.invars[0] is second.invars[0]
     return same_index and len(first.params["branches"]) == len(second.params["branches"])
 
 
-def _read_elsewhere(jaxpr: Any) -> set[Any]:
+def _read_elsewhere(jaxpr: Jaxpr) -> set[Var]:
     """Results of the program, and what something else than a single equation reads."""
-    readers: dict[Any, int] = {}
+    readers: dict[Var, int] = {}
     for eqn in jaxpr.eqns:
         for v in dict.fromkeys(v for v in eqn.invars if compat.is_variable(v)):
             readers[v] = readers.get(v, 0) + 1
     return {v for v, n in readers.items() if n > 1} | {v for v in jaxpr.outvars if compat.is_variable(v)}
 
 
-def _joined(first: Any, second: Any, elsewhere: set[Any]) -> Any:
+def _joined(first: JaxprEqn, second: JaxprEqn, elsewhere: set[Var]) -> JaxprEqn:
     """`second` with the branches of `first` before its own; the same object if nothing is won."""
-    made = {v: k for k, v in enumerate(first.outvars) if v not in elsewhere}
+    made: dict[Atom, int] = {v: k for k, v in enumerate(first.outvars) if v not in elsewhere}
     from_first = [compat.is_variable(v) and v in made for v in second.invars[1:]]
     if not any(from_first) or eqn_kind(first) is Kind.OPAQUE:
         return second
@@ -67,12 +68,15 @@ def _joined(first: Any, second: Any, elsewhere: set[Any]) -> Any:
         _joined_branch(before, branch, places, from_first)
         for before, branch in zip(first.params["branches"], second.params["branches"], strict=True)
     )
-    return second.replace(
+    joined: JaxprEqn = second.replace(
         invars=[second.invars[0], *first.invars[1:], *own], params={**second.params, "branches": branches}
     )
+    return joined
 
 
-def _joined_branch(before: Any, branch: Any, places: Sequence[int], from_first: Sequence[bool]) -> Any:
+def _joined_branch(
+    before: ClosedJaxpr, branch: ClosedJaxpr, places: Sequence[int], from_first: Sequence[bool]
+) -> ClosedJaxpr:
     """(operands of `before`, what it does not make of `branch`'s) -> results of `branch`."""
     n_before = len(before.in_avals)
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeGuard
 
 from passes.jaxpr import compat
+from passes.jaxpr.compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.halves import closed_halves, join, split
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.primitives import CONTROL_FLOW
@@ -26,7 +27,7 @@ from passes.jaxpr.values import Constraints, Values
 from passes.saved import OFFLOADED, SAVED, is_saved
 
 
-def constrain_program(closed: Any, constraints: Constraints) -> Any:
+def constrain_program(closed: ClosedJaxpr, constraints: Constraints) -> ClosedJaxpr:
     """A program that keeps `constraints`; the same object if they ask for nothing in it.
 
     Args:
@@ -42,7 +43,9 @@ def constrain_program(closed: Any, constraints: Constraints) -> Any:
     return closed if constrained is halves else compat.close_jaxpr(constrained.jaxpr, consts)
 
 
-def constrain_pair(forward: Any, backward: Any, n_outs: int, constraints: Constraints) -> tuple[Any, Any]:
+def constrain_pair(
+    forward: ClosedJaxpr, backward: ClosedJaxpr, n_outs: int, constraints: Constraints
+) -> tuple[ClosedJaxpr, ClosedJaxpr]:
     """A forward and a backward program that keep `constraints` together; see `passes.jaxpr.halves.join`.
 
     Raises:
@@ -72,12 +75,12 @@ class _Halves:
         cotangents: inputs that arrive with the backward pass.
     """
 
-    jaxpr: Any
+    jaxpr: Jaxpr
     backward: tuple[bool, ...]
-    cotangents: tuple[Any, ...] = ()
+    cotangents: tuple[Var, ...] = ()
 
 
-def _constrained(halves: _Halves, constraints: Constraints, passed: Sequence[Any] = ()) -> _Halves:
+def _constrained(halves: _Halves, constraints: Constraints, passed: Sequence[Atom] = ()) -> _Halves:
     """The same object if nothing is to be done. `passed`: see `Values`."""
     given = halves
     halves = _with_constrained_bodies(halves, constraints, passed)
@@ -87,7 +90,7 @@ def _constrained(halves: _Halves, constraints: Constraints, passed: Sequence[Any
     return given if halves is given else _without_dead_code(halves)
 
 
-def _with_constrained_bodies(halves: _Halves, constraints: Constraints, passed: Sequence[Any]) -> _Halves:
+def _with_constrained_bodies(halves: _Halves, constraints: Constraints, passed: Sequence[Atom]) -> _Halves:
     """Bodies of control flow as programs of their own."""
     equations = list(zip(halves.jaxpr.eqns, halves.backward, strict=True))
     across = {*passed, *(v for eqn, b in equations if b for v in eqn.invars if compat.is_variable(v))}
@@ -100,7 +103,7 @@ def _with_constrained_bodies(halves: _Halves, constraints: Constraints, passed: 
     return _with_eqns(halves, eqns, halves.backward, halves.jaxpr.outvars)
 
 
-def _with_bodies(eqn: Any, backward: bool, across: Sequence[bool], constraints: Constraints) -> Any:
+def _with_bodies(eqn: JaxprEqn, backward: bool, across: Sequence[bool], constraints: Constraints) -> JaxprEqn:
     """`across`: for every result whether a backward pass reads it."""
     if eqn.primitive.name not in CONTROL_FLOW:
         return eqn
@@ -110,7 +113,7 @@ def _with_bodies(eqn: Any, backward: bool, across: Sequence[bool], constraints: 
     return eqn if same else with_bodies(eqn, constrained)
 
 
-def _constrained_body(body: Any, backward: bool, across: Sequence[bool], constraints: Constraints) -> Any:
+def _constrained_body(body: Jaxpr, backward: bool, across: Sequence[bool], constraints: Constraints) -> Jaxpr:
     jaxpr = consts_as_literals(inline_calls(body))
     flags = tuple(backward or compat.is_transposed(eqn) for eqn in jaxpr.eqns)
     halves = _Halves(jaxpr=jaxpr, backward=flags)
@@ -121,7 +124,7 @@ def _constrained_body(body: Any, backward: bool, across: Sequence[bool], constra
 
 def _with_saved(halves: _Halves, values: Values) -> _Halves:
     """Every saved value passes through an equation that is not recomputed, right after it is made."""
-    rename: dict[Any, Any] = {}
+    rename: dict[Var, Atom] = {}
     eqns, flags = [], []
     for eqn, backward in zip(halves.jaxpr.eqns, halves.backward, strict=True):
         name = compat.checkpoint_name_of(eqn)
@@ -135,8 +138,8 @@ def _with_saved(halves: _Halves, values: Values) -> _Halves:
         eqns.append(compat.in_scope(eqn, mark) if kept else eqn)
         flags.append(backward)
         for v in kept:
-            rename[v] = compat.fresh_var(v)
-            added = _kept(v, rename[v], mark, eqn)
+            rename[v] = result = compat.fresh_var(v)
+            added = _kept(v, result, mark, eqn)
             eqns += added
             flags += [backward] * len(added)
     if not rename:
@@ -144,7 +147,7 @@ def _with_saved(halves: _Halves, values: Values) -> _Halves:
     return _with_eqns(halves, eqns, flags, [compat.renamed(v, rename) for v in halves.jaxpr.outvars])
 
 
-def _kept(value: Any, result: Any, mark: str, like: Any) -> list[Any]:
+def _kept(value: Atom, result: Var, mark: str, like: JaxprEqn) -> list[JaxprEqn]:
     """Equations that mark a value; one for the host is an array of its own, so that it can be sent."""
     if mark == SAVED:
         return [compat.name_eqn(value, result, mark, like)]
@@ -186,7 +189,7 @@ def _choice(pair: ScanPair, constraints: Constraints) -> Choice | None:
     values = Values(producer.eqns, [False] * len(producer.eqns), constraints, list(demanded))
     if not inner and not any(map(values.is_dropped, demanded)):
         return None
-    kept: dict[Any, None] = {}
+    kept: dict[Var, None] = {}
     stack = list(demanded)
     seen = set(stack)
     while stack:
@@ -227,14 +230,14 @@ class _Cloner:
     def __init__(self, halves: _Halves, values: Values) -> None:
         self.halves = halves
         self.values = values
-        self.eqns: list[Any] = []
+        self.eqns: list[JaxprEqn] = []
         self.backward: list[bool] = []
         # For variables that passed a barrier, or were recomputed, what later equations read instead.
-        self.current: dict[Any, Any] = {}
+        self.current: dict[Var, Atom] = {}
         self.last_read = {
             v: i for i, e in enumerate(halves.jaxpr.eqns) for v in e.invars if compat.is_variable(v)
         }
-        self.arrived: list[Any] = [v for v in halves.cotangents if v in self.last_read]
+        self.arrived: list[Var] = [v for v in halves.cotangents if v in self.last_read]
 
     def run(self) -> _Halves:
         for i, (eqn, backward) in enumerate(zip(self.halves.jaxpr.eqns, self.halves.backward, strict=True)):
@@ -246,22 +249,22 @@ class _Cloner:
                 self.arrived += [v for v in eqn.outvars if self.last_read.get(v, -1) > i]
         return _with_eqns(self.halves, self.eqns, self.backward, self.halves.jaxpr.outvars)
 
-    def is_missing(self, v: Any) -> bool:
+    def is_missing(self, v: Atom) -> TypeGuard[Var]:
         """True for a dropped variable that was not recomputed yet."""
         return self.values.is_dropped(v) and v not in self.current
 
-    def _add(self, eqn: Any, backward: bool) -> None:
+    def _add(self, eqn: JaxprEqn, backward: bool) -> None:
         self.eqns.append(eqn)
         self.backward.append(backward)
 
-    def _trigger(self, i: int, eqn: Any) -> Any:
+    def _trigger(self, i: int, eqn: JaxprEqn) -> Var | None:
         """A value of the backward pass that is there before equation `i` and read by it or later; or None."""
         known = set(self.arrived)
         own = [v for v in eqn.invars if compat.is_variable(v) and v in known]
         later = [v for v in self.arrived if self.last_read[v] >= i]
         return next((vs[-1] for vs in (own, later) if vs), None)
 
-    def _recompute(self, missing: Sequence[Any], trigger: Any) -> None:
+    def _recompute(self, missing: Sequence[Var], trigger: Var | None) -> None:
         eqns = self.halves.jaxpr.eqns
         recomputed: set[int] = set()
         stack = [self.values.place[v] for v in missing]
@@ -288,7 +291,7 @@ class _Cloner:
 
 
 def _with_eqns(
-    halves: _Halves, eqns: Sequence[Any], backward: Sequence[bool], outvars: Sequence[Any]
+    halves: _Halves, eqns: Sequence[JaxprEqn], backward: Sequence[bool], outvars: Sequence[Atom]
 ) -> _Halves:
     jaxpr = compat.rebuild(halves.jaxpr, eqns=eqns, outvars=outvars)
     return replace(halves, jaxpr=jaxpr, backward=tuple(backward))

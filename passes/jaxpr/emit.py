@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from passes.ir import BufferId, OpId
 from passes.jaxpr import compat
+from passes.jaxpr.compat import Atom, ClosedJaxpr, JaxprEqn, Var
 from passes.jaxpr.halves import Split, split
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.primitives import Kind
@@ -47,7 +47,7 @@ class EmitConfig:
     one_at_a_time: bool = False
 
 
-def emit(lifted: LiftedJaxpr, steps: Sequence[OpId], config: EmitConfig) -> Any:
+def emit(lifted: LiftedJaxpr, steps: Sequence[OpId], config: EmitConfig) -> ClosedJaxpr:
     """The open jaxpr that runs `steps`, with the constvars, invars and results of `lifted.jaxpr`."""
     emitter = _Emitter(lifted, steps, config)
     emitter.run()
@@ -84,10 +84,10 @@ class _Emitter:
         self.lifted = lifted
         self.steps = steps
         self.config = config
-        self.eqns: list[Any] = []
-        self.current: list[Any] = list(lifted.var_of)
+        self.eqns: list[JaxprEqn] = []
+        self.current: list[Var] = list(lifted.var_of)
         self.version: list[int] = [0] * len(lifted.var_of)
-        self.made: dict[tuple[int, tuple[int, ...]], list[Any]] = {}
+        self.made: dict[tuple[int, tuple[int, ...]], list[Var]] = {}
         self.used_original: set[int] = set()
         self.run_at: list[int] = [-1] * len(lifted.var_of)
         self.arguments = frozenset(lifted.program.arguments)
@@ -96,7 +96,7 @@ class _Emitter:
         self.step = 0
         eqns = enumerate(lifted.jaxpr.eqns)
         self.own_barriers = [i for i, eqn in eqns if eqn_kind(eqn) is Kind.BARRIER]
-        self.final: dict[BufferId, Any] = {}
+        self.final: dict[BufferId, Var] = {}
 
     def run(self) -> None:
         first_runs = 0
@@ -117,16 +117,16 @@ class _Emitter:
             self._run_op(op)
             first_runs += 1
 
-    def results(self) -> list[Any]:
+    def results(self) -> list[Atom]:
         return [self._result(v) for v in self.lifted.jaxpr.outvars]
 
-    def cut_after(self, outvars: Sequence[Any]) -> int:
+    def cut_after(self, outvars: Sequence[Atom]) -> int:
         """How many equations make `outvars`, counted from the start."""
         made = [self._result(v) for v in compat.variables(outvars)]
         place = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         return max((place[v] + 1 for v in made if v in place), default=0)
 
-    def _result(self, v: Any) -> Any:
+    def _result(self, v: Atom) -> Atom:
         """The atom of a result: what the last run made, or an argument (seen through own barriers)."""
         b = compat.of_variable(self.lifted.buffer_of, v)
         return v if b is None else self.final.get(b, self.lifted.var_of[b])
@@ -159,7 +159,7 @@ class _Emitter:
         """The program's own barriers that stand before equation `root`."""
         while self.own_barriers and self.own_barriers[0] < root:
             eqn = self.lifted.jaxpr.eqns[self.own_barriers.pop(0)]
-            operands = [self.lifted.buffer_of[v] for v in eqn.invars]
+            operands = [self.lifted.buffer_of[v] for v in compat.variables(eqn.invars)]
             if operands:
                 self._barrier(list(dict.fromkeys(operands)))
 
@@ -204,7 +204,7 @@ class _Emitter:
 
     def _run_op(self, op_id: OpId, *, is_recompute: bool = False) -> None:
         body, first = self.lifted.bodies[op_id], len(self.eqns)
-        local: dict[Any, Any] = {}
+        local: dict[Var, Var] = {}
         for i in body[:-1]:
             key = self._key(i)
             if key not in self.made:
@@ -224,7 +224,7 @@ class _Emitter:
         if root in self.config.apart:
             self._barrier(list(self.lifted.program.ops[op_id].outputs))
 
-    def _append(self, i: int, local: dict[Any, Any]) -> list[Any]:
+    def _append(self, i: int, local: dict[Var, Var]) -> list[Var]:
         """Emit equation `i` on the current copies; its first emission keeps its own variables."""
         eqn = self.lifted.jaxpr.eqns[i]
         invars = [v if isinstance(v, compat.Literal) else self._read(v, local) for v in eqn.invars]
@@ -235,7 +235,7 @@ class _Emitter:
         self.eqns.append(eqn.replace(invars=invars, outvars=outvars))
         return outvars
 
-    def _read(self, v: Any, local: dict[Any, Any]) -> Any:
+    def _read(self, v: Var, local: dict[Var, Var]) -> Var:
         b = self.lifted.buffer_of.get(v)
         return local[v] if b is None else self.current[b]
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 from passes.cost import EXPENSIVE_FLOPS
 from passes.jaxpr import compat
+from passes.jaxpr.avals import array_of
+from passes.jaxpr.compat import Jaxpr, JaxprEqn
 from passes.jaxpr.primitives import Kind, is_expensive
 
 # Of the forward pass two products of (queries, keys, head size), of the backward pass five.
@@ -27,7 +28,7 @@ _SENT = {
 }  # fmt: skip
 
 
-def matrix_work(eqns: Sequence[Any]) -> tuple[int, int]:
+def matrix_work(eqns: Sequence[JaxprEqn]) -> tuple[int, int]:
     """Matrix flops of some equations, and the operand width in bits of the largest of them."""
     total, largest, bits = 0, 0, 32
     for eqn in eqns:
@@ -38,7 +39,7 @@ def matrix_work(eqns: Sequence[Any]) -> tuple[int, int]:
     return total, bits
 
 
-def vector_work(eqn: Any, kind: Kind) -> int:
+def vector_work(eqn: JaxprEqn, kind: Kind) -> int:
     """Elementwise flops of one equation; of a kernel only what its maker says of it."""
     if kind not in (Kind.FUSIBLE, Kind.REDUCTION):
         said = eqn.params.get("cost_estimate")
@@ -47,37 +48,37 @@ def vector_work(eqn: Any, kind: Kind) -> int:
     return flops_per_element(eqn) * max((int(getattr(a, "size", 0)) for a in avals), default=0)
 
 
-def flops_per_element(eqn: Any) -> int:
+def flops_per_element(eqn: JaxprEqn) -> int:
     """Elementwise flops for each element of one equation."""
     if eqn.primitive.name == "polynomial":
         return 2 * (len(eqn.invars) - 2)  # a variable and its coefficients, by Horner's rule
     return EXPENSIVE_FLOPS if is_expensive(eqn.primitive.name) else 1
 
 
-def said_bytes(eqn: Any) -> int | None:
+def said_bytes(eqn: JaxprEqn) -> int | None:
     """Bytes that a kernel's maker says it moves; None if nothing is said."""
     said = eqn.params.get("cost_estimate")
     return None if said is None else int(said.bytes_accessed)
 
 
-def sent_bytes(eqn: Any) -> int:
+def sent_bytes(eqn: JaxprEqn) -> int:
     """Bytes that each device sends in a collective; 0 for everything else."""
     times = _SENT.get(eqn.primitive.name, 0)
     return abs(times) * sum(compat.aval_nbytes(v.aval) for v in (eqn.invars if times > 0 else eqn.outvars))
 
 
-def _eqn_work(eqn: Any) -> tuple[int, int]:
+def _eqn_work(eqn: JaxprEqn) -> tuple[int, int]:
     name = eqn.primitive.name
     if name == "dot_general":
-        lhs = eqn.invars[0].aval
+        lhs = array_of(eqn.invars[0])
         (contracting, _), _ = eqn.params["dimension_numbers"]
         depth = prod(lhs.shape[d] for d in contracting)
-        return 2 * prod(eqn.outvars[0].aval.shape) * depth, 8 * lhs.dtype.itemsize
+        return 2 * prod(array_of(eqn.outvars[0]).shape) * depth, 8 * lhs.dtype.itemsize
     if name == "conv_general_dilated":
-        lhs, rhs = (v.aval for v in eqn.invars)
+        lhs, rhs = map(array_of, eqn.invars)
         out_features = rhs.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
         depth = prod(rhs.shape) // max(out_features, 1)
-        return 2 * prod(eqn.outvars[0].aval.shape) * depth, 8 * lhs.dtype.itemsize
+        return 2 * prod(array_of(eqn.outvars[0]).shape) * depth, 8 * lhs.dtype.itemsize
     if name == "pallas_call":
         return _pallas_work(eqn)
     if name.startswith("dot_product_attention"):
@@ -87,26 +88,26 @@ def _eqn_work(eqn: Any) -> tuple[int, int]:
     return _of_inner(eqn, int(eqn.params.get("length") or 1) if name == "scan" else 1)
 
 
-def _inner_work(jaxpr: Any) -> tuple[int, int]:
+def _inner_work(jaxpr: Jaxpr) -> tuple[int, int]:
     return matrix_work(jaxpr.eqns)
 
 
-def _of_inner(eqn: Any, iterations: int) -> tuple[int, int]:
+def _of_inner(eqn: JaxprEqn, iterations: int) -> tuple[int, int]:
     """What is inside an equation, `iterations` times."""
     flops, bits = max(map(_inner_work, compat.inner_jaxprs(eqn)), default=(0, 32))
     return flops * iterations, bits
 
 
-def _pallas_work(eqn: Any) -> tuple[int, int]:
+def _pallas_work(eqn: JaxprEqn) -> tuple[int, int]:
     points = prod(n for n in eqn.params["grid_mapping"].grid if isinstance(n, int))
     flops, bits = _of_inner(eqn, points)
     said = eqn.params["cost_estimate"]
     return (flops if said is None else int(said.flops)), bits
 
 
-def _attention_work(eqn: Any) -> tuple[int, int]:
+def _attention_work(eqn: JaxprEqn) -> tuple[int, int]:
     """Products of attention: queries (B, T, N, H) or (B, N, T, H), keys the same with S for T."""
-    query, key = eqn.invars[0].aval, eqn.invars[1].aval
+    query, key = map(array_of, eqn.invars[:2])
     if len(query.shape) != 4 or len(key.shape) != 4:
         return 0, 32
     n_keys = key.shape[2 if eqn.params.get("layout") == _BNTH else 1]

@@ -13,6 +13,7 @@ from passes.backend import BACKENDS
 from passes.cost import DeviceModel
 from passes.ir import BufferId, Op, OpId, Program
 from passes.jaxpr import compat
+from passes.jaxpr.avals import array_of
 from passes.jaxpr.emit import EmitConfig
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.saved import is_saved
@@ -56,7 +57,10 @@ def small_dots(lifted: LiftedJaxpr) -> dict[int, Op]:
     small = {}
     for op, body in zip(lifted.program.ops, lifted.bodies, strict=True):
         eqn = lifted.jaxpr.eqns[body[-1]]
-        if eqn.primitive.name == "dot_general" and math.prod(eqn.outvars[0].aval.shape) <= SMALL_DOT_ELEMENTS:
+        if (
+            eqn.primitive.name == "dot_general"
+            and math.prod(array_of(eqn.outvars[0]).shape) <= SMALL_DOT_ELEMENTS
+        ):
             small[body[-1]] = op
     return small
 

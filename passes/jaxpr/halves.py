@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from passes.jaxpr import compat
+from passes.jaxpr.compat import ClosedJaxpr, Jaxpr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +20,7 @@ class Joined:
         n_forward_eqns: how many equations, the first ones, are the forward program's.
     """
 
-    jaxpr: Any
+    jaxpr: Jaxpr
     consts: list[Any]
     n_arguments: int
     n_forward_eqns: int
@@ -40,12 +41,12 @@ class Split:
         n_saved: how many values pass from one to the other.
     """
 
-    forward: Any
-    backward: Any
+    forward: ClosedJaxpr
+    backward: ClosedJaxpr
     n_saved: int
 
 
-def join(forward: Any, backward: Any, n_outs: int) -> Joined:
+def join(forward: ClosedJaxpr, backward: ClosedJaxpr, n_outs: int) -> Joined:
     """Both as one program.
 
     Args:
@@ -76,7 +77,7 @@ def join(forward: Any, backward: Any, n_outs: int) -> Joined:
     )
 
 
-def split(jaxpr: Any, cut: int, *, n_arguments: int, n_forward_results: int) -> Split:
+def split(jaxpr: Jaxpr, cut: int, *, n_arguments: int, n_forward_results: int) -> Split:
     """The first `cut` equations of an open jaxpr without constvars, and the others.
 
     Args:
@@ -108,7 +109,7 @@ def split(jaxpr: Any, cut: int, *, n_arguments: int, n_forward_results: int) -> 
     )
 
 
-def closed_halves(joined: Joined, halves: Split) -> tuple[Any, Any]:
+def closed_halves(joined: Joined, halves: Split) -> tuple[ClosedJaxpr, ClosedJaxpr]:
     """Forward and backward half as closed jaxprs; the constants go to the forward half."""
     n_consts = joined.n_consts
     forward = compat.rebuild(

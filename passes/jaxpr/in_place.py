@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from passes.ir import BufferId
 from passes.jaxpr import compat
+from passes.jaxpr.avals import form_of
+from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.primitives import RESHAPES, Kind, kind_of
 
@@ -15,21 +16,18 @@ IN_PLACE = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "scatter
 
 
 def written_over(
-    outvars: Iterable[Any], free: Mapping[Any, BufferId], buffer_of: Mapping[Any, BufferId]
+    outvars: Iterable[Var], free: Mapping[Var, BufferId], buffer_of: Mapping[Var, BufferId]
 ) -> tuple[tuple[BufferId, BufferId], ...]:
     """Pairs (result, operand of its shape and type), of operands that are `free` to be written over."""
     pairs = []
     for v in outvars:
-        same = (
-            b for leaf, b in free.items()
-            if getattr(leaf.aval, "shape", None) == v.aval.shape and leaf.aval.dtype == v.aval.dtype
-        )  # fmt: skip
-        pairs += [(buffer_of[v], b) for b in same][:1]
+        form = form_of(v)
+        pairs += [(buffer_of[v], b) for leaf, b in free.items() if form_of(leaf) == form][:1]
     return tuple(pairs)
 
 
 def carries_shared(
-    scan: Any, buffer_of: dict[Any, BufferId], kept: set[Any]
+    scan: JaxprEqn, buffer_of: dict[Var, BufferId], kept: set[Var]
 ) -> tuple[tuple[BufferId, BufferId], ...]:
     """Pairs (carry after the loop, what it started from), where the latter is not `kept`."""
     n_consts, n_carry = compat.scan_sizes(scan)
@@ -42,7 +40,7 @@ def carries_shared(
 
 
 def aliased(
-    kernel: Any, buffer_of: dict[Any, BufferId], kept: set[Any]
+    kernel: JaxprEqn, buffer_of: dict[Var, BufferId], kept: set[Var]
 ) -> tuple[tuple[BufferId, BufferId], ...]:
     """Pairs (result, operand) of a kernel whose maker lets the one take the place of the other."""
     first = kernel.params["grid_mapping"].num_dynamic_grid_bounds if "grid_mapping" in kernel.params else 0
@@ -72,11 +70,11 @@ def updated_in_place(lifted: LiftedJaxpr, n_consts: int, n_carry: int) -> set[in
     return updated
 
 
-def result_storage(results: Iterable[Any], jaxpr: Any, producer: dict[Any, int]) -> set[Any]:
+def result_storage(results: Iterable[Atom], jaxpr: Jaxpr, producer: dict[Var, int]) -> set[Var]:
     """Results and what they are reshaped from, which XLA computes where the result will be."""
-    storage: set[Any] = set()
+    storage: set[Var] = set()
     for v in results:
-        storage.add(v)
+        storage.update(compat.variables([v]))
         while (i := compat.of_variable(producer, v)) is not None and jaxpr.eqns[i].primitive.name in RESHAPES:
             v = jaxpr.eqns[i].invars[0]
             storage.update(compat.variables([v]))

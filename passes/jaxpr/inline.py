@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from passes.jaxpr import compat
+from passes.jaxpr.compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.primitives import CALLS, CONTROL_FLOW
 from passes.jaxpr.rewrite import bodies_of, with_bodies
 
@@ -26,11 +27,11 @@ CHECKPOINT = "remat2"
 class _Flat:
     """The straight-line jaxpr as it grows."""
 
-    constvars: list[Any]
+    constvars: list[Var]
     consts: list[Any]
-    eqns: list[Any] = field(default_factory=list)
+    eqns: list[JaxprEqn] = field(default_factory=list)
 
-    def walk(self, jaxpr: Any, env: dict[Any, Any], caller: Any) -> None:
+    def walk(self, jaxpr: Jaxpr, env: dict[Var, Atom], caller: Any) -> None:
         """Append the equations of `jaxpr`; `env` has its variables' atoms, `caller` is where it is called."""
         for eqn in map(_inlined, jaxpr.eqns):
             source = compat.called_from(caller, eqn.source_info)
@@ -47,7 +48,7 @@ class _Flat:
             for v, inner_v in zip(eqn.outvars, inner.outvars, strict=True):
                 env[v] = _read(inner_env, inner_v)
 
-    def _barred(self, eqn: Any, operands: list[Any]) -> list[Any]:
+    def _barred(self, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
         """`operands` behind a barrier, where `jax.checkpoint` has one."""
         prevent = eqn.params["prevent_cse"] if eqn.params["differentiated"] else False
         masks = prevent if isinstance(prevent, tuple) else (prevent,) * len(operands)
@@ -56,43 +57,44 @@ class _Flat:
             self.eqns.append(compat.barrier_eqn(list(held), list(held.values())))
         return [held[v] if m and _is_variable(v) else v for v, m in zip(operands, masks, strict=True)]
 
-    def _enter(self, body: Any, operands: list[Any]) -> tuple[Any, dict[Any, Any]]:
+    def _enter(self, body: Jaxpr, operands: list[Atom]) -> tuple[Jaxpr, dict[Var, Atom]]:
         inner, consts = compat.open_jaxpr(body)
         env = dict(zip(inner.invars, operands, strict=True))
         for v, value in zip(inner.constvars, consts, strict=True):
-            env[v] = compat.fresh_var(v)
-            self.constvars.append(env[v])
+            env[v] = const = compat.fresh_var(v)
+            self.constvars.append(const)
             self.consts.append(value)
         return inner, env
 
 
-def inline_calls(closed: Any) -> Any:
+def inline_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
     """`closed` with every call opened that only groups equations; derivative rules are dropped."""
     jaxpr, consts = compat.open_jaxpr(compat.without_refs(compat.lower_high(closed)))
     flat = _Flat(constvars=list(jaxpr.constvars), consts=list(consts))
-    env: dict[Any, Any] = {}
+    env: dict[Var, Atom] = {}
     flat.walk(jaxpr, env, None)
     outvars = [_read(env, v) for v in jaxpr.outvars]
     rebuilt = compat.rebuild(jaxpr, eqns=flat.eqns, outvars=outvars, constvars=flat.constvars)
     return compat.close_jaxpr(rebuilt, flat.consts)
 
 
-def _inlined(eqn: Any) -> Any:
+def _inlined(eqn: JaxprEqn) -> JaxprEqn:
     """`eqn` without the operands of planned parts, itself or in bodies, that only derivatives need."""
     name = eqn.primitive.name
     if name in CONTROL_FLOW:
         bodies = bodies_of(eqn)
-        inlined = [_inlined_body(body) for body in bodies]
-        same = all(a is b for a, b in zip(bodies, inlined, strict=True))
-        return eqn if same else with_bodies(eqn, inlined)
+        new = [_inlined_body(body) for body in bodies]
+        same = all(a is b for a, b in zip(bodies, new, strict=True))
+        return eqn if same else with_bodies(eqn, new)
     body = eqn.params.get(CALLS[name]) if name in CALLS and name != CHECKPOINT else None
     if body is None or (inlined := _inlined_body(body)) is body:
         return compat.without_source(eqn)
-    return eqn.replace(params={**eqn.params, CALLS[name]: inlined})
+    changed: JaxprEqn = eqn.replace(params={**eqn.params, CALLS[name]: inlined})
+    return changed
 
 
 @compat.cached_by_jaxpr
-def _inlined_body(closed: Any) -> Any:
+def _inlined_body(closed: ClosedJaxpr) -> ClosedJaxpr:
     jaxpr, consts = compat.open_jaxpr(closed)
     eqns = [_inlined(eqn) for eqn in jaxpr.eqns]
     if all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True)):
@@ -100,10 +102,11 @@ def _inlined_body(closed: Any) -> Any:
     return compat.close_jaxpr(compat.rebuild(jaxpr, eqns=eqns, outvars=jaxpr.outvars), consts)
 
 
-def _opened(eqn: Any) -> Any:
+def _opened(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The closed jaxpr of a call that may be opened, else None."""
     if compat.is_forward_part(eqn):
-        return eqn.params["jaxpr"]
+        opened: ClosedJaxpr = eqn.params["jaxpr"]
+        return opened
     param = CALLS.get(eqn.primitive.name)
     body = None if param is None else eqn.params.get(param)
     if body is None or getattr(body, "is_high", False) or compat.is_pinned(eqn):
@@ -113,16 +116,16 @@ def _opened(eqn: Any) -> Any:
     return body if len(body.in_avals) == len(eqn.invars) else None
 
 
-def _is_variable(atom: Any) -> bool:
+def _is_variable(atom: Atom) -> bool:
     return not isinstance(atom, compat.Literal)
 
 
-def _read(env: dict[Any, Any], atom: Any) -> Any:
+def _read(env: dict[Var, Atom], atom: Atom) -> Atom:
     return atom if isinstance(atom, compat.Literal) else env.get(atom, atom)
 
 
-def _write(env: dict[Any, Any], var: Any, *, fresh: bool) -> Any:
+def _write(env: dict[Var, Atom], var: Var, *, fresh: bool) -> Var:
     if fresh and not isinstance(var, compat.DropVar):
-        env[var] = compat.fresh_var(var)
-        return env[var]
+        env[var] = new = compat.fresh_var(var)
+        return new
     return var

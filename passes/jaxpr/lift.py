@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from passes.backend import BACKENDS
 from passes.cost import DeviceModel, kernel_ns
 from passes.ir import Buffer, BufferId, Op, OpId, Program
 from passes.jaxpr import compat
+from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.flops import matrix_work, said_bytes, sent_bytes, vector_work
 from passes.jaxpr.in_place import (
     IN_PLACE,
@@ -51,7 +51,7 @@ SHARED_RATIO = 0.75
 _WHOLE = (Kind.KERNEL, Kind.FOREIGN, Kind.OPAQUE)
 
 
-def lift(jaxpr: Any, device: DeviceModel, *, as_xla: bool) -> LiftedJaxpr:
+def lift(jaxpr: Jaxpr, device: DeviceModel, *, as_xla: bool) -> LiftedJaxpr:
     """Lift an open jaxpr (calls inlined, dead code removed) for one kind of device.
 
     Args:
@@ -67,26 +67,26 @@ def lift(jaxpr: Any, device: DeviceModel, *, as_xla: bool) -> LiftedJaxpr:
 class _Lift:
     """The state of one lift: storage decided on a forward walk, then ops built from the roots."""
 
-    def __init__(self, jaxpr: Any, device: DeviceModel, as_xla: bool) -> None:
+    def __init__(self, jaxpr: Jaxpr, device: DeviceModel, as_xla: bool) -> None:
         self.jaxpr = jaxpr
         self.device = device
         self.as_xla = as_xla
-        self.producer: dict[Any, int] = {}
-        self.readers: dict[Any, list[int]] = {}
-        self.results: set[Any] = set(compat.variables(jaxpr.outvars))
-        self.stored: set[Any] = {*jaxpr.constvars, *jaxpr.invars}
+        self.producer: dict[Var, int] = {}
+        self.readers: dict[Var, list[int]] = {}
+        self.results: set[Var] = set(compat.variables(jaxpr.outvars))
+        self.stored: set[Var] = {*jaxpr.constvars, *jaxpr.invars}
         self.kinds: list[Kind] = [eqn_kind(eqn) for eqn in jaxpr.eqns]
         # Results of barriers are views of the variables that they are results for.
-        self.original: dict[Any, Any] = {}
+        self.original: dict[Var, Var] = {}
         # For every variable: stored variables that it is computed from, with the bytes read of each.
-        self.reads: dict[Any, dict[Any, int]] = {}
-        self.order: dict[Any, int] = {}
+        self.reads: dict[Var, dict[Var, int]] = {}
+        self.order: dict[Var, int] = {}
 
     def run(self) -> LiftedJaxpr:
         self._index()
         self.vector_flops = list(map(vector_work, self.jaxpr.eqns, self.kinds))
         needed = self._needed_in_memory()
-        self.inside = set[Any]()
+        self.inside = set[Var]()
         if BACKENDS[self.device.platform].fuses_normalisation:
             graph = DataflowGraph(
                 eqns=self.jaxpr.eqns, kinds=self.kinds, producer=self.producer, readers=self.readers
@@ -108,7 +108,7 @@ class _Lift:
                 self.producer[v] = i
                 self.order[v] = len(self.order)
 
-    def _needed_in_memory(self) -> set[Any]:
+    def _needed_in_memory(self) -> set[Var]:
         """Variables that some kernel reads from memory, looking through views."""
         needed = set(self.results)
         for i in reversed(range(len(self.jaxpr.eqns))):
@@ -119,9 +119,9 @@ class _Lift:
                 needed.update(compat.variables(eqn.invars))
         return needed
 
-    def _reading_kernels(self, needed: set[Any]) -> dict[Any, frozenset[int]]:
+    def _reading_kernels(self, needed: set[Var]) -> dict[Var, frozenset[int]]:
         """For every variable up to two of the kernels that would read it if only `needed` were stored."""
-        kernels: dict[Any, frozenset[int]] = {}
+        kernels: dict[Var, frozenset[int]] = {}
         for i in reversed(range(len(self.jaxpr.eqns))):
             eqn = self.jaxpr.eqns[i]
             joins = self.kinds[i] in (Kind.VIEW, Kind.FUSIBLE) or self.inside & {*eqn.outvars}
@@ -131,15 +131,15 @@ class _Lift:
                 kernels[v] = frozenset(sorted({*kernels.get(v, ()), *reading})[:2])
         return kernels
 
-    def _decide(self, i: int, eqn: Any, needed: set[Any]) -> None:
+    def _decide(self, i: int, eqn: JaxprEqn, needed: set[Var]) -> None:
         kind = self.kinds[i]
         if kind is Kind.BARRIER:
-            for v, result in zip(eqn.invars, eqn.outvars, strict=True):
-                self.original[result] = self.original.get(v, v)
-                self.reads[result] = self.reads[v]
+            for operand, result in zip(compat.variables(eqn.invars), eqn.outvars, strict=True):
+                self.original[result] = self.original.get(operand, operand)
+                self.reads[result] = self.reads[operand]
                 self.stored.add(result)
             return
-        reads: dict[Any, int] = {}
+        reads: dict[Var, int] = {}
         for position, v in enumerate(eqn.invars):
             if isinstance(v, compat.Literal):
                 continue
@@ -159,7 +159,7 @@ class _Lift:
                 self.reads[v] = reads
 
     def _is_stored(
-        self, i: int, eqn: Any, kind: Kind, v: Any, reads: dict[Any, int], needed: set[Any]
+        self, i: int, eqn: JaxprEqn, kind: Kind, v: Var, reads: dict[Var, int], needed: set[Var]
     ) -> bool:
         readers = self.readers.get(v, [])
         if v in self.results:
@@ -183,7 +183,7 @@ class _Lift:
         kept = [n for leaf, n in reads.items() if leaf in self.producer]
         return len(kept) > 2 and sum(kept) > ONE_READER_RATIO * nbytes
 
-    def _shares(self, eqn: Any, v: Any, traffic: int) -> bool:
+    def _shares(self, eqn: JaxprEqn, v: Var, traffic: int) -> bool:
         """True if XLA by itself stores an elementwise value that several kernels read."""
         if not self.as_xla or traffic == 0:
             return False
@@ -192,7 +192,7 @@ class _Lift:
         costly = traffic > SHARED_RATIO * compat.aval_nbytes(v.aval) or self._is_normalised(v)
         return is_expensive(eqn.primitive.name) and costly
 
-    def _is_normalised(self, v: Any) -> bool:
+    def _is_normalised(self, v: Var) -> bool:
         """True for a value that is combined with its own reduction, as softmax does: one kernel makes all."""
         return any(
             u is not v and v in self._reduced(u)
@@ -200,7 +200,7 @@ class _Lift:
             for u in compat.variables(self.jaxpr.eqns[i].invars)
         )
 
-    def _reduced(self, v: Any) -> Sequence[Any]:
+    def _reduced(self, v: Atom) -> Sequence[Var]:
         """The operands of the reduction that `v` is a broadcast of, if it is one."""
         while (i := compat.of_variable(self.producer, v)) is not None:
             eqn = self.jaxpr.eqns[i]
@@ -215,14 +215,14 @@ class _Lift:
         """True for a value that a barrier reads."""
         return any(self.kinds[i] is Kind.BARRIER for i in readers)
 
-    def _is_unstored_kernel(self, v: Any) -> bool:
+    def _is_unstored_kernel(self, v: Var) -> bool:
         """True for a kernel's result that is stored only in the form that its one reader gives it."""
         i = self.producer.get(v)
         if i is None or v in self.stored or v in self.inside:
             return False
         return self.kinds[i] in (Kind.KERNEL, Kind.REDUCTION)
 
-    def _is_epilogue(self, i: int, v: Any, readers: Sequence[int]) -> bool:
+    def _is_epilogue(self, i: int, v: Var, readers: Sequence[int]) -> bool:
         """True for a kernel's wide result that its one reader converts to something narrower."""
         sealed = self.kinds[i] in (Kind.OPAQUE, Kind.FOREIGN)
         if len(readers) != 1 or len(self.jaxpr.eqns[i].outvars) != 1 or sealed:
@@ -237,8 +237,8 @@ class _Lift:
         bodies = {root: self._body(root) for root in roots}
         if not self.original:
             roots = self._as_late_as_free(roots, bodies)
-        buffer_of: dict[Any, BufferId] = {}
-        var_of: list[Any] = []
+        buffer_of: dict[Var, BufferId] = {}
+        var_of: list[Var] = []
         for v in (*self.jaxpr.constvars, *self.jaxpr.invars):
             buffer_of[v] = BufferId(len(var_of))
             var_of.append(v)
@@ -285,8 +285,8 @@ class _Lift:
             return False
         return any(v in self.stored for v in eqn.outvars)
 
-    def _eqn_reads(self, eqn: Any) -> dict[Any, int]:
-        reads: dict[Any, int] = {}
+    def _eqn_reads(self, eqn: JaxprEqn) -> dict[Var, int]:
+        reads: dict[Var, int] = {}
         for v in compat.variables(eqn.invars):
             reads.update(self.reads[v])
         return reads
@@ -305,7 +305,7 @@ class _Lift:
     def _as_late_as_free(self, roots: list[int], bodies: dict[int, tuple[int, ...]]) -> list[int]:
         """Move a fusible op to just before its first reader where its leaves are alive until then."""
         reads = {root: self._eqn_reads(self.jaxpr.eqns[root]) for root in roots}
-        readers: dict[Any, list[int]] = {}
+        readers: dict[Var, list[int]] = {}
         for root in roots:
             for leaf in reads[root]:
                 readers.setdefault(leaf, []).append(root)
@@ -330,7 +330,7 @@ class _Lift:
         op_id: OpId,
         root: int,
         body: tuple[int, ...],
-        buffer_of: dict[Any, BufferId],
+        buffer_of: dict[Var, BufferId],
         leaves: tuple[BufferId, ...],
     ) -> Op:
         eqn = self.jaxpr.eqns[root]
@@ -350,7 +350,7 @@ class _Lift:
             source=compat.source_line(eqn),
         )
 
-    def _kernel_ns(self, root: int, body: tuple[int, ...], outvars: list[Any]) -> int:
+    def _kernel_ns(self, root: int, body: tuple[int, ...], outvars: Sequence[Var]) -> int:
         """Time of one kernel, of what it sends to other devices, too; a copy to or from the host is none."""
         eqn = self.jaxpr.eqns[root]
         if moves_memory(eqn):
@@ -369,8 +369,8 @@ class _Lift:
         )
         return kernel + round(1e9 * sent_bytes(eqn) / self.device.link_bytes_per_second)
 
-    def _kernel_reads(self, eqn: Any) -> dict[Any, int]:
-        reads: dict[Any, int] = {}
+    def _kernel_reads(self, eqn: JaxprEqn) -> dict[Var, int]:
+        reads: dict[Var, int] = {}
         limit = None
         if eqn.primitive.name in SLICING:
             limit = sum(compat.aval_nbytes(v.aval) for v in eqn.outvars)
@@ -380,7 +380,7 @@ class _Lift:
         return reads
 
     def _may_share(
-        self, root: int, outvars: list[Any], buffer_of: dict[Any, BufferId], leaves: tuple[BufferId, ...]
+        self, root: int, outvars: Sequence[Var], buffer_of: dict[Var, BufferId], leaves: tuple[BufferId, ...]
     ) -> tuple[tuple[BufferId, BufferId], ...]:
         """An elementwise kernel may write over an operand of the same shape and type that dies with it."""
         eqn = self.jaxpr.eqns[root]
@@ -394,12 +394,12 @@ class _Lift:
         free = {v: b for v in self._eqn_reads(eqn) if v not in kept and (b := buffer_of[v]) in leaves}
         return written_over(outvars, free, buffer_of)
 
-    def _workspace(self, eqn: Any) -> int:
+    def _workspace(self, eqn: JaxprEqn) -> int:
         """The inner peak of control flow: of its largest body."""
         bodies = _works(eqn, self.device) if eqn.primitive.name in CONTROL_FLOW else []
         return max((work.peak_bytes for work in bodies), default=0)
 
-    def _inner_ns(self, eqn: Any) -> int:
+    def _inner_ns(self, eqn: JaxprEqn) -> int:
         """Time of control flow: its dearest body, as often as it is known to run."""
         inner = [work.cost_ns for work in _works(eqn, self.device)]
         iterations_ns = int(eqn.params.get("length") or 1) * max(inner, default=0)
@@ -419,19 +419,19 @@ class InnerWork:
     cost_ns: int
 
 
-def _nbytes(v: Any, device: DeviceModel) -> int:
+def _nbytes(v: Atom, device: DeviceModel) -> int:
     """Bytes of a value on the device."""
     return 0 if BACKENDS[device.platform].pages and is_on_host(v.aval) else compat.aval_nbytes(v.aval)
 
 
-def _works(eqn: Any, device: DeviceModel) -> list[InnerWork]:
+def _works(eqn: JaxprEqn, device: DeviceModel) -> list[InnerWork]:
     """What the bodies of one equation of control flow need."""
     carried = compat.scan_sizes(eqn) if eqn.primitive.name == "scan" else (0, 0)
     return [inner_work(body, device, carried) for body in compat.inner_jaxprs(eqn)]
 
 
 @compat.cached_by_jaxpr
-def inner_work(jaxpr: Any, device: DeviceModel, carried: tuple[int, int] = (0, 0)) -> InnerWork:
+def inner_work(jaxpr: Jaxpr, device: DeviceModel, carried: tuple[int, int] = (0, 0)) -> InnerWork:
     """What one run of a body of control flow needs, as XLA runs it by itself.
 
     Args:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from passes.ir import BufferId, Program
+from passes.jaxpr.compat import Jaxpr, Var
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +22,8 @@ class LiftedJaxpr:
     """
 
     program: Program
-    jaxpr: Any
+    jaxpr: Jaxpr
     bodies: tuple[tuple[int, ...], ...]
     leaves: tuple[tuple[BufferId, ...], ...]
-    buffer_of: dict[Any, BufferId]
-    var_of: tuple[Any, ...]
+    buffer_of: dict[Var, BufferId]
+    var_of: tuple[Var, ...]

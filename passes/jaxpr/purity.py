@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from passes.jaxpr import compat
+from passes.jaxpr.compat import JaxprEqn
 from passes.jaxpr.primitives import CALLS, CONTROL_FLOW, Kind, kind_of
 from passes.saved import is_saved
 
@@ -28,7 +29,7 @@ ONCE = frozenset(
 )  # fmt: skip
 
 
-def eqn_kind(eqn: Any) -> Kind:
+def eqn_kind(eqn: JaxprEqn) -> Kind:
     """The kind of one equation: effects, impure insides and `passes.saved` make it opaque."""
     if has_effect(eqn) or is_saved(compat.checkpoint_name_of(eqn)):
         return Kind.OPAQUE
@@ -42,7 +43,7 @@ def eqn_kind(eqn: Any) -> Kind:
     return kind
 
 
-def has_effect(eqn: Any) -> bool:
+def has_effect(eqn: JaxprEqn) -> bool:
     """True for an equation that does something besides returning its results, as far as it declares it."""
     return bool(compat.side_effects(eqn))
 
@@ -52,13 +53,13 @@ def is_on_host(aval: Any) -> bool:
     return bool(getattr(aval, "memory_space", None) == jax.memory.Space.Host)
 
 
-def moves_memory(eqn: Any) -> bool:
+def moves_memory(eqn: JaxprEqn) -> bool:
     """True for a copy between the device's memory and the host's, which runs beside the kernels."""
     atoms = (*eqn.invars, *eqn.outvars)
     return eqn.primitive.name == "device_put" and len({is_on_host(v.aval) for v in atoms}) > 1
 
 
-def is_pure_kernel(eqn: Any) -> bool:
+def is_pure_kernel(eqn: JaxprEqn) -> bool:
     """True for an equation of whatever primitive that may be recomputed; see the head of this file."""
     atoms = (*eqn.invars, *eqn.outvars)
     return (
@@ -68,7 +69,7 @@ def is_pure_kernel(eqn: Any) -> bool:
     )
 
 
-def _claims_nothing(eqn: Any) -> bool:
+def _claims_nothing(eqn: JaxprEqn) -> bool:
     """True if neither an equation's parameters nor what is inside it claims to be run once.
 
     Effects inside are those of references that a kernel makes for itself; others are the equation's, too.

@@ -7,9 +7,8 @@ be made once more. Effects on references stay: the caller runs on copies.
 
 from __future__ import annotations
 
-from typing import Any
-
 from passes.jaxpr import compat
+from passes.jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn
 
 _TELLING = frozenset({"debug_callback", "debug_print", "io_callback"})
 
@@ -19,7 +18,7 @@ class ToldTwiceError(Exception):
 
 
 @compat.cached_by_jaxpr
-def quiet(closed: Any) -> Any:
+def quiet(closed: ClosedJaxpr) -> ClosedJaxpr:
     """`closed` without the calls into Python whose results nothing reads, in inner jaxprs too.
 
     Raises:
@@ -30,11 +29,11 @@ def quiet(closed: Any) -> Any:
     return closed if quieted is jaxpr else compat.close_jaxpr(quieted, consts)
 
 
-def _quiet(jaxpr: Any) -> Any:
+def _quiet(jaxpr: Jaxpr) -> Jaxpr:
     if not jaxpr.effects:
         return jaxpr
     needed = set(compat.variables(jaxpr.outvars))
-    eqns: list[Any] = []
+    eqns: list[JaxprEqn] = []
     for eqn in reversed(jaxpr.eqns):
         if eqn.primitive.name in _TELLING:
             if not needed.isdisjoint(eqn.outvars):
@@ -45,8 +44,9 @@ def _quiet(jaxpr: Any) -> Any:
     return compat.rebuild(jaxpr, eqns=eqns[::-1], outvars=jaxpr.outvars)
 
 
-def _quiet_eqn(eqn: Any) -> Any:
+def _quiet_eqn(eqn: JaxprEqn) -> JaxprEqn:
     before = set().union(*(inner.effects for inner in compat.inner_jaxprs(eqn)))
     quieted = compat.with_inner_jaxprs(eqn, _quiet)
     after = set().union(*(inner.effects for inner in compat.inner_jaxprs(quieted)))
-    return quieted.replace(effects=eqn.effects - (before - after))
+    changed: JaxprEqn = quieted.replace(effects=eqn.effects - (before - after))
+    return changed

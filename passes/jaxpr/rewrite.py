@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from passes.jaxpr import compat
+from passes.jaxpr.avals import array_of
+from passes.jaxpr.compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 _BODY = {"scan": "jaxpr", "while": "body_jaxpr"}
 
 
-def renewed(jaxpr: Any, known: dict[Any, Any] | None = None) -> Any:
+def renewed(jaxpr: Jaxpr, known: dict[Var, Atom] | None = None) -> Jaxpr:
     """A copy of an open jaxpr with variables of its own, but for those that `known` gives."""
-    env: dict[Any, Any] = dict(known or {})
+    env: dict[Var, Atom] = dict(known or {})
 
     def new(v: Any) -> Any:
         if not compat.is_variable(v) or isinstance(v, compat.DropVar):
@@ -37,7 +39,7 @@ def renewed(jaxpr: Any, known: dict[Any, Any] | None = None) -> Any:
     )
 
 
-def consts_as_literals(closed: Any) -> Any:
+def consts_as_literals(closed: ClosedJaxpr) -> Jaxpr:
     """The open jaxpr of `closed` with its constants written into the equations that read them."""
     jaxpr, consts = compat.open_jaxpr(closed)
     if not consts:
@@ -49,14 +51,14 @@ def consts_as_literals(closed: Any) -> Any:
     return compat.rebuild(jaxpr, eqns=eqns, outvars=outvars, constvars=[])
 
 
-def with_results(closed: Any, order: Sequence[int]) -> Any:
+def with_results(closed: ClosedJaxpr, order: Sequence[int]) -> ClosedJaxpr:
     """`closed` with these of its results, in this order."""
     jaxpr, consts = compat.open_jaxpr(closed)
     outvars = [jaxpr.outvars[i] for i in order]
     return compat.close_jaxpr(compat.rebuild(jaxpr, eqns=jaxpr.eqns, outvars=outvars), consts)
 
 
-def with_unread_inputs(closed: Any, like: Sequence[Any]) -> Any:
+def with_unread_inputs(closed: ClosedJaxpr, like: Sequence[Any]) -> ClosedJaxpr:
     """`closed` with inputs before its own that nothing reads, with the abstract values of `like`."""
     jaxpr, consts = compat.open_jaxpr(closed)
     invars = [*map(compat.fresh_var, like), *jaxpr.invars]
@@ -64,7 +66,7 @@ def with_unread_inputs(closed: Any, like: Sequence[Any]) -> Any:
     return compat.close_jaxpr(rebuilt, consts)
 
 
-def without_inputs(closed: Any, unread: Sequence[int], results: Sequence[int]) -> Any:
+def without_inputs(closed: ClosedJaxpr, unread: Sequence[int], results: Sequence[int]) -> ClosedJaxpr:
     """`closed` without inputs that no equation reads, and without these results."""
     if not unread and not results:
         return closed
@@ -76,34 +78,35 @@ def without_inputs(closed: Any, unread: Sequence[int], results: Sequence[int]) -
     return compat.close_jaxpr(rebuilt, consts)
 
 
-def reads_input(closed: Any, i: int) -> bool:
+def reads_input(closed: ClosedJaxpr, i: int) -> bool:
     """True if some equation of `closed` has its input `i` as an operand."""
     jaxpr, _ = compat.open_jaxpr(closed)
     return any(v is jaxpr.invars[i] for eqn in jaxpr.eqns for v in eqn.invars)
 
 
-def bodies_of(eqn: Any) -> tuple[Any, ...]:
+def bodies_of(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...]:
     """The closed bodies of a `scan`, `cond` or `while` that may be rewritten."""
     name, params = eqn.primitive.name, eqn.params
     return tuple(params["branches"]) if name == "cond" else (params[_BODY[name]],)
 
 
-def with_bodies(eqn: Any, bodies: Sequence[Any]) -> Any:
+def with_bodies(eqn: JaxprEqn, bodies: Sequence[ClosedJaxpr]) -> JaxprEqn:
     """`eqn` with other bodies; see `bodies_of`."""
     name = eqn.primitive.name
     new = {"branches": tuple(bodies)} if name == "cond" else {_BODY[name]: bodies[0]}
-    return eqn.replace(params={**eqn.params, **new})
+    changed: JaxprEqn = eqn.replace(params={**eqn.params, **new})
+    return changed
 
 
-def defined(jaxpr: Any) -> list[Any]:
+def defined(jaxpr: Jaxpr) -> list[Var]:
     """Inputs of an open jaxpr and results of its equations, each once."""
     results = [v for eqn in jaxpr.eqns for v in eqn.outvars if not isinstance(v, compat.DropVar)]
     return list(dict.fromkeys([*jaxpr.constvars, *jaxpr.invars, *results]))
 
 
 def splice(
-    function: Callable[[list[Any]], Sequence[Any]], operands: Sequence[Any], like: Any
-) -> tuple[list[Any], list[Any]]:
+    function: Callable[[list[Any]], Sequence[Any]], operands: Sequence[Atom], like: JaxprEqn
+) -> tuple[list[JaxprEqn], list[Atom]]:
     """Equations that compute `function` of some atoms of a jaxpr, and the atoms of its results.
 
     What `function` adds of its own comes from the same line of the user's as the equation `like`, and from
@@ -113,7 +116,10 @@ def splice(
 
     def run(*values: Any) -> Sequence[Any]:
         env = dict(zip(variables, values, strict=True))
-        given = [env[v] if compat.is_variable(v) else jnp.asarray(v.val, v.aval.dtype) for v in operands]
+        given = [
+            jnp.asarray(v.val, array_of(v).dtype) if isinstance(v, compat.Literal) else env[v]
+            for v in operands
+        ]
         return function(given)
 
     with compat.at_source_of(like):
@@ -122,15 +128,25 @@ def splice(
     return [_named_as(like, eqn) for eqn in new.eqns], list(new.outvars)
 
 
-def _named_as(like: Any, eqn: Any) -> Any:
+def _value_of(v: Atom, env: Mapping[Var, Any]) -> Any:
+    return jnp.asarray(v.val, array_of(v).dtype) if isinstance(v, compat.Literal) else env[v]
+
+
+def _named_as(like: JaxprEqn, eqn: JaxprEqn) -> JaxprEqn:
     """`eqn`, if it was traced outside of every name and transformation, within those of `like`."""
     info = eqn.source_info
     stack = info.name_stack if info.name_stack.stack else like.source_info.name_stack
-    return eqn.replace(source_info=info.replace(name_stack=stack))
+    changed: JaxprEqn = eqn.replace(source_info=info.replace(name_stack=stack))
+    return changed
 
 
 def run_scan(
-    like: Any, body: Any, operands: Sequence[Any], n_consts: int, n_carry: int, iterations: int | None = None
+    like: JaxprEqn,
+    body: Jaxpr,
+    operands: Sequence[Any],
+    n_consts: int,
+    n_carry: int,
+    iterations: int | None = None,
 ) -> list[Any]:
     """Results (carry, then stacks) of a scan of an open `body` that runs as the equation `like` does.
 

@@ -6,7 +6,7 @@ residuals on. The first one's own operands are given to the second as they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ import jax
 from jax.sharding import PartitionSpec
 
 from passes.jaxpr import compat
+from passes.jaxpr.avals import array_of
+from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn
 from passes.jaxpr.halves import Split
 from passes.jaxpr.rewrite import splice
 
@@ -30,7 +32,7 @@ class Joint:
         n_passed: how many operands the second has inside.
     """
 
-    body: Any
+    body: Jaxpr
     kept: tuple[int, ...]
     places: tuple[int, ...]
     n_passed: int
@@ -44,7 +46,7 @@ class Pair:
     joint: Joint
 
 
-def write_pair(jaxpr: Any, second: int, pair: Pair, halves: Split) -> Any:
+def write_pair(jaxpr: Jaxpr, second: int, pair: Pair, halves: Split) -> Jaxpr:
     """An open jaxpr with the pair written as `halves` of its joint body."""
     eqns, joint = jaxpr.eqns, pair.joint
     head, tail = eqns[pair.place], eqns[second]
@@ -52,7 +54,7 @@ def write_pair(jaxpr: Any, second: int, pair: Pair, halves: Split) -> Any:
     saved = halves.backward.invars[: halves.n_saved]
     passed = [k for k, v in enumerate(halves.forward.outvars[len(joint.kept) :]) if v not in arguments]
     specs = {k: _spec(head, saved[k].aval) for k in passed}
-    wide = {k for k in passed if not saved[k].aval.shape and specs[k] != _Spec()}
+    wide = {k for k in passed if not array_of(saved[k]).shape and specs[k] != _Spec()}
     forward = compat.close_jaxpr(halves.forward, [])
     backward = compat.close_jaxpr(halves.backward, [])
 
@@ -72,7 +74,7 @@ def write_pair(jaxpr: Any, second: int, pair: Pair, halves: Split) -> Any:
     first, forward_results = _mapped(run_forward, head, head.invars, head.params["in_specs"], out_specs)
     rename = {head.outvars[k]: v for k, v in zip(joint.kept, forward_results, strict=False)}
     made = dict(zip(passed, forward_results[len(joint.kept) :], strict=True))
-    place = [arguments.get(v) for v in halves.forward.outvars[len(joint.kept) :]]
+    place = [compat.of_variable(arguments, v) for v in halves.forward.outvars[len(joint.kept) :]]
     operands = [made[k] if i is None else head.invars[i] for k, i in enumerate(place)]
     in_specs = [specs[k] if i is None else head.params["in_specs"][i] for k, i in enumerate(place)]
     operands += [compat.renamed(tail.invars[k], rename) for k in joint.places]
@@ -86,8 +88,12 @@ def write_pair(jaxpr: Any, second: int, pair: Pair, halves: Split) -> Any:
 
 
 def _mapped(
-    run: Any, like: Any, operands: Sequence[Any], in_specs: Sequence[Any], out_specs: Sequence[Any]
-) -> tuple[list[Any], list[Any]]:
+    run: Callable[..., Any],
+    like: JaxprEqn,
+    operands: Sequence[Atom],
+    in_specs: Sequence[Any],
+    out_specs: Sequence[Any],
+) -> tuple[list[JaxprEqn], list[Atom]]:
     """Equations and results of `run` on every device, over the mesh of the `shard_map` that is `like`."""
     mapped = jax.shard_map(
         run,
@@ -100,7 +106,7 @@ def _mapped(
     return splice(lambda values: mapped(*values), operands, like)
 
 
-def _spec(eqn: Any, aval: Any) -> Any:
+def _spec(eqn: JaxprEqn, aval: Any) -> Any:
     """How one device's values lie side by side: over all axes on which they differ, as far as is known."""
     varying = getattr(getattr(aval, "manual_axis_type", None), "varying", ())
     axes = varying if eqn.params["check_vma"] else eqn.params["newly_manual_axes"]

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from passes.jaxpr import compat
+from passes.jaxpr.compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.flops import matrix_work
 from passes.jaxpr.halves import Split
 from passes.jaxpr.inline import inline_calls
@@ -40,30 +40,30 @@ class Inside:
         pair: how the body is of a pair; None if it is of one equation.
     """
 
-    jaxpr: Any
+    jaxpr: Jaxpr
     place: int
-    body: Any
+    body: Jaxpr
     pair: Pair | None = None
 
     @property
-    def eqn(self) -> Any:
+    def eqn(self) -> JaxprEqn:
         """The `shard_map`."""
         return self.jaxpr.eqns[self.place]
 
-    def written(self, body: Any) -> Any:
+    def written(self, body: Jaxpr) -> Jaxpr:
         """The program's open jaxpr with another body of its one equation."""
         eqns = list(self.jaxpr.eqns)
         eqns[self.place] = _with_body(self.eqn, body)
         return compat.rebuild(self.jaxpr, eqns=eqns, outvars=self.jaxpr.outvars)
 
-    def written_in_two(self, halves: Split) -> Any:
+    def written_in_two(self, halves: Split) -> Jaxpr:
         """The program's open jaxpr with other bodies of its pair."""
         assert self.pair is not None, "only asked of a pair"
         return write_pair(self.jaxpr, self.place, self.pair, halves)
 
 
 @compat.cached_by_jaxpr
-def enter(closed: Any) -> Inside | None:
+def enter(closed: ClosedJaxpr) -> Inside | None:
     """The `shard_map` that a closed jaxpr, calls inlined, has its work in; None if there is no such one."""
     jaxpr = compat.open_jaxpr(closed)[0]
     if not any(_is_shard_map(eqn) for eqn in jaxpr.eqns):
@@ -78,7 +78,7 @@ def enter(closed: Any) -> Inside | None:
     return None if loops or matrix_work(others)[0] > work else inside
 
 
-def _found(jaxpr: Any) -> Inside | None:
+def _found(jaxpr: Jaxpr) -> Inside | None:
     """The pair, if there is one, else the `shard_map` with most work."""
     if (places := _next_pair(jaxpr)) is not None:
         i, j = places
@@ -93,27 +93,28 @@ def _found(jaxpr: Any) -> Inside | None:
     return Inside(jaxpr=jaxpr, place=place, body=_body(jaxpr.eqns[place]))
 
 
-def _read_beside(jaxpr: Any, i: int, j: int) -> list[int]:
+def _read_beside(jaxpr: Jaxpr, i: int, j: int) -> list[int]:
     """Which results of equation `i` are read by others than `j`."""
     others = [v for k, eqn in enumerate(jaxpr.eqns) if k != j for v in eqn.invars]
     read = set(compat.variables([*others, *jaxpr.outvars]))
     return [k for k, v in enumerate(jaxpr.eqns[i].outvars) if v in read]
 
 
-def _is_shard_map(eqn: Any) -> bool:
+def _is_shard_map(eqn: JaxprEqn) -> bool:
     return bool(eqn.primitive.name == SHARD_MAP) and not any(compat.is_ref(v.aval) for v in eqn.invars)
 
 
-def _body(eqn: Any) -> Any:
+def _body(eqn: JaxprEqn) -> Jaxpr:
     with compat.inside_shard_map(eqn):
         return consts_as_literals(inline_calls(compat.close_jaxpr(eqn.params["jaxpr"], [])))
 
 
-def _with_body(eqn: Any, body: Any) -> Any:
-    return eqn.replace(params={**eqn.params, "jaxpr": compat.without_axis_effects(body, eqn)})
+def _with_body(eqn: JaxprEqn, body: Jaxpr) -> JaxprEqn:
+    changed: JaxprEqn = eqn.replace(params={**eqn.params, "jaxpr": compat.without_axis_effects(body, eqn)})
+    return changed
 
 
-def _merged(jaxpr: Any) -> Any:
+def _merged(jaxpr: Jaxpr) -> Jaxpr:
     """An open jaxpr whose pairs of `shard_map`s are one equation each, dead code removed."""
     while (pair := _next_pair(jaxpr)) is not None:
         eqns = _joined(jaxpr.eqns, *pair)
@@ -124,7 +125,7 @@ def _merged(jaxpr: Any) -> Any:
     return jaxpr
 
 
-def _next_pair(jaxpr: Any) -> tuple[int, int] | None:
+def _next_pair(jaxpr: Jaxpr) -> tuple[int, int] | None:
     """The first `shard_map` that reads results of an earlier one over the same devices, and the latter."""
     producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     for j, eqn in enumerate(jaxpr.eqns):
@@ -136,12 +137,12 @@ def _next_pair(jaxpr: Any) -> tuple[int, int] | None:
     return None
 
 
-def _alike(first: Any, second: Any) -> bool:
+def _alike(first: JaxprEqn, second: JaxprEqn) -> bool:
     names = ("mesh", "newly_manual_axes", "check_vma")
     return _is_shard_map(first) and all(first.params[name] == second.params[name] for name in names)
 
 
-def _joined(eqns: Sequence[Any], i: int, j: int) -> list[Any] | None:
+def _joined(eqns: Sequence[JaxprEqn], i: int, j: int) -> list[JaxprEqn] | None:
     """`eqns` with the `i`-th and the `j`-th as one; None if they cannot be."""
     first, second = eqns[i], eqns[j]
     if any(eqn.effects for eqn in eqns[i : j + 1]):
@@ -163,7 +164,7 @@ def _joined(eqns: Sequence[Any], i: int, j: int) -> list[Any] | None:
     return [*eqns[:i], *before, _as_one(first, second, joint), *after, *eqns[j + 1 :]]
 
 
-def _as_one(first: Any, second: Any, joint: Joint) -> Any:
+def _as_one(first: JaxprEqn, second: JaxprEqn, joint: Joint) -> JaxprEqn:
     """Both as one equation."""
     heads, tails = first.params, second.params
     params = {
@@ -179,7 +180,7 @@ def _as_one(first: Any, second: Any, joint: Joint) -> Any:
     return _with_body(one, joint.body)
 
 
-def _joint(first: Any, second: Any, kept: Sequence[int]) -> Joint | None:
+def _joint(first: JaxprEqn, second: JaxprEqn, kept: Sequence[int]) -> Joint | None:
     """One body of both; None if nothing is passed on inside.
 
     Args:
@@ -187,7 +188,7 @@ def _joint(first: Any, second: Any, kept: Sequence[int]) -> Joint | None:
     """
     head, tail = renewed(_body(first)), _body(second)
     made = {v: k for k, v in enumerate(first.outvars) if not isinstance(v, compat.DropVar)}
-    known: dict[Any, Any] = {}
+    known: dict[Var, Atom] = {}
     for v, inner, spec in zip(second.invars, tail.invars, second.params["in_specs"], strict=True):
         k = compat.of_variable(made, v)
         given = None if k is None else head.outvars[k]

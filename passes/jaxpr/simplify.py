@@ -8,16 +8,18 @@ largest value of the program. Written down before planning, it also holds where 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 from passes.jaxpr import compat
+from passes.jaxpr.avals import form_of
+from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.primitives import Kind, kind_of
 
 SCATTER_ADD = "scatter-add"
 ADDS = frozenset({"add", "add_any"})
 
 
-def scatter_in_place(jaxpr: Any) -> Any:
+def scatter_in_place(jaxpr: Jaxpr) -> Jaxpr:
     """`x + scatter_add(zeros, indices, updates)` becomes `scatter_add(x, indices, updates)`.
 
     Only a scattered value that nothing else reads is taken; the same values are added in another order.
@@ -32,8 +34,8 @@ def scatter_in_place(jaxpr: Any) -> Any:
     n_reads = _count_reads(jaxpr)
     eqns, rewritten = [], False
     for eqn in jaxpr.eqns:
-        scatter, other = _scattered_term(eqn, producer, n_reads)
-        if scatter is not None:
+        if (scattered := _scattered_term(eqn, producer, n_reads)) is not None:
+            scatter, other = scattered
             eqn = scatter.replace(invars=[other, *scatter.invars[1:]], outvars=eqn.outvars)
             producer[eqn.outvars[0]] = eqn
             rewritten = True
@@ -44,13 +46,13 @@ def scatter_in_place(jaxpr: Any) -> Any:
     return compat.dce_jaxpr(rebuilt, [True] * len(rebuilt.outvars))
 
 
-def without_literal_barriers(jaxpr: Any) -> Any:
+def without_literal_barriers(jaxpr: Jaxpr) -> Jaxpr:
     """A barrier's result for a literal is that literal: it takes no memory and waits for nothing.
 
     Returns:
         The same open jaxpr if no barrier has a literal operand.
     """
-    rename: dict[Any, Any] = {}
+    rename: dict[Var, Atom] = {}
     eqns = []
     for eqn in jaxpr.eqns:
         eqn = compat.rename_inputs(eqn, rename) if rename else eqn
@@ -67,27 +69,30 @@ def without_literal_barriers(jaxpr: Any) -> Any:
     return compat.rebuild(jaxpr, eqns=eqns, outvars=[compat.renamed(v, rename) for v in jaxpr.outvars])
 
 
-def _count_reads(jaxpr: Any) -> dict[Any, int]:
-    counts: dict[Any, int] = {}
+def _count_reads(jaxpr: Jaxpr) -> dict[Var, int]:
+    counts: dict[Var, int] = {}
     for v in compat.variables([v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)):
         counts[v] = counts.get(v, 0) + 1
     return counts
 
 
-def _scattered_term(eqn: Any, producer: dict[Any, Any], n_reads: dict[Any, int]) -> tuple[Any, Any]:
-    """The scatter into zeros that `eqn` adds to something, and that something; (None, None) if none."""
+def _scattered_term(
+    eqn: JaxprEqn, producer: Mapping[Var, JaxprEqn], n_reads: Mapping[Var, int]
+) -> tuple[JaxprEqn, Atom] | None:
+    """The scatter into zeros that `eqn` adds to something, and that something; None if none."""
     if eqn.primitive.name in ADDS:
         for term, other in (eqn.invars, eqn.invars[::-1]):
             made = compat.of_variable(producer, term)
-            if made is None or made.primitive.name != SCATTER_ADD or n_reads[term] != 1:
+            if made is None or made.primitive.name != SCATTER_ADD:
                 continue
-            same = (other.aval.shape, other.aval.dtype) == (term.aval.shape, term.aval.dtype)
-            if same and _is_zeros(made.invars[0], producer):
+            if compat.of_variable(n_reads, term) != 1:
+                continue
+            if form_of(other) == form_of(term) and _is_zeros(made.invars[0], producer):
                 return made, other
-    return None, None
+    return None
 
 
-def _is_zeros(atom: Any, producer: dict[Any, Any]) -> bool:
+def _is_zeros(atom: Atom, producer: Mapping[Var, JaxprEqn]) -> bool:
     """True for a zero and for what broadcasting or converting makes of it."""
     if isinstance(atom, compat.Literal):
         return bool(atom.val == 0) if getattr(atom.aval, "shape", None) == () else False

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
 
 from passes.jaxpr import compat
+from passes.jaxpr.avals import array_of
+from passes.jaxpr.compat import Atom, JaxprEqn, Var
 from passes.jaxpr.primitives import Kind
 
 _ELEMENTWISE = (Kind.VIEW, Kind.FUSIBLE)
@@ -28,32 +29,32 @@ class DataflowGraph:
         readers: the equations that read it.
     """
 
-    eqns: Sequence[Any]
+    eqns: Sequence[JaxprEqn]
     kinds: Sequence[Kind]
-    producer: Mapping[Any, int]
-    readers: Mapping[Any, Sequence[int]]
+    producer: Mapping[Var, int]
+    readers: Mapping[Var, Sequence[int]]
 
-    def primitive(self, v: Any) -> str:
+    def primitive(self, v: Atom) -> str:
         """The name of the primitive that makes a value, "" for none."""
         i = compat.of_variable(self.producer, v)
         return "" if i is None else str(self.eqns[i].primitive.name)
 
-    def unconverted(self, v: Any) -> Any:
+    def unconverted(self, v: Atom) -> Atom:
         """What a value was before it was converted to other types."""
-        while self.primitive(v) == "convert_element_type":
+        while compat.is_variable(v) and self.primitive(v) == "convert_element_type":
             v = self.eqns[self.producer[v]].invars[0]
         return v
 
-    def rows_of(self, i: int) -> Any:
+    def rows_of(self, i: int) -> Atom:
         """What a reduction reduces."""
         return self.unconverted(self.eqns[i].invars[0])
 
-    def made_of(self, v: Any) -> set[Any]:
+    def made_of(self, v: Var) -> set[Var]:
         """What is computed elementwise from a value."""
         readers = [r for r in self.readers.get(v, ()) if self.kinds[r] in _ELEMENTWISE]
         return {result for r in readers for result in self.eqns[r].outvars}
 
-    def leads_to(self, start: Set[Any], needed: Set[Any]) -> bool:
+    def leads_to(self, start: Set[Var], needed: Set[Var]) -> bool:
         """True if one of the values, or something elementwise of it, is needed in memory."""
         seen, stack = set(start), [*start]
         while stack:
@@ -64,15 +65,15 @@ class DataflowGraph:
             seen |= self.made_of(v)
         return False
 
-    def meetings(self, i: int, primitive: str, results: Set[Any]) -> tuple[set[Any], set[Any]]:
+    def meetings(self, i: int, primitive: str, results: Set[Var]) -> tuple[set[Var], set[Var]]:
         """Where a primitive takes rows with what they are reduced to, and what else is made of that alone.
 
         Nothing, if another kernel reads it or if it is among `results`.
         """
         eqn, rows = self.eqns[i], self.rows_of(i)
-        if tuple(eqn.params["axes"]) != (rows.aval.ndim - 1,):
+        if tuple(eqn.params["axes"]) != (array_of(rows).ndim - 1,):
             return set(), set()
-        met, alone, stack = set[Any](), {*eqn.outvars}, [*eqn.outvars]
+        met, alone, stack = set[Var](), {*eqn.outvars}, [*eqn.outvars]
         while stack:
             for reader in self.readers.get(stack.pop(), ()):
                 eqn = self.eqns[reader]
@@ -86,7 +87,7 @@ class DataflowGraph:
         return (set(), set()) if alone & results else (met, alone)
 
 
-def inside_softmax(graph: DataflowGraph, results: Set[Any], needed: Set[Any]) -> set[Any]:
+def inside_softmax(graph: DataflowGraph, results: Set[Var], needed: Set[Var]) -> set[Var]:
     """What maxima and sums of rows make for softmaxes, in variables of an open jaxpr.
 
     Args:
@@ -95,14 +96,14 @@ def inside_softmax(graph: DataflowGraph, results: Set[Any], needed: Set[Any]) ->
         needed: variables that some kernel reads from memory: what a kernel computes for itself, such as one
             that sums columns, is no softmax.
     """
-    of_softmaxes: set[Any] = set()
-    exponentials: set[Any] = set()
+    of_softmaxes: set[Var] = set()
+    exponentials: set[Var] = set()
     for i, eqn in enumerate(graph.eqns):
         if eqn.primitive.name == "reduce_sum" and graph.primitive(graph.rows_of(i)) == "exp":
             normalised, inside = graph.meetings(i, "div", results)
             if graph.leads_to(normalised, needed):
                 of_softmaxes |= inside
-                exponentials.add(graph.rows_of(i))
+                exponentials.update(compat.variables([graph.rows_of(i)]))
     for i, eqn in enumerate(graph.eqns):
         if eqn.primitive.name == "reduce_max":
             shifted, inside = graph.meetings(i, "sub", results)

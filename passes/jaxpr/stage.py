@@ -18,6 +18,7 @@ from passes.ir import Status
 from passes.jaxpr import compat
 from passes.jaxpr.bodies import has_control_flow
 from passes.jaxpr.candidate import Candidate, JaxprRequest
+from passes.jaxpr.compat import ClosedJaxpr, Jaxpr
 from passes.jaxpr.emit import emit_split
 from passes.jaxpr.halves import Joined, Split, closed_halves, join
 from passes.jaxpr.lift import lift as lift_jaxpr
@@ -54,7 +55,7 @@ class Work(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Whole:
     source: Any
-    jaxpr: Any
+    jaxpr: Jaxpr
 
     def context(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -69,7 +70,7 @@ class _InShardMap:
 
     source: Any
     inside: Inside
-    jaxpr: Any
+    jaxpr: Jaxpr
 
     def context(self) -> AbstractContextManager[None]:
         return compat.inside_shard_map(self.inside.eqn)
@@ -93,7 +94,7 @@ class _Parts:
 
     source: tuple[Any, Any]
     joined: Joined
-    jaxpr: Any
+    jaxpr: Jaxpr
     n_outs: int
 
     def context(self) -> AbstractContextManager[None]:
@@ -110,7 +111,7 @@ def _split(made: Candidate, n_arguments: int, n_forward_results: int) -> Split:
     )
 
 
-def prepare(closed_jaxpr: Any) -> Work:
+def prepare(closed_jaxpr: ClosedJaxpr) -> Work:
     """What is planned of a whole program, calls inlined."""
     if (inside := enter(closed_jaxpr)) is None:
         return _Whole(source=closed_jaxpr, jaxpr=_simplified(compat.open_jaxpr(closed_jaxpr)[0]))
@@ -118,24 +119,24 @@ def prepare(closed_jaxpr: Any) -> Work:
         return _InShardMap(source=closed_jaxpr, inside=inside, jaxpr=_simplified(inside.body))
 
 
-def prepare_parts(forward: Any, backward: Any, n_outs: int) -> Work:
+def prepare_parts(forward: ClosedJaxpr, backward: ClosedJaxpr, n_outs: int) -> Work:
     """What is planned of a forward and a backward part, see `passes.pipeline.plan_joint`."""
     joined = _joined(forward, backward, n_outs)
     return _Parts(source=(forward, backward), joined=joined, jaxpr=_simplified(joined.jaxpr), n_outs=n_outs)
 
 
 @compat.cached_by_jaxpr
-def _joined(forward: Any, backward: Any, n_outs: int) -> Joined:
+def _joined(forward: ClosedJaxpr, backward: ClosedJaxpr, n_outs: int) -> Joined:
     return join(forward, backward, n_outs)
 
 
 @compat.cached_by_jaxpr
-def _simplified(jaxpr: Any) -> Any:
+def _simplified(jaxpr: Jaxpr) -> ClosedJaxpr:
     live = compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     return without_literal_barriers(scatter_in_place(live))
 
 
-def lift(jaxpr: Any, request: JaxprRequest) -> LiftedJaxpr:
+def lift(jaxpr: Jaxpr, request: JaxprRequest) -> LiftedJaxpr:
     """An open jaxpr as XLA will see it: the program that is planned."""
     return lift_jaxpr(jaxpr, request.device, as_xla=True)
 
@@ -171,7 +172,7 @@ def plan(as_is: LiftedJaxpr, request: JaxprRequest) -> Planned:
     return Planned(candidate=candidate, outcome=replace(outcome, seconds=time.perf_counter() - started))
 
 
-def _dump(jaxpr: Any, candidate: Candidate, outcome: StageOutcome) -> None:
+def _dump(jaxpr: Jaxpr, candidate: Candidate, outcome: StageOutcome) -> None:
     """Write what was made of a program, if someone asked for it."""
     program, plan_made = candidate.lifted.program, candidate.plan
     dump(
@@ -203,13 +204,13 @@ def _scale(peak_bytes: int, request: JaxprRequest) -> float:
     return 1 / max(ratio, 1.0)
 
 
-def _body(body: Any, nbytes: int, request: JaxprRequest) -> Any:
+def _body(body: Jaxpr, nbytes: int, request: JaxprRequest) -> Jaxpr:
     """A body of control flow planned for some bytes of temporaries."""
     return _planned_body(body, nbytes, request.device, request.planner)
 
 
 @compat.cached_by_jaxpr
-def _planned_body(body: Any, nbytes: int, device: DeviceModel, planner: str) -> Any:
+def _planned_body(body: Jaxpr, nbytes: int, device: DeviceModel, planner: str) -> Jaxpr:
     inner = JaxprRequest(
         budget_bytes=nbytes,
         argument_bytes=0,
@@ -219,7 +220,8 @@ def _planned_body(body: Any, nbytes: int, device: DeviceModel, planner: str) -> 
         planner=planner,
         inside=True,
     )
-    return plan(lift(body, inner), inner).candidate.emitted
+    changed: Jaxpr = plan(lift(body, inner), inner).candidate.emitted
+    return changed
 
 
 def _lower_bound_ratio(candidate: Candidate, cost_ns: int, recompute_ns: int) -> float:

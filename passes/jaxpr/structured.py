@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from passes.cost import DeviceModel
 from passes.jaxpr import compat
 from passes.jaxpr.bodies import fit_bodies
 from passes.jaxpr.calibration import expected_ratio, tried
 from passes.jaxpr.candidate import Candidate, JaxprRequest
+from passes.jaxpr.compat import Jaxpr
 from passes.jaxpr.lift import lift
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.scans.choice import Level
@@ -27,7 +27,7 @@ from passes.jaxpr.straight import as_it_is, search
 from passes.recipe import Recipe, Scans
 
 # (open jaxpr of a body, bytes for its temporaries, request) -> an open jaxpr.
-type PlanBody = Callable[[Any, int, JaxprRequest], Any]
+type PlanBody = Callable[[Jaxpr, int, JaxprRequest], Jaxpr]
 
 LEVELS_ABOVE = 2
 LEVELS_BELOW = 3
@@ -42,7 +42,7 @@ UNKNOWN_RATIO, KNOWN_RATIO = 1.25, 1.05
 CHEAPER_RATIO = 0.95
 
 
-def search_structured(jaxpr: Any, request: JaxprRequest, scale: float, plan_body: PlanBody) -> Candidate:
+def search_structured(jaxpr: Jaxpr, request: JaxprRequest, scale: float, plan_body: PlanBody) -> Candidate:
     """The cheapest candidate that fits, among the scans' levels and what can be done beside them.
 
     A level alone, with recomputes beside the scans, with the bodies of control flow planned, too, and planned
@@ -69,14 +69,14 @@ class _Rewritten:
     """A program with its scans rewritten for one level, and lifted. Compared by identity."""
 
     level: Level
-    program: Any
+    program: Jaxpr
     lifted: LiftedJaxpr
 
 
 class _Levels:
     """A program on the levels of a frontier, each rewritten when it is first looked at."""
 
-    def __init__(self, jaxpr: Any, levels: Sequence[Level], device: DeviceModel) -> None:
+    def __init__(self, jaxpr: Jaxpr, levels: Sequence[Level], device: DeviceModel) -> None:
         self._jaxpr, self._levels, self._device = jaxpr, levels, device
         self._made: dict[int, _Rewritten] = {}
 
@@ -93,18 +93,18 @@ class _Levels:
 
 
 @compat.cached_by_jaxpr
-def _frontier(jaxpr: Any, device: DeviceModel) -> tuple[Level, ...]:
+def _frontier(jaxpr: Jaxpr, device: DeviceModel) -> tuple[Level, ...]:
     """The levels of a program's frontier; as it is, if it has none."""
     return tuple(frontier(jaxpr, device) or [()])
 
 
 @compat.cached_by_jaxpr
-def _on_frontier(jaxpr: Any, device: DeviceModel) -> _Levels:
+def _on_frontier(jaxpr: Jaxpr, device: DeviceModel) -> _Levels:
     return _Levels(jaxpr, _frontier(jaxpr, device), device)
 
 
 @compat.cached_by_jaxpr
-def _in_segments(jaxpr: Any, device: DeviceModel) -> _Levels:
+def _in_segments(jaxpr: Jaxpr, device: DeviceModel) -> _Levels:
     """The program on the levels below its frontier."""
     return _Levels(jaxpr, segment_frontier(_frontier(jaxpr, device)[-1], device), device)
 
@@ -134,7 +134,7 @@ class _Search:
         scale: estimated over real bytes of temporaries, before anything was compiled.
     """
 
-    original: Any
+    original: Jaxpr
     request: JaxprRequest
     scale: float
     plan_body: PlanBody
@@ -204,7 +204,7 @@ class _Search:
         )
         limit_bytes = request.temp_budget_bytes
 
-        def excess_of(written: Any) -> int:
+        def excess_of(written: Jaxpr) -> int:
             peak_bytes = as_it_is(lift(written, request.device, as_xla=True)).peak_bytes
             return round(peak_bytes * ratio) - limit_bytes
 
@@ -246,7 +246,7 @@ class _Search:
         searched = named(search(as_is, request, 1 / ratio))
         return expected if searched.peak_bytes == alone.peak_bytes else self._expect(searched, ratio)
 
-    def _with_bodies(self, program: Any, as_is: LiftedJaxpr, aims: int) -> tuple[Any, LiftedJaxpr]:
+    def _with_bodies(self, program: Jaxpr, as_is: LiftedJaxpr, aims: int) -> tuple[Jaxpr, LiftedJaxpr]:
         """A program with its bodies planned, and lifted; a second aim is lower by what the first missed."""
         device = self.request.device
         target_bytes = max(int(self.request.temp_budget_bytes * self.scale), 1)

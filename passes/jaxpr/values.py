@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from passes.jaxpr import compat
+from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.primitives import CONTROL_FLOW, Kind, kind_of
 from passes.jaxpr.purity import eqn_kind
 from passes.saved import OFFLOADED, is_saved
@@ -51,7 +52,7 @@ class Constraints:
         return ", ".join(parts)
 
 
-def names_in(jaxpr: Any) -> set[str]:
+def names_in(jaxpr: Jaxpr) -> set[str]:
     """All names that `checkpoint_name` gives in an open jaxpr and inside its equations."""
     names = {name for eqn in jaxpr.eqns if (name := compat.checkpoint_name_of(eqn)) is not None}
     return names.union(*(names_in(inner) for eqn in jaxpr.eqns for inner in compat.inner_jaxprs(eqn)))
@@ -69,10 +70,10 @@ class Values:
 
     def __init__(
         self,
-        eqns: Sequence[Any],
+        eqns: Sequence[JaxprEqn],
         backward: Sequence[bool],
         constraints: Constraints,
-        passed: Sequence[Any] = (),
+        passed: Sequence[Atom] = (),
     ) -> None:
         self.place = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
         self._eqns = eqns
@@ -80,9 +81,9 @@ class Values:
         read = [v for eqn, b in zip(eqns, backward, strict=True) if b for v in eqn.invars]
         # Values that are alive across, under the name of the value that they are views of.
         self._crossing = {self.base(v) for v in (*read, *passed) if self._is_forward(v)}
-        self.saved: set[Any] = set()
-        self.offloaded: set[Any] = set()
-        self.dropped: set[Any] = set()
+        self.saved: set[Var] = set()
+        self.offloaded: set[Var] = set()
+        self.dropped: set[Var] = set()
         self._take_names(constraints)
         self._take_checkpoints(passed)
         wanted = set() if constraints.policy is None else self._take_policy(constraints.policy)
@@ -94,7 +95,7 @@ class Values:
         self.dropped &= needed
         self._check_recomputable()
 
-    def base(self, v: Any) -> Any:
+    def base(self, v: Var) -> Var:
         """The value that `v` is a view of, perhaps itself."""
         while (i := self.place.get(v)) is not None:
             eqn = self._eqns[i]
@@ -103,17 +104,17 @@ class Values:
             v = eqn.invars[0]
         return v
 
-    def is_dropped(self, v: Any) -> bool:
+    def is_dropped(self, v: Atom) -> bool:
         """True for a variable of the forward pass that must not be kept for the backward pass."""
         return self._is_forward(v) and self.base(v) in self.dropped
 
-    def _is_offloaded(self, v: Any) -> bool:
+    def _is_offloaded(self, v: Atom) -> bool:
         return self._is_forward(v) and self.base(v) in self.offloaded
 
-    def _is_forward(self, v: Any) -> bool:
+    def _is_forward(self, v: Atom) -> TypeGuard[Var]:
         return compat.is_variable(v) and v in self.place and not self._backward[self.place[v]]
 
-    def _producer(self, base: Any) -> Any:
+    def _producer(self, base: Var) -> JaxprEqn | None:
         i = self.place.get(base)
         return None if i is None else self._eqns[i]
 
@@ -129,17 +130,18 @@ class Values:
             elif name in constraints.recompute and not backward:
                 self.dropped.add(base)
 
-    def _take_checkpoints(self, passed: Sequence[Any]) -> None:
+    def _take_checkpoints(self, passed: Sequence[Atom]) -> None:
         """What the policy of a `jax.checkpoint` inside the program saved."""
         held = [v for e in self._eqns if kind_of(e.primitive.name) is Kind.BARRIER for v in e.invars]
         for v in (*held, *passed):
-            eqn = self._eqns[self.place[v]] if self._is_forward(v) else None
-            if eqn is not None and compat.is_full_precision(eqn) and self._producer(self.base(v)) is not None:
-                self.saved.add(self.base(v))
+            if self._is_forward(v) and compat.is_full_precision(self._eqns[self.place[v]]):
+                base = self.base(v)
+                if self._producer(base) is not None:
+                    self.saved.add(base)
 
-    def _take_policy(self, policy: Callable[..., Any]) -> set[Any]:
+    def _take_policy(self, policy: Callable[..., Any]) -> set[Var]:
         """Drop what the policy does not save; what it saves. What it saves in one form it saves in every."""
-        wanted: set[Any] = set()
+        wanted: set[Var] = set()
         for eqn, backward in zip(self._eqns, self._backward, strict=True):
             if backward or eqn.primitive.name in CONTROL_FLOW:
                 continue
@@ -162,21 +164,21 @@ class Values:
             if left and kind_of(eqn.primitive.name) is Kind.FUSIBLE and not backward:
                 self.dropped |= {v for v in eqn.outvars if v in self._crossing} - self.saved
 
-    def _needed(self) -> set[Any]:
+    def _needed(self) -> set[Var]:
         """What crosses, and what dropped values that cross are computed from."""
-        needed: set[Any] = set()
+        needed: set[Var] = set()
         stack = list(self._crossing)
         while stack:
             v = stack.pop()
             if v not in needed:
                 needed.add(v)
-                inputs = self._producer(v).invars if v in self.dropped else ()
+                inputs = self._eqns[self.place[v]].invars if v in self.dropped else ()
                 stack += [self.base(u) for u in inputs if self._is_forward(u)]
         return needed
 
     def _check_recomputable(self) -> None:
         for v in sorted(self.dropped, key=self.place.__getitem__):
-            eqn = self._producer(v)
+            eqn = self._eqns[self.place[v]]
             if eqn_kind(eqn) is Kind.OPAQUE:
                 raise ConstraintUnsupported(
                     f"recompute: {eqn.primitive.name} at {compat.source_line(eqn)} cannot be recomputed. "
@@ -184,7 +186,7 @@ class Values:
                 )
 
 
-def _is_view(eqn: Any) -> bool:
+def _is_view(eqn: JaxprEqn) -> bool:
     if is_saved(compat.checkpoint_name_of(eqn)):
         return False
     return kind_of(eqn.primitive.name) is Kind.VIEW or compat.is_full_precision(eqn)

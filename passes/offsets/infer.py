@@ -51,7 +51,6 @@ class RuleSet:
         dominance: no item is placed so high that another one would fit below it.
         heads: in every section what is left fits above any height which it cannot go below.
         not_first: an item above whose lowest offset its section does not fit has another one below it.
-        hatless: an item with nothing left above it is placed once.
         parts: what shares no section is solved apart.
         memory: what is left is searched once.
     """
@@ -60,7 +59,6 @@ class RuleSet:
     dominance: bool = True
     heads: bool = True
     not_first: bool = True
-    hatless: bool = True
     parts: bool = True
     memory: bool = True
 
@@ -91,11 +89,7 @@ class Rules:
         below = int((stand + self.sections.size[items]).min()) if self.on.dominance else NONE_LEFT
         later = (low > left.least) | (ranks > left.last_rank)
         chosen = np.flatnonzero(later & (low == stand) & (low < below) & (low <= highest))
-        chosen = chosen[np.lexsort((ranks[chosen], low[chosen]))]
-        hats = (self.sections.lift[np.ix_(items[chosen], items)] > 0).any(axis=1)
-        if self.on.hatless and not hats.all():
-            chosen = chosen[: int(hats.argmin()) + 1]
-        return items[chosen]
+        return items[chosen[np.lexsort((ranks[chosen], low[chosen]))]]
 
     def leaves_slack(self, left: Left, chosen: IntArray) -> IntArray:
         """The candidates in whose own sections what is left would fit above the lowest of it."""

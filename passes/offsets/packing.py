@@ -25,6 +25,31 @@ Item = tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Items to be placed.
+
+    Attributes:
+        items: what is placed.
+        capacity_bytes: where the highest one may end, the ground included; None for wherever it ends.
+        ground_bytes: what lies below all of them, such as a program's arguments.
+    """
+
+    items: Sequence[Item]
+    capacity_bytes: int | None
+    ground_bytes: int = 0
+
+    @property
+    def room_bytes(self) -> int:
+        """What the items may take."""
+        assert self.capacity_bytes is not None, "only asked where best fit does not do"
+        return self.capacity_bytes - self.ground_bytes
+
+    def holds(self, height_bytes: int) -> bool:
+        """True if items that end at a height above the ground keep the capacity."""
+        return self.capacity_bytes is None or height_bytes <= self.room_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
     """What is known about a problem.
 

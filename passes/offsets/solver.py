@@ -10,7 +10,6 @@ canonical   offsets never fall from one placement to the next, ties in the order
 dominance   no item is placed so high that another one that is left would fit below it.
 heads       in every section the items that are left fit above any height which they cannot go below.
 not first   an item above whose lowest offset a section's items do not fit has one below it that is not such.
-hatless     an item with nothing left above it is placed once: no other choice can be better.
 parts       sections that no item that is left joins any more are solved one by one, the tightest first.
 memory      what is left, and how high it must lie, is searched once.
 
@@ -54,6 +53,16 @@ MOST_REMEMBERED = 20_000
 
 class LimitError(Exception):
     """The limit of tries is reached, or somebody else has the answer."""
+
+
+def search(items: Sequence[Item], capacity: int, max_tries: int) -> list[int] | None:
+    """Offsets within a capacity; None if there are none, or too many items, or the tries do not suffice."""
+    if len(items) > MOST_ITEMS:
+        return None
+    try:
+        return Sweep(items, capacity).solve(max_tries)
+    except LimitError:
+        return None
 
 
 class Sweep:

@@ -8,7 +8,7 @@ machine.
 from __future__ import annotations
 
 from passes.offsets.packing import Item, Span, disjoint
-from passes.offsets.solver import MOST_ITEMS, LimitError, Sweep
+from passes.offsets.solver import MOST_ITEMS, search
 from passes.offsets.xla_heap import HeapLayout, Interval, best_fit, xla_order
 
 MAX_ROUNDS = 128
@@ -79,10 +79,7 @@ def _searched(intervals: list[Interval], alignment: int, best: HeapLayout, bound
     for _ in range(_MAX_SEARCHES):
         if capacity >= high:
             break
-        try:
-            packed = Sweep(items, capacity).solve(MAX_TRIES)
-        except LimitError:
-            packed = None
+        packed = search(items, capacity, MAX_TRIES)
         if packed is None:
             low = capacity + 1
         else:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from passes.pinning.slices import Access, Branch, Call, Loop, Node, Run, SliceProgram
+from passes.union_find import UnionFind
 
 _NOBODY = -1
 
@@ -89,7 +90,7 @@ class _Webs:
         place = {at: n for n, at in enumerate(edges)}
         self.span = [slice(place[s.offset], place[s.end]) for s in program.slices]
         self.n_segments = max(0, len(edges) - 1)
-        self.parent = list(range(len(program.slices)))
+        self.groups = UnionFind(len(program.slices))
         self.in_use: dict[int, list[int]] = {}
 
     def found(self) -> tuple[Web, ...]:
@@ -98,11 +99,11 @@ class _Webs:
         used = {a.slice for accesses in self.points.accesses for a in accesses}
         for n in sorted(used):
             if self.program.slices[n].nbytes:
-                members.setdefault(self.find(n), []).append(n)
+                members.setdefault(self.groups.find(n), []).append(n)
         times: dict[int, set[int]] = {}
         for t, owners in self.in_use.items():
             for n in owners:
-                times.setdefault(self.find(n), set()).add(t)
+                times.setdefault(self.groups.find(n), set()).add(t)
         return tuple(self.web(group, sorted(times[root])) for root, group in members.items())
 
     def web(self, group: list[int], times: list[int]) -> Web:
@@ -116,18 +117,6 @@ class _Webs:
                 lives.append((t, t))
         nbytes = max(s.end for s in slices) - offset
         return Web(slices=tuple(group), offset=offset, nbytes=nbytes, lives=tuple(lives))
-
-    def find(self, n: int) -> int:
-        while self.parent[n] != n:
-            self.parent[n] = self.parent[self.parent[n]]
-            n = self.parent[n]
-        return n
-
-    def unite(self, owners: Sequence[int]) -> bool:
-        roots = sorted({self.find(n) for n in owners})
-        for other in roots[1:]:
-            self.parent[other] = roots[0]
-        return len(roots) > 1
 
     def liveness(self) -> list[np.ndarray]:
         """For every point, as bits, the segments that are read at or after it before they are written."""
@@ -189,14 +178,14 @@ class _Webs:
             if access.reads:
                 span = self.span[access.slice]
                 owners = np.unique(state[span])
-                self.unite([access.slice, *(int(n) for n in owners if n != _NOBODY)])
+                self.groups.join([access.slice, *(int(n) for n in owners if n != _NOBODY)])
                 state[span] = access.slice
         for n, first in enumerate(accesses):
             a = self.program.slices[first.slice]
             for second in accesses[n + 1 :]:
                 b = self.program.slices[second.slice]
                 if (first.writes or second.writes) and a.offset < b.end and b.offset < a.end:
-                    self.unite([first.slice, second.slice])
+                    self.groups.join([first.slice, second.slice])
         for access in accesses:
             if access.writes:
                 state[self.span[access.slice]] = access.slice
@@ -215,5 +204,5 @@ class _Webs:
         changed = bool(fresh.any())
         state[fresh] = other[fresh]
         for pair in np.unique(np.stack([state[both], other[both]]), axis=1).T if both.any() else ():
-            changed = self.unite([int(n) for n in pair]) or changed
+            changed = self.groups.join([int(n) for n in pair]) or changed
         return changed

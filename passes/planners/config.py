@@ -28,8 +28,8 @@ class PlannerConfig:
             "exact" (a 0-1 program, from `auto`'s plan on); or a baseline: "dtr", "dtr-eq", "dte",
             "coop-online", "chen"; "delta" with a host.
         work_limit: how much work a search may do, in units of about a microsecond; None scales with the
-            program (about a second, and 100 us an op from 10,000 ops on; a fifth of a second, two with pages,
-            and 100 us an op from 2000 ops on, if `quick`). It ends sooner near the bound; far from it, or
+            program (about a second, and 100 us an op from 10,000 ops on; if `quick` a fifth of a second, two
+            with pages, and 100 us an op from 2000 ops on). It ends sooner near the bound; far from it, or
             where the first search misses the budget, a few times as much is done in all.
         quick: whether someone waits for the plan, such as a compile.
         placed: whether the budget is for the plan placed at addresses, holes included, instead of its live

@@ -13,14 +13,16 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from passes.ir import Plan
 from passes.liveness import Graph, IntArray
-from passes.offsets.best_fit import Stacked, place_graph, stack_graph
-from passes.offsets.skyline import Bottleneck
+from passes.offsets.placement import StepOffsets, place_graph, stack_graph
+from passes.offsets.skyline import Bottleneck, Stacked
 from passes.planners.candidate import Candidate, CandidatePool, WorkLimit, rank
 from passes.planners.cut import SCHEDULE_UNITS, Style, descend, lower_to, relax
 from passes.planners.neighbourhood import alike, improve
+from passes.planners.pool_run import Walked
 from passes.planners.schedule import Schedule, reverse_delete
-from passes.planners.window import Walked, walk
+from passes.planners.window import walk
 
 WINDOW_EXPONENTS = (0.0, 1.0, 0.5)
 WINDOW_EXCESS = (1.0, 1.06, 1.2, 1.5)
@@ -32,11 +34,11 @@ ROOM_RATIO = 0.005
 AROUND_UNITS = 60_000
 
 
-def end_of(graph: Graph, candidate: Candidate) -> int:
-    """The end of the highest live range of a sequence with offsets."""
+def end_of(graph: Graph, placed: Candidate | Plan) -> int:
+    """The end of the highest live range of a sequence with offsets; pages that come back are left out."""
     ends = [
         offset + graph.nbytes[b]
-        for op, offsets in zip(candidate.steps, candidate.offsets, strict=True)
+        for op, offsets in zip(placed.steps, placed.offsets, strict=True)
         for b, offset in zip(graph.outputs[op], offsets, strict=True)
     ]
     return max(ends, default=graph.argument_bytes)
@@ -188,7 +190,7 @@ def _around(
     return candidate
 
 
-def _stacked(graph: Graph, candidate: Candidate, budget_bytes: int, work: WorkLimit) -> Stacked:
+def _stacked(graph: Graph, candidate: Candidate, budget_bytes: int, work: WorkLimit) -> Stacked[StepOffsets]:
     """What packing a sequence from the ground up comes to."""
     stacked = stack_graph(graph, candidate.steps, budget_bytes, PASSES)
     work.done += stacked.work + SCHEDULE_UNITS + UNITS_PER_STEP * len(candidate.steps)

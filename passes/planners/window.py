@@ -11,26 +11,11 @@ future known. Invariant: no two live ranges that are alive at once overlap, so t
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
-from dataclasses import dataclass
 
 from passes.liveness import Graph
-from passes.offsets.pool import FREE, Pool
+from passes.offsets.pool import FREE
 from passes.planners.candidate import WorkLimit
-
-WORKSPACE = -2
-
-
-class NoWindowError(Exception):
-    """Nothing that may be evicted is large enough, or the work limit is reached."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Walked:
-    """What a walk made: op ids, and for every step the offset of each output."""
-
-    steps: tuple[int, ...]
-    offsets: tuple[tuple[int, ...], ...]
+from passes.planners.pool_run import NoRoomError, PoolRun, Walked
 
 
 def walk(graph: Graph, capacity_bytes: int, exponent: float, work: WorkLimit) -> Walked | None:
@@ -41,130 +26,64 @@ def walk(graph: Graph, capacity_bytes: int, exponent: float, work: WorkLimit) ->
     """
     try:
         return _Walk(graph, capacity_bytes, exponent, work).run()
-    except NoWindowError:
+    except NoRoomError:
         return None
 
 
-class _Walk:
-    """The state of one walk over the schedule."""
+class _Walk(PoolRun):
+    """The state of one walk over the schedule.
+
+    Attributes:
+        uses: for every buffer its readers, and for outputs the end.
+        demanded: what is needed later.
+        middle: values that are dearer to recompute for their bytes than this grow from the top.
+        restricted: whether some op may not be recomputed at any time.
+    """
 
     def __init__(self, graph: Graph, capacity_bytes: int, exponent: float, work: WorkLimit) -> None:
-        self.graph = graph
-        self.pool = Pool(capacity_bytes, graph.argument_bytes)
+        super().__init__(graph, capacity_bytes)
         self.exponent = exponent
         self.work = work
-        self.uses: list[list[int]] = [[] for _ in graph.nbytes]
-        for op, inputs in enumerate(graph.inputs):
-            for b in inputs:
-                self.uses[b].append(op)
+        self.uses = self.readers
         for b in graph.program.outputs:
             self.uses[b].append(len(graph.cost_ns))
-        self.present = [p < 0 for p in graph.producer]
         self.demanded: dict[int, None] = {}
-        self.slot = 0
-        self.pins: Counter[int] = Counter()
-        self.steps: list[int] = []
-        self.offsets: list[tuple[int, ...]] = []
         ratios = sorted(self._density(b) for b, p in enumerate(graph.producer) if p >= 0)
         self.restricted = any(not op.recomputable or op.deadline is not None for op in graph.program.ops)
         self.middle = ratios[len(ratios) // 2] if ratios else 0.0
 
-    def run(self) -> Walked:
-        graph = self.graph
-        for op in range(len(graph.cost_ns)):
-            self.slot = op
-            self.bring(op)
-            for b in graph.outputs[op]:
-                if self.uses[b]:
-                    self.demanded[b] = None
-            self.demanded = {b: None for b in self.demanded if self.uses[b][-1] > op}
-        self.slot = len(graph.cost_ns)
-        wanted = [b for b in graph.program.outputs if graph.producer[b] >= 0]
-        self.pins.update(wanted)
-        for b in wanted:
-            if not self.present[b]:
-                self.bring(graph.producer[b])
-        return Walked(steps=tuple(self.steps), offsets=tuple(self.offsets))
-
-    def bring(self, op: int) -> None:
-        """Run `op`, and before it whatever its missing inputs need; iterative, deepest first."""
-        stack = [op]
-        self.pins.update(self.graph.inputs[op])
-        while stack:
-            top = stack[-1]
-            missing = [b for b in self.graph.inputs[top] if not self.present[b]]
-            if missing:
-                producer = self.graph.producer[missing[0]]
-                stack.append(producer)
-                self.pins.update(self.graph.inputs[producer])
-                continue
-            self.execute(top)
-            stack.pop()
-            self.pins.subtract(self.graph.inputs[top])
-
     def execute(self, op: int) -> None:
-        """Give the outputs of `op` their places; its inputs are present and pinned."""
-        graph = self.graph
         self.work.done += 10
-        if op < self.slot and not graph.program.ops[op].can_recompute(self.slot):
-            raise NoWindowError
-        for b in graph.outputs[op]:
-            if self.present[b]:
-                self.present[b] = False
-                if graph.nbytes[b]:
-                    self.pool.release(b)
-        placed = self._in_place(op)
-        self.pins.update(graph.outputs[op])
-        scratch = graph.workspace_bytes[op]
-        for b in graph.outputs[op]:
-            if b not in placed:
-                placed[b] = self.allocate(b, graph.nbytes[b], self._density(b) > self.middle)
-        if scratch:
-            self.pins[WORKSPACE] += 1
-            self.allocate(WORKSPACE, scratch, False)
-            self.pool.release(WORKSPACE)
-            self.pins[WORKSPACE] -= 1
-        self.pins.subtract(graph.outputs[op])
-        for b in graph.outputs[op]:
-            self.present[b] = True
-        self.steps.append(op)
-        self.offsets.append(tuple(placed[b] for b in graph.outputs[op]))
+        super().execute(op)
 
-    def _in_place(self, op: int) -> dict[int, int]:
-        """Outputs that take the place of an input which nobody reads after `op`."""
-        graph = self.graph
-        placed: dict[int, int] = {}
-        if not graph.shares[op]:
-            return placed
+    def _passed(self, op: int) -> None:
+        """What has a later use is demanded; what has none stays until a window takes it."""
+        for b in self.graph.outputs[op]:
+            if self.uses[b]:
+                self.demanded[b] = None
+        self.demanded = {b: None for b in self.demanded if self.uses[b][-1] > op}
+
+    def _is_last(self, op: int, buffer: int) -> bool:
         after = self.slot + 1 if op == self.slot else self.slot
-        for out, inp in graph.shares[op]:
-            fits = 0 < graph.nbytes[out] <= graph.nbytes[inp]
-            free = self.pins[inp] <= 1 and bisect_left(self.uses[inp], after) == len(self.uses[inp])
-            if fits and free and self.present[inp] and out not in placed:
-                placed[out] = self.pool.hand_over(inp, out, graph.nbytes[out])
-                self.present[inp] = False
-        return placed
+        return self.pins[buffer] <= 1 and bisect_left(self.uses[buffer], after) == len(self.uses[buffer])
+
+    def _is_from_top(self, buffer: int) -> bool:
+        return self._density(buffer) > self.middle
 
     def _density(self, buffer: int) -> float:
         """Cost of running a value's producer again, for each byte."""
         return self.graph.cost_ns[self.graph.producer[buffer]] / max(1, self.graph.nbytes[buffer])
 
-    def allocate(self, owner: int, nbytes: int, from_top: bool) -> int:
-        """An offset for `nbytes`, evicting the cheapest window if nothing is free."""
-        if not nbytes:
-            return 0
-        index = self.pool.fit(nbytes, from_top=from_top)
-        if index is None:
-            low, high = self._cheapest_window(nbytes)
-            for block in self.pool.blocks[low : high + 1]:
-                if block.owner != FREE:
-                    self.present[block.owner] = False
-            index = self.pool.evict(low, high)
-        return self.pool.take(index, nbytes, owner, from_top=from_top)
+    def _evicted(self, nbytes: int, from_top: bool) -> int:
+        low, high = self._cheapest_window(nbytes)
+        for block in self.pool.blocks[low : high + 1]:
+            if block.owner != FREE:
+                self.present[block.owner] = False
+        return self.pool.evict(low, high)
 
     def _cheapest_window(self, nbytes: int) -> tuple[int, int]:
         if not self.work.left:
-            raise NoWindowError
+            raise NoRoomError
         needs = self._needs()
         pinned = [b for b, count in sorted(self.pins.items()) if count > 0]
         stuck: list[int] = []
@@ -180,7 +99,7 @@ class _Walk:
                     best, chosen = score, (low, high)
         self.work.done += 2 * len(least)
         if chosen is None:
-            raise NoWindowError
+            raise NoRoomError
         return chosen
 
     def _weight(self, need: int) -> float:

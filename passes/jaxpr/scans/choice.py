@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from passes.jaxpr.compat import Var
 from passes.jaxpr.scans.pairs import Enclosure, ScanPair
 from passes.jaxpr.scans.segments import Segments
 from passes.outcome import Recomputed
@@ -24,7 +25,7 @@ class Choice:
     """
 
     pair: ScanPair
-    kept: tuple[Any, ...]
+    kept: tuple[Var, ...]
     stacked_bytes: int
     recomputed: tuple[Recomputed, ...]
     inner: Level = ()

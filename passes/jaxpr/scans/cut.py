@@ -12,11 +12,11 @@ alike. Pairs inside the bodies are cut first, for the same price.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from passes.cost import DeviceModel
 from passes.ir import Op
 from passes.jaxpr import compat
+from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
 from passes.jaxpr.flops import flops_per_element
 from passes.jaxpr.lift import SLICE_PASSES, lift
 from passes.jaxpr.primitives import Kind
@@ -49,7 +49,7 @@ class Iteration:
     """
 
     pair: ScanPair
-    values: tuple[Any, ...]
+    values: tuple[Var, ...]
     ops: tuple[Producer, ...]
     kernels: dict[int, Recomputed]
     demanded: tuple[int, ...]
@@ -96,7 +96,7 @@ def choose(iteration: Iteration, ns_per_byte: float) -> Choice:
     )
 
 
-def joined_body(pair: ScanPair) -> Any:
+def joined_body(pair: ScanPair) -> Jaxpr:
     """One iteration of both halves as one open jaxpr; the first half's equations come first."""
     producer, consumer = pair.producer.jaxpr, pair.consumer.jaxpr
     own = set(defined(producer))
@@ -127,16 +127,16 @@ def _all_recomputed(iteration: Iteration, kept: tuple[int, ...]) -> tuple[Recomp
     return tuple(iteration.kernels[k] for k in sorted(recomputed) if k in iteration.kernels)
 
 
-def _prices(pair: ScanPair, values: list[Any], device: DeviceModel) -> tuple[list[int], list[int]]:
+def _prices(pair: ScanPair, values: list[Var], device: DeviceModel) -> tuple[list[int], list[int]]:
     """Bytes and traffic of stacking one slice of every value; nothing for what is at hand anyway."""
     producer = pair.producer
     own = dict.fromkeys(producer.jaxpr.invars[: producer.n_consts], (False, 0))
     for v, there in zip(producer.x_vars, pair.at_hand, strict=True):
         own[v] = (not there, SLICE_PASSES)
-    for k, v in enumerate(producer.y_vars):
+    for k, y in enumerate(producer.y_vars):
         # A stack that something else reads is there at no price.
-        if k not in pair.only and compat.is_variable(v):
-            own.setdefault(v, (False, SLICE_PASSES))
+        if k not in pair.only and compat.is_variable(y):
+            own.setdefault(y, (False, SLICE_PASSES))
     nbytes, traffic = [], []
     for v in values:
         size = compat.aval_nbytes(v.aval)
@@ -149,7 +149,7 @@ def _prices(pair: ScanPair, values: list[Any], device: DeviceModel) -> tuple[lis
 
 
 def _ops(
-    pair: ScanPair, index: dict[Any, int], device: DeviceModel
+    pair: ScanPair, index: dict[Var, int], device: DeviceModel
 ) -> tuple[list[Producer], dict[int, Recomputed]]:
     """The first body's equations with what it costs to run them in the second half, too.
 
@@ -157,7 +157,7 @@ def _ops(
     """
     joined = joined_body(pair)
     lifted = lift(compat.dce_jaxpr(joined, [True] * len(joined.outvars)), device, as_xla=False)
-    kernel_of: dict[Any, Op] = {}
+    kernel_of: dict[Var, Op] = {}
     for op, body in zip(lifted.program.ops, lifted.bodies, strict=True):
         kernel_of.update(dict.fromkeys(lifted.jaxpr.eqns[body[-1]].outvars, op))
     whole = {v for eqn in joined.eqns if eqn_kind(eqn) not in _FUSING for v in compat.variables(eqn.invars)}
@@ -179,7 +179,7 @@ def _ops(
     return ops, kernels
 
 
-def _recomputed(eqn: Any, op: Op, iterations: int) -> Recomputed:
+def _recomputed(eqn: JaxprEqn, op: Op, iterations: int) -> Recomputed:
     return Recomputed(
         op=f"{op.name} in {iterations} iterations of a scan",
         source=op.source,
@@ -189,7 +189,7 @@ def _recomputed(eqn: Any, op: Op, iterations: int) -> Recomputed:
     )
 
 
-def _fused_ps(eqn: Any, device: DeviceModel) -> int:
+def _fused_ps(eqn: JaxprEqn, device: DeviceModel) -> int:
     """Time of an equation that is computed inside another kernel; never nothing, so that it is avoided."""
     size = max((int(getattr(v.aval, "size", 0)) for v in eqn.outvars), default=0)
     flops = size * flops_per_element(eqn)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from passes.jaxpr import compat
+from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.purity import has_effect
 from passes.jaxpr.rewrite import run_scan, splice, with_bodies
 from passes.jaxpr.scans import segments
@@ -19,7 +19,7 @@ from passes.jaxpr.scans.choice import Choice, Inside
 from passes.jaxpr.scans.pairs import Body, ScanPair
 
 
-def rewrite(jaxpr: Any, choices: Sequence[Choice | Inside]) -> Any:
+def rewrite(jaxpr: Jaxpr, choices: Sequence[Choice | Inside]) -> Jaxpr:
     """An open jaxpr with its pairs written as chosen."""
     groups, rename = rewrite_groups(jaxpr, choices)
     eqns = [eqn for group in groups for eqn in group]
@@ -28,7 +28,7 @@ def rewrite(jaxpr: Any, choices: Sequence[Choice | Inside]) -> Any:
     return compat.dce_jaxpr(new, [True] * len(outvars))
 
 
-def with_inner(pair: ScanPair, joined: Any, choices: Sequence[Choice | Inside]) -> ScanPair:
+def with_inner(pair: ScanPair, joined: Jaxpr, choices: Sequence[Choice | Inside]) -> ScanPair:
     """`pair` with what is inside its bodies written as chosen.
 
     Args:
@@ -37,7 +37,7 @@ def with_inner(pair: ScanPair, joined: Any, choices: Sequence[Choice | Inside]) 
     groups, rename = rewrite_groups(joined, choices)
     boundary = len(pair.producer.jaxpr.eqns)
 
-    def half(body: Body, groups: list[list[Any]]) -> Body:
+    def half(body: Body, groups: list[list[JaxprEqn]]) -> Body:
         outvars = [compat.renamed(v, rename) for v in body.jaxpr.outvars]
         eqns = [eqn for group in groups for eqn in group]
         return replace(body, jaxpr=compat.rebuild(body.jaxpr, eqns=eqns, outvars=outvars))
@@ -47,15 +47,17 @@ def with_inner(pair: ScanPair, joined: Any, choices: Sequence[Choice | Inside]) 
     )
 
 
-def rewrite_groups(jaxpr: Any, choices: Sequence[Choice | Inside]) -> tuple[list[list[Any]], dict[Any, Any]]:
+def rewrite_groups(
+    jaxpr: Jaxpr, choices: Sequence[Choice | Inside]
+) -> tuple[list[list[JaxprEqn]], dict[Var, Atom]]:
     """For every equation of an open jaxpr what stands in its place; and the results' new names."""
     insides = {choice.enclosure.place: choice for choice in choices if isinstance(choice, Inside)}
     pairs = [choice for choice in choices if isinstance(choice, Choice)]
     firsts = {choice.pair.first: choice for choice in pairs}
     seconds = {choice.pair.second: choice for choice in pairs}
-    rename: dict[Any, Any] = {}
+    rename: dict[Var, Atom] = {}
     written: dict[int, _First] = {}
-    groups: list[list[Any]] = []
+    groups: list[list[JaxprEqn]] = []
     for i, eqn in enumerate(jaxpr.eqns):
         eqn = compat.rename_inputs(eqn, rename)
         if i in firsts:
@@ -70,7 +72,7 @@ def rewrite_groups(jaxpr: Any, choices: Sequence[Choice | Inside]) -> tuple[list
     return groups, rename
 
 
-def _with_inside(choice: Inside, eqn: Any) -> Any:
+def _with_inside(choice: Inside, eqn: JaxprEqn) -> JaxprEqn:
     bodies = zip(choice.enclosure.bodies, choice.bodies, strict=True)
     return with_bodies(eqn, [compat.close_jaxpr(rewrite(body, level), []) for body, level in bodies])
 
@@ -87,14 +89,14 @@ class _First:
         starts: of a scan in segments, stacks of its carry at the start of each.
     """
 
-    eqns: list[Any]
-    at_hand: dict[Any, Any] = field(default_factory=dict)
-    sliced: set[Any] = field(default_factory=set)
-    operands: list[Any] = field(default_factory=list)
-    starts: list[Any] = field(default_factory=list)
+    eqns: list[JaxprEqn]
+    at_hand: dict[Var, Atom] = field(default_factory=dict)
+    sliced: set[Var] = field(default_factory=set)
+    operands: list[Atom] = field(default_factory=list)
+    starts: list[Atom] = field(default_factory=list)
 
 
-def _write_first(choice: Choice, eqn: Any, rename: dict[Any, Any]) -> _First:
+def _write_first(choice: Choice, eqn: JaxprEqn, rename: dict[Var, Atom]) -> _First:
     pair, producer = choice.pair, choice.pair.producer
     staying = [k for k in range(len(producer.y_vars)) if k not in pair.only]
     if choice.segments is not None:
@@ -102,7 +104,7 @@ def _write_first(choice: Choice, eqn: Any, rename: dict[Any, Any]) -> _First:
     there = {
         v for v in (*producer.jaxpr.invars[: producer.n_consts], *producer.x_vars) if compat.is_variable(v)
     }
-    there.update(producer.y_vars[k] for k in staying if compat.is_variable(producer.y_vars[k]))
+    there.update(compat.variables([producer.y_vars[k] for k in staying]))
     added = [v for v in choice.kept if v not in there]
     outvars = [*producer.jaxpr.outvars[: producer.n_carry], *(producer.y_vars[k] for k in staying), *added]
     body = compat.rebuild(producer.jaxpr, eqns=producer.jaxpr.eqns, outvars=outvars)
@@ -118,9 +120,9 @@ def _write_first(choice: Choice, eqn: Any, rename: dict[Any, Any]) -> _First:
     )
     stacks = dict(zip(producer.x_vars, eqn.invars[producer.n_consts + producer.n_carry :], strict=True))
     stacks |= {
-        producer.y_vars[k]: stack
-        for k, stack in zip(staying, atoms[producer.n_carry :], strict=False)
-        if compat.is_variable(producer.y_vars[k]) and producer.y_vars[k] not in first.at_hand
+        y: stack
+        for y, stack in zip((producer.y_vars[k] for k in staying), atoms[producer.n_carry :], strict=False)
+        if compat.is_variable(y) and y not in first.at_hand
     }
     stacks |= dict(zip(added, atoms[len(old) :], strict=True))
     first.sliced.update(stacks)
@@ -128,7 +130,9 @@ def _write_first(choice: Choice, eqn: Any, rename: dict[Any, Any]) -> _First:
     return first
 
 
-def _write_first_in_segments(choice: Choice, eqn: Any, staying: list[int], rename: dict[Any, Any]) -> _First:
+def _write_first_in_segments(
+    choice: Choice, eqn: JaxprEqn, staying: list[int], rename: dict[Var, Atom]
+) -> _First:
     assert choice.segments is not None, "only called for these"
     producer = choice.pair.producer
     eqns, atoms = segments.write_first(choice.pair, choice.segments, eqn.invars, staying)
@@ -137,7 +141,7 @@ def _write_first_in_segments(choice: Choice, eqn: Any, staying: list[int], renam
     return _First(eqns=eqns, operands=list(eqn.invars), starts=atoms[len(old) :])
 
 
-def _write_second(choice: Choice, eqn: Any, first: _First, rename: dict[Any, Any]) -> list[Any]:
+def _write_second(choice: Choice, eqn: JaxprEqn, first: _First, rename: dict[Var, Atom]) -> list[JaxprEqn]:
     producer, consumer = choice.pair.producer, choice.pair.consumer
     if choice.segments is not None:
         eqns, results = segments.write_second(
@@ -179,11 +183,11 @@ def _write_second(choice: Choice, eqn: Any, first: _First, rename: dict[Any, Any
     return eqns
 
 
-def when_needed(early: Sequence[Any], eqns: Sequence[Any]) -> list[Any]:
+def when_needed(early: Sequence[JaxprEqn], eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
     """`eqns` in their order, each after those of `early` that it needs and that are not there yet."""
     maker = {v: i for i, eqn in enumerate(early) for v in eqn.outvars}
     done: set[int] = set()
-    ordered: list[Any] = []
+    ordered: list[JaxprEqn] = []
     for eqn in eqns:
         needed, stack = set(), [v for v in eqn.invars if compat.is_variable(v)]
         while stack:
@@ -197,12 +201,13 @@ def when_needed(early: Sequence[Any], eqns: Sequence[Any]) -> list[Any]:
     return [*ordered, *(eqn for i, eqn in enumerate(early) if i not in done)]
 
 
-def _without(eqn: Any, kept: set[Any]) -> Any:
+def _without(eqn: JaxprEqn, kept: set[Var]) -> JaxprEqn:
     """`eqn` not defining what is kept."""
-    return eqn.replace(outvars=[compat.fresh_var(v) if v in kept else v for v in eqn.outvars])
+    changed: JaxprEqn = eqn.replace(outvars=[compat.fresh_var(v) if v in kept else v for v in eqn.outvars])
+    return changed
 
 
-def _rename_all(rename: dict[Any, Any], old: Sequence[Any], new: Sequence[Any]) -> None:
+def _rename_all(rename: dict[Var, Atom], old: Sequence[Var], new: Sequence[Atom]) -> None:
     for v, atom in zip(old, new, strict=True):
         if not isinstance(v, compat.DropVar):
             rename[v] = atom

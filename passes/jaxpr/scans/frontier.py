@@ -14,6 +14,7 @@ from typing import Any
 
 from passes.cost import DeviceModel
 from passes.jaxpr import compat
+from passes.jaxpr.compat import Jaxpr
 from passes.jaxpr.primitives import Kind
 from passes.jaxpr.purity import eqn_kind
 from passes.jaxpr.scans.choice import Choice, Inside, Level
@@ -33,7 +34,7 @@ STEP_RATIO = 0.04
 SEGMENT_LEVELS = 4
 
 
-def frontier(jaxpr: Any, device: DeviceModel) -> list[Level]:
+def frontier(jaxpr: Jaxpr, device: DeviceModel) -> list[Level]:
     """Choices for all pairs of an open jaxpr at rising prices of a byte, from fast to small.
 
     The first one stacks what is faster to read than to make; the last one as little as possible.
@@ -137,7 +138,7 @@ def _in_segments(pair: ScanPair, count: int, device: DeviceModel) -> list[Choice
     ]
 
 
-def _sites(jaxpr: Any, device: DeviceModel) -> list[Site]:
+def _sites(jaxpr: Jaxpr, device: DeviceModel) -> list[Site]:
     """The places of an open jaxpr where something is chosen: (ns per byte) -> what is cheapest there."""
     pairs = find_pairs(jaxpr)
     sites = [_pair_site(pair, device) for pair in pairs]

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from passes.cost import DeviceModel
 from passes.jaxpr import compat
+from passes.jaxpr.compat import Jaxpr
 from passes.jaxpr.lift import inner_work
-from passes.jaxpr.scans.host_stacks import Stack, stacks_of, with_stacks_on_host
+from passes.jaxpr.scans.host_stacks import Key, Stack, stacks_of, with_stacks_on_host
 from passes.outcome import Paged
 
 # A stack that is this much smaller than all together saves next to nothing for its copies' latency.
@@ -33,14 +33,14 @@ class Sent:
         excess_bytes: by how much the program is over what it may need; 0 or less for one that fits.
     """
 
-    program: Any
+    program: Jaxpr
     paged: tuple[Paged, ...]
     waiting_ns: int
     excess_bytes: int
 
 
 def sent_to_host(
-    jaxpr: Any, device: DeviceModel, host_bytes: int, excess_of: Callable[[Any], int]
+    jaxpr: Jaxpr, device: DeviceModel, host_bytes: int, excess_of: Callable[[Jaxpr], int]
 ) -> Sent | None:
     """The program with as few bytes on the host as make it fit, else with all that the host has room for.
 
@@ -96,7 +96,7 @@ def waiting_for_stacks_ns(stacks: Sequence[Stack], device: DeviceModel) -> int:
     """Estimated time that kernels stand still for the slices of stacks."""
     link = device.host_link
     assert link is not None, "nothing waits on the host without a link"
-    out_ns: dict[Any, int] = {}
+    out_ns: dict[Key, int] = {}
     waiting_ns = 0
     for stack in stacks:
         length = max(1, int(stack.maker.params["length"]))

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 from passes.jaxpr import compat
+from passes.jaxpr.compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.primitives import CONTROL_FLOW
 from passes.jaxpr.purity import is_on_host
 from passes.jaxpr.rewrite import bodies_of, splice, with_bodies
@@ -45,8 +46,8 @@ class Stack:
     """
 
     key: Key
-    maker: Any
-    readers: tuple[Any, ...]
+    maker: JaxprEqn
+    readers: tuple[JaxprEqn, ...]
     result: int
     forced: bool
     iterations: int
@@ -66,7 +67,7 @@ class _Place:
     readers: tuple[int, ...]
 
 
-def stacks_of(jaxpr: Any) -> list[Stack]:
+def stacks_of(jaxpr: Jaxpr) -> list[Stack]:
     """The stacks of an open jaxpr that can wait on the host, those in bodies of its control flow, too."""
     stacks: list[Stack] = []
 
@@ -78,12 +79,12 @@ def stacks_of(jaxpr: Any) -> list[Stack]:
     return stacks
 
 
-def with_stacks_on_host(jaxpr: Any, chosen: Collection[Key]) -> tuple[Any, tuple[Paged, ...]]:
+def with_stacks_on_host(jaxpr: Jaxpr, chosen: Collection[Key]) -> tuple[Jaxpr, tuple[Paged, ...]]:
     """An open jaxpr with some of its stacks on the host, and what the report says of them."""
     return _moved(jaxpr, lambda stack: stack.key in chosen, (), 1)
 
 
-def with_host_stacks(closed: Any) -> tuple[Any, tuple[Paged, ...]]:
+def with_host_stacks(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, tuple[Paged, ...]]:
     """A program whose marked stacks are on the host, and those stacks; the same object if there are none.
 
     Args:
@@ -97,8 +98,8 @@ def with_host_stacks(closed: Any) -> tuple[Any, tuple[Paged, ...]]:
 
 
 def _moved(
-    jaxpr: Any, is_chosen: Callable[[Stack], bool], at: Key, iterations: int
-) -> tuple[Any, tuple[Paged, ...]]:
+    jaxpr: Jaxpr, is_chosen: Callable[[Stack], bool], at: Key, iterations: int
+) -> tuple[Jaxpr, tuple[Paged, ...]]:
     """An open jaxpr with the chosen stacks on the host; the same object if there are none."""
     eqns, paged = list(jaxpr.eqns), list[Paged]()
     for i, eqn in enumerate(jaxpr.eqns):
@@ -121,9 +122,9 @@ def _moved(
     return compat.rebuild(jaxpr, eqns=eqns, outvars=jaxpr.outvars), tuple(paged)
 
 
-def _places(eqns: Sequence[Any], outvars: Sequence[Any], at: Key, iterations: int) -> list[_Place]:
+def _places(eqns: Sequence[JaxprEqn], outvars: Sequence[Atom], at: Key, iterations: int) -> list[_Place]:
     """Stacks that only scans read, slice by slice."""
-    readers: dict[Any, list[int]] = {}
+    readers: dict[Var, list[int]] = {}
     for i, eqn in enumerate(eqns):
         for v in filter(compat.is_variable, eqn.invars):
             readers.setdefault(v, []).append(i)
@@ -147,22 +148,22 @@ def _places(eqns: Sequence[Any], outvars: Sequence[Any], at: Key, iterations: in
     return places
 
 
-def _can_move(slice_: Any) -> bool:
+def _can_move(slice_: Atom) -> bool:
     """True for a slice that is an array on the device; a number is not worth a copy."""
     is_array = compat.is_variable(slice_) and bool(getattr(slice_.aval, "shape", ()))
     return is_array and not is_on_host(slice_.aval)
 
 
-def _body(scan: Any) -> Any:
+def _body(scan: JaxprEqn) -> Jaxpr:
     return compat.open_jaxpr(bodies_of(scan)[0])[0]
 
 
-def _marked(jaxpr: Any) -> set[Any]:
+def _marked(jaxpr: Jaxpr) -> set[Var]:
     """Values that a user forced to the host."""
     return {v for eqn in jaxpr.eqns if compat.checkpoint_name_of(eqn) == OFFLOADED for v in eqn.outvars}
 
 
-def _is_sliced(eqn: Any, stack: Any) -> bool:
+def _is_sliced(eqn: JaxprEqn, stack: Atom) -> bool:
     """True if an equation is a scan that reads a stack slice by slice, and no other way."""
     if eqn.primitive.name != "scan":
         return False
@@ -170,7 +171,7 @@ def _is_sliced(eqn: Any, stack: Any) -> bool:
     return not any(v is stack for v in whole)
 
 
-def _move(eqns: list[Any], place: _Place) -> Paged:
+def _move(eqns: list[JaxprEqn], place: _Place) -> Paged:
     """Move one stack to the host, in place."""
     maker, result = eqns[place.maker], place.stack.result
     body = _body(maker)
@@ -181,7 +182,7 @@ def _move(eqns: list[Any], place: _Place) -> Paged:
     written = compat.rebuild(body, eqns=[*body.eqns, *put], outvars=outvars)
     _, (new,) = _put([old], jax.memory.Space.Host, maker)
     results = [new if k == result else v for k, v in enumerate(maker.outvars)]
-    eqns[place.maker] = _with_body(maker, written).replace(outvars=results)
+    eqns[place.maker] = _with_body(maker, written).replace(outvars=compat.variables(results))
     for reader in place.readers:
         eqns[reader] = _reading(eqns[reader], old, new, sent)
     is_named = like is maker or compat.checkpoint_name_of(like) is not None
@@ -194,7 +195,7 @@ def _move(eqns: list[Any], place: _Place) -> Paged:
     )
 
 
-def _reading(scan: Any, old: Any, new: Any, like_slice: Any) -> Any:
+def _reading(scan: JaxprEqn, old: Atom, new: Atom, like_slice: Atom) -> JaxprEqn:
     """A scan that brings slices of the stack `new` back, where it read those of `old`."""
     body = _body(scan)
     invars, eqns, rename = list(body.invars), [], {}
@@ -207,20 +208,22 @@ def _reading(scan: Any, old: Any, new: Any, like_slice: Any) -> Any:
     eqns += [compat.rename_inputs(eqn, rename) for eqn in body.eqns]
     outvars = [compat.renamed(v, rename) for v in body.outvars]
     written = compat.rebuild(body, eqns=eqns, outvars=outvars, invars=invars)
-    return _with_body(scan, written).replace(invars=[new if v is old else v for v in scan.invars])
+    new_invars = [new if v is old else v for v in scan.invars]
+    reading: JaxprEqn = _with_body(scan, written).replace(invars=new_invars)
+    return reading
 
 
-def _with_body(scan: Any, body: Any) -> Any:
+def _with_body(scan: JaxprEqn, body: Jaxpr) -> JaxprEqn:
     _, consts = compat.open_jaxpr(bodies_of(scan)[0])
     return with_bodies(scan, [compat.close_jaxpr(body, consts)])
 
 
-def _put(values: Sequence[Any], space: Any, like: Any) -> tuple[list[Any], list[Any]]:
+def _put(values: Sequence[Atom], space: Any, like: JaxprEqn) -> tuple[list[JaxprEqn], list[Atom]]:
     """Equations that copy values to a memory, and the variables of the copies."""
     return splice(lambda given: [jax.device_put(v, space, may_alias=False) for v in given], values, like)
 
 
-def offloaded_bytes(jaxpr: Any, iterations: int = 1) -> int:
+def offloaded_bytes(jaxpr: Jaxpr, iterations: int = 1) -> int:
     """Bytes of all marked values of an open jaxpr, those in scans once for every iteration."""
     total = sum(iterations * compat.aval_nbytes(v.aval) for v in sorted(_marked(jaxpr), key=str))
     for eqn in jaxpr.eqns:
@@ -231,7 +234,7 @@ def offloaded_bytes(jaxpr: Any, iterations: int = 1) -> int:
     return total
 
 
-def uses_host(jaxpr: Any) -> bool:
+def uses_host(jaxpr: Jaxpr) -> bool:
     """True if an open jaxpr, or what is inside its equations, moves something between memories."""
     return any(
         any(isinstance(d, jax.memory.Space) for d in eqn.params.get("devices", ()))

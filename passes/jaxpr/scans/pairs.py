@@ -20,9 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from passes.jaxpr import compat
+from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.primitives import CONTROL_FLOW
 from passes.jaxpr.rewrite import bodies_of, consts_as_literals, renewed
@@ -41,29 +41,29 @@ class Body:
         length: the number of iterations.
     """
 
-    eqn: Any
-    jaxpr: Any
+    eqn: JaxprEqn
+    jaxpr: Jaxpr
     n_consts: int
     n_carry: int
     length: int
 
     @property
-    def x_vars(self) -> list[Any]:
+    def x_vars(self) -> list[Var]:
         """The body's variables of sliced operands."""
         return list(self.jaxpr.invars[self.n_consts + self.n_carry :])
 
     @property
-    def xs(self) -> list[Any]:
+    def xs(self) -> list[Atom]:
         """The operands that are sliced."""
         return list(self.eqn.invars[self.n_consts + self.n_carry :])
 
     @property
-    def y_vars(self) -> list[Any]:
+    def y_vars(self) -> list[Atom]:
         """The body's results that are stacked."""
         return list(self.jaxpr.outvars[self.n_carry :])
 
     @property
-    def ys(self) -> list[Any]:
+    def ys(self) -> list[Var]:
         """The scan's results that are stacks."""
         return list(self.eqn.outvars[self.n_carry :])
 
@@ -106,11 +106,11 @@ class Enclosure:
     """
 
     place: int
-    bodies: tuple[Any, ...]
+    bodies: tuple[Jaxpr, ...]
     iterations: int
 
 
-def find_enclosures(jaxpr: Any, pairs: Sequence[ScanPair]) -> list[Enclosure]:
+def find_enclosures(jaxpr: Jaxpr, pairs: Sequence[ScanPair]) -> list[Enclosure]:
     """The control flow of an open jaxpr, calls inlined, that is in none of `pairs` and has some inside."""
     paired = {place for pair in pairs for place in (pair.first, pair.second)}
     enclosures = []
@@ -126,13 +126,13 @@ def find_enclosures(jaxpr: Any, pairs: Sequence[ScanPair]) -> list[Enclosure]:
     return enclosures
 
 
-def find_pairs(jaxpr: Any) -> list[ScanPair]:
+def find_pairs(jaxpr: Jaxpr) -> list[ScanPair]:
     """Pairs of an open jaxpr, calls inlined, in the order of their second scan; no scan is in two.
 
     Of the pairs that could be, those that pass most bytes come first.
     """
     producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-    readers: dict[Any, list[int]] = {}
+    readers: dict[Var, list[int]] = {}
     for i, eqn in enumerate(jaxpr.eqns):
         for v in filter(compat.is_variable, eqn.invars):
             readers.setdefault(v, []).append(i)
@@ -152,12 +152,12 @@ def find_pairs(jaxpr: Any) -> list[ScanPair]:
     return [_pair(jaxpr, chosen[second], second, readers, results) for second in sorted(chosen)]
 
 
-def _is_plain_scan(eqn: Any) -> bool:
+def _is_plain_scan(eqn: JaxprEqn) -> bool:
     """True for a scan that may be written anew: it carries no references."""
     return eqn.primitive.name == "scan" and not any(compat.is_ref(v.aval) for v in eqn.invars)
 
 
-def _sources(jaxpr: Any, second: int, producer: dict[Any, int]) -> dict[int, int]:
+def _sources(jaxpr: Jaxpr, second: int, producer: dict[Var, int]) -> dict[int, int]:
     """Earlier scans of as many iterations, each with the bytes of its stacks that the second one reads."""
     eqn = jaxpr.eqns[second]
     nbytes: dict[int, int] = {}
@@ -172,7 +172,7 @@ def _sources(jaxpr: Any, second: int, producer: dict[Any, int]) -> dict[int, int
     return nbytes
 
 
-def body_of(eqn: Any) -> Body:
+def body_of(eqn: JaxprEqn) -> Body:
     """A scan's body in variables of its own."""
     n_consts, n_carry = compat.scan_sizes(eqn)
     return Body(
@@ -184,12 +184,14 @@ def body_of(eqn: Any) -> Body:
     )
 
 
-def _flat(body: Any) -> Any:
+def _flat(body: Jaxpr) -> Jaxpr:
     """A closed body as an open jaxpr, calls inlined, constants written in, what comes from little sunk."""
     return sink_into_scans(view_inside_scans(consts_as_literals(inline_calls(body))))
 
 
-def _pair(jaxpr: Any, first: int, second: int, readers: dict[Any, list[int]], results: set[Any]) -> ScanPair:
+def _pair(
+    jaxpr: Jaxpr, first: int, second: int, readers: dict[Var, list[int]], results: set[Var]
+) -> ScanPair:
     producer, consumer = body_of(jaxpr.eqns[first]), body_of(jaxpr.eqns[second])
     place = {v: k for k, v in enumerate(producer.ys)}
     known, passed = {}, []

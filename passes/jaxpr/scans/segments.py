@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from passes.jaxpr import compat
+from passes.jaxpr.compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn
 from passes.jaxpr.rewrite import consts_as_literals, run_scan, splice
 from passes.jaxpr.scans.pairs import Body, ScanPair, body_of
 
@@ -40,7 +41,7 @@ class Segments:
 
     count: int
     iterations: int
-    body: Any
+    body: Jaxpr
 
 
 def segment_counts(length: int) -> list[int]:
@@ -49,7 +50,7 @@ def segment_counts(length: int) -> list[int]:
     return sorted(sorted(divisors, key=lambda k: (abs(k * k - length), k))[:MOST_COUNTS])
 
 
-def segment_program(pair: ScanPair, count: int) -> Any:
+def segment_program(pair: ScanPair, count: int) -> ClosedJaxpr:
     """The pair on one segment as an open jaxpr, nothing chosen yet; see `Segments.body`."""
     producer, second, iterations = (
         body_of(pair.producer.eqn),
@@ -57,7 +58,7 @@ def segment_program(pair: ScanPair, count: int) -> Any:
         pair.length // count,
     )
     other = _other_xs(pair, second)
-    place = {v: k for k, v in enumerate(producer.ys)}
+    place: dict[Atom, int] = {v: k for k, v in enumerate(producer.ys)}
     n_first = len(producer.jaxpr.invars)
     n_fixed = n_first + second.n_consts + second.n_carry
 
@@ -82,8 +83,8 @@ def segment_program(pair: ScanPair, count: int) -> Any:
 
 
 def write_first(
-    pair: ScanPair, segments: Segments, operands: Sequence[Any], staying: Sequence[int]
-) -> tuple[list[Any], list[Any]]:
+    pair: ScanPair, segments: Segments, operands: Sequence[Atom], staying: Sequence[int]
+) -> tuple[list[JaxprEqn], list[Atom]]:
     """Equations of the first scan in segments; atoms of its carry, of its stacks that are `staying`, and of
     the carry at the start of every segment.
 
@@ -116,8 +117,8 @@ def write_first(
 
 
 def write_second(
-    pair: ScanPair, segments: Segments, first: Sequence[Any], starts: Sequence[Any], second: Sequence[Any]
-) -> tuple[list[Any], list[Any]]:
+    pair: ScanPair, segments: Segments, first: Sequence[Atom], starts: Sequence[Atom], second: Sequence[Atom]
+) -> tuple[list[JaxprEqn], list[Atom]]:
     """Equations and results of the second scan in segments.
 
     Args:
@@ -175,7 +176,7 @@ def _other_xs(pair: ScanPair, second: Body) -> list[int]:
     return [k for k, v in enumerate(second.xs) if not compat.is_variable(v) or v not in stacks]
 
 
-def _segment_avals(stacks: Sequence[Any], count: int) -> list[Any]:
+def _segment_avals(stacks: Sequence[Atom], count: int) -> list[Any]:
     avals = [v.aval for v in stacks]
     return list(compat.trace(lambda *xs: [_folded(x, count)[0] for x in xs], avals).out_avals)
 

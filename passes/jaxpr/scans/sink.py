@@ -7,9 +7,8 @@ broadcast is part of the kernel that reads it.
 
 from __future__ import annotations
 
-from typing import Any
-
 from passes.jaxpr import compat
+from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.primitives import Kind, kind_of
 from passes.jaxpr.purity import has_effect
@@ -19,11 +18,11 @@ GROWTH = 8
 
 
 @compat.cached_by_jaxpr
-def sink_into_scans(jaxpr: Any) -> Any:
+def sink_into_scans(jaxpr: Jaxpr) -> Jaxpr:
     """An open jaxpr whose scans' constants are made in their bodies where they come from much less."""
     producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-    rename: dict[Any, Any] = {}
-    eqns: list[Any] = []
+    rename: dict[Var, Atom] = {}
+    eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
         moved = _moved(jaxpr, eqn, producer) if eqn.primitive.name == "scan" else []
         if not moved:
@@ -38,7 +37,7 @@ def sink_into_scans(jaxpr: Any) -> Any:
     return compat.dce_jaxpr(compat.rebuild(jaxpr, eqns=eqns, outvars=outvars), [True] * len(outvars))
 
 
-def _moved(jaxpr: Any, scan: Any, producer: dict[Any, int]) -> list[Any]:
+def _moved(jaxpr: Jaxpr, scan: JaxprEqn, producer: dict[Var, int]) -> list[JaxprEqn]:
     """Equations to recompute in the body, in order: those of large constants that come from little."""
     n_consts, _ = compat.scan_sizes(scan)
     if any(compat.is_ref(v.aval) for v in scan.invars):
@@ -50,7 +49,7 @@ def _moved(jaxpr: Any, scan: Any, producer: dict[Any, int]) -> list[Any]:
     return [jaxpr.eqns[i] for i in sorted(chains)]
 
 
-def _chain(jaxpr: Any, v: Any, producer: dict[Any, int]) -> set[int]:
+def _chain(jaxpr: Jaxpr, v: Atom, producer: dict[Var, int]) -> set[int]:
     """The equations that make `v` from inputs of an eighth of its bytes at most; none if there are none."""
     chain: set[int] = set()
     limit = compat.aval_nbytes(v.aval) // GROWTH
@@ -59,7 +58,7 @@ def _chain(jaxpr: Any, v: Any, producer: dict[Any, int]) -> set[int]:
         u = pending.pop()
         if u is not v and compat.aval_nbytes(u.aval) <= limit:
             continue
-        i = producer.get(u)
+        i = compat.of_variable(producer, u)
         if i is None or has_effect(jaxpr.eqns[i]) or not _is_cheap(jaxpr.eqns[i]):
             return set()
         if i not in chain:
@@ -68,11 +67,13 @@ def _chain(jaxpr: Any, v: Any, producer: dict[Any, int]) -> set[int]:
     return chain if limit else set()
 
 
-def _is_cheap(eqn: Any) -> bool:
+def _is_cheap(eqn: JaxprEqn) -> bool:
     return kind_of(eqn.primitive.name) in (Kind.FUSIBLE, Kind.VIEW)
 
 
-def _with_moved(scan: Any, moved: list[Any], rename: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
+def _with_moved(
+    scan: JaxprEqn, moved: list[JaxprEqn], rename: dict[Var, Atom]
+) -> tuple[list[JaxprEqn], list[Atom]]:
     """The scan's equations and results, with `moved` made in its body."""
     n_consts, n_carry = compat.scan_sizes(scan)
     body = renewed(consts_as_literals(inline_calls(scan.params["jaxpr"])))
@@ -105,7 +106,7 @@ def _with_moved(scan: Any, moved: list[Any], rename: dict[Any, Any]) -> tuple[li
     return splice(lambda values: run_scan(scan, new, values, count, n_carry), atoms, scan)
 
 
-def _renamed_eqns(eqns: list[Any], known: dict[Any, Any]) -> list[Any]:
+def _renamed_eqns(eqns: list[JaxprEqn], known: dict[Var, Var]) -> list[JaxprEqn]:
     """Copies of `eqns` with other variables; `known` gives some of them and receives the others."""
     copies = []
     for eqn in eqns:

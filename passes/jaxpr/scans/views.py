@@ -9,12 +9,14 @@ Both scans are a pair afterwards (`passes.jaxpr.scans.pairs`), and of two stacks
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from passes.jaxpr import compat
+from passes.jaxpr.avals import array_of
+from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.purity import has_effect
 from passes.jaxpr.rewrite import consts_as_literals, renewed, run_scan, splice
@@ -27,19 +29,19 @@ ELEMENTWISE = frozenset({"convert_element_type", "reduce_precision", "copy", "ne
 
 
 @compat.cached_by_jaxpr
-def view_inside_scans(jaxpr: Any) -> Any:
+def view_inside_scans(jaxpr: Jaxpr) -> Jaxpr:
     """An open jaxpr, calls inlined, whose scans make the views of their stacks that later scans slice."""
     producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-    wanted: dict[int, dict[Any, list[Any]]] = {}
+    wanted: dict[int, dict[Var, list[JaxprEqn]]] = {}
     for eqn in jaxpr.eqns:
         for v in _sliced(eqn):
             chain = _chain(jaxpr, v, producer)
             if chain:
-                wanted.setdefault(producer[chain[0].invars[0]], {})[v] = chain
+                wanted.setdefault(producer[compat.variables(chain[0].invars)[0]], {})[v] = chain
     if not wanted:
         return jaxpr
-    rename: dict[Any, Any] = {}
-    eqns: list[Any] = []
+    rename: dict[Var, Atom] = {}
+    eqns: list[JaxprEqn] = []
     for i, eqn in enumerate(jaxpr.eqns):
         if i not in wanted:
             eqns.append(compat.rename_inputs(eqn, rename))
@@ -51,17 +53,17 @@ def view_inside_scans(jaxpr: Any) -> Any:
     return compat.dce_jaxpr(compat.rebuild(jaxpr, eqns=eqns, outvars=outvars), [True] * len(outvars))
 
 
-def _sliced(eqn: Any) -> list[Any]:
+def _sliced(eqn: JaxprEqn) -> list[Var]:
     """The variables that a scan reads slice by slice."""
     if eqn.primitive.name != "scan":
         return []
     return [v for v in eqn.invars[sum(compat.scan_sizes(eqn)) :] if compat.is_variable(v)]
 
 
-def _chain(jaxpr: Any, v: Any, producer: dict[Any, int]) -> list[Any]:
+def _chain(jaxpr: Jaxpr, v: Atom, producer: Mapping[Var, int]) -> list[JaxprEqn]:
     """The equations from a scan's stack to `v`, in order; none if it is something else, or a stack itself."""
-    chain: list[Any] = []
-    while (i := producer.get(v)) is not None:
+    chain: list[JaxprEqn] = []
+    while (i := compat.of_variable(producer, v)) is not None:
         eqn = jaxpr.eqns[i]
         if eqn.primitive.name == "scan":
             plain = not has_effect(eqn) and not any(compat.is_ref(u.aval) for u in eqn.invars)
@@ -73,33 +75,35 @@ def _chain(jaxpr: Any, v: Any, producer: dict[Any, int]) -> list[Any]:
     return []
 
 
-def on_slice(eqn: Any) -> Slicewise | None:
+def on_slice(eqn: JaxprEqn) -> Slicewise | None:
     """What an equation does to each slice of its operand's first axis; None if slices do not stay apart."""
     name, params = eqn.primitive.name, eqn.params
-    if len(eqn.invars) != 1 or not compat.is_variable(eqn.invars[0]) or not eqn.invars[0].aval.ndim:
+    if len(eqn.invars) != 1 or not compat.is_variable(eqn.invars[0]) or not array_of(eqn.invars[0]).ndim:
         return None
-    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    source, target = array_of(eqn.invars[0]), array_of(eqn.outvars[0])
     if is_saved(compat.checkpoint_name_of(eqn)):
         return None
     if name in ELEMENTWISE:
         return lambda x: eqn.primitive.bind(x, **params)
     if name == "transpose" and params["permutation"][0] == 0:
         return lambda x: jax.lax.transpose(x, [axis - 1 for axis in params["permutation"][1:]])
-    same_rows = after[:1] == before[:1] and eqn.outvars[0].aval.size == eqn.invars[0].aval.size
+    same_rows = target.shape[:1] == source.shape[:1] and target.size == source.size
     # None of these changes the order of elements in memory, if sizes are equal and axes are not reordered.
     axes = params.get("broadcast_dimensions", ()) if name == "broadcast_in_dim" else ()
     in_order = list(axes) == sorted(axes) and not (name == "reshape" and params["dimensions"])
     if name in ("reshape", "squeeze", "broadcast_in_dim") and same_rows and in_order:
-        return lambda x: jax.lax.reshape(x, after[1:])
+        return lambda x: jax.lax.reshape(x, target.shape[1:])
     return None
 
 
-def _with_views(scan: Any, stacks: Any, chains: list[list[Any]]) -> tuple[list[Any], list[Any]]:
+def _with_views(
+    scan: JaxprEqn, stacks: Sequence[Var], chains: list[list[JaxprEqn]]
+) -> tuple[list[JaxprEqn], list[Atom]]:
     """Equations of `scan` with the end of each chain as further stacks, and all its results."""
     n_consts, n_carry = compat.scan_sizes(scan)
     body = renewed(consts_as_literals(inline_calls(scan.params["jaxpr"])))
     closed = compat.close_jaxpr(body, [])
-    places = [list(stacks).index(chain[0].invars[0]) for chain in chains]
+    places = [list(stacks).index(compat.variables(chain[0].invars)[0]) for chain in chains]
 
     def iteration(values: list[Any]) -> list[Any]:
         results = list(compat.evaluate(closed, values))

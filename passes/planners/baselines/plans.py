@@ -8,13 +8,14 @@ from collections.abc import Callable
 from passes.ir import OpId, Plan, Program, Status
 from passes.link import Link
 from passes.liveness import Graph
-from passes.offsets.best_fit import place_graph
+from passes.offsets.placement import place_graph
 from passes.planners.baselines import chen, scores
 from passes.planners.baselines.delta import Delta, DeltaError
-from passes.planners.baselines.runtime import OutOfMemoryError, Policy, Replayed, Runtime
+from passes.planners.baselines.runtime import Policy, Runtime
 from passes.planners.bounds import working_set_bytes
 from passes.planners.config import PlannerConfig
 from passes.planners.paging.queues import traffic
+from passes.planners.pool_run import NoRoomError, Walked
 from passes.simulate import simulate_graph
 
 POLICIES: dict[str, Callable[[Graph], Policy]] = {
@@ -99,23 +100,23 @@ def paging_baseline(program: Program, budget_bytes: int, host_bytes: int, link: 
     )
 
 
-def _replay(graph: Graph, budget_bytes: int, name: str) -> Replayed | None:
+def _replay(graph: Graph, budget_bytes: int, name: str) -> Walked | None:
     try:
         return Runtime(graph, budget_bytes, POLICIES[name](graph)).run()
-    except OutOfMemoryError:
+    except NoRoomError:
         return None
 
 
-def _chen(graph: Graph, budget_bytes: int) -> Replayed | None:
+def _chen(graph: Graph, budget_bytes: int) -> Walked | None:
     """The cheapest segment size whose placed live ranges fit; no segments at all if the program fits."""
-    best: tuple[int, Replayed] | None = None
+    best: tuple[int, Walked] | None = None
     for steps in ([*range(len(graph.cost_ns))], *chen.candidates(graph)):
         cost_ns = sum(graph.cost_ns[op] for op in steps)
         if best is not None and cost_ns >= best[0]:
             continue
         placement = place_graph(graph, steps)
         if placement.heap_bytes <= budget_bytes:
-            best = cost_ns, Replayed(steps=tuple(steps), offsets=placement.offsets, evictions=0)
+            best = cost_ns, Walked(steps=tuple(steps), offsets=placement.offsets)
     return None if best is None else best[1]
 
 

@@ -10,27 +10,12 @@ Invariant: no two live ranges that are alive at once overlap, so a finished repl
 from __future__ import annotations
 
 import abc
-from collections import Counter
-from dataclasses import dataclass
 
 from passes.liveness import Graph
 from passes.offsets.pool import FREE, Pool
+from passes.planners.pool_run import NoRoomError, PoolRun, Walked
 
-WORKSPACE = -2
 MOST_STEPS_PER_OP = 100
-
-
-class OutOfMemoryError(Exception):
-    """Nothing may be evicted any more, or the runtime recomputes the same ops for ever."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
-    """What a runtime did: op ids, for every step the offset of each output, and how often it evicted."""
-
-    steps: tuple[int, ...]
-    offsets: tuple[tuple[int, ...], ...]
-    evictions: int
 
 
 class Policy(abc.ABC):
@@ -53,81 +38,41 @@ class Policy(abc.ABC):
         """Told when a value is made, to keep books; nothing to keep by default."""
 
 
-class Runtime:
+class Runtime(PoolRun):
     """The state of one replay.
 
     Attributes:
-        graph: the program.
         capacity_bytes, policy: how much memory there is, and who gives way.
-        pool: the memory.
-        present: for every buffer whether it is in memory (arguments always are).
         ever: for every buffer whether it has been made.
         last_use_ns: for every buffer when it was last made or read.
         clock_ns: cost of all steps so far.
         recomputes: for every buffer how often it was recomputed.
-        pins: how many reasons there are not to evict a buffer now.
     """
 
     def __init__(self, graph: Graph, capacity_bytes: int, policy: Policy) -> None:
-        self.graph = graph
+        super().__init__(graph, capacity_bytes)
         self.capacity_bytes = capacity_bytes
         self.policy = policy
-        self.pool = Pool(capacity_bytes, graph.argument_bytes)
-        self.present = [p < 0 for p in graph.producer]
         self.ever = list(self.present)
         self.last_use_ns = [0] * len(graph.nbytes)
         self.recomputes = [0] * len(graph.nbytes)
-        self.readers: list[list[int]] = [[] for _ in graph.nbytes]
-        for op, inputs in enumerate(graph.inputs):
-            for b in inputs:
-                self.readers[b].append(op)
         self.references = [len(r) + out for r, out in zip(self.readers, graph.is_output, strict=True)]
-        self.pins: Counter[int] = Counter()
         self.clock_ns = 0
-        self.slot = 0
-        self.steps: list[int] = []
-        self.offsets: list[tuple[int, ...]] = []
         self.evictions = 0
 
-    def run(self) -> Replayed:
-        """Replay the schedule.
+    def run(self) -> Walked:
+        """The whole run. Raises `NoRoomError` where the arguments alone fill the pool."""
+        if self.graph.argument_bytes > self.capacity_bytes:
+            raise NoRoomError
+        return super().run()
 
-        Raises:
-            OutOfMemoryError: it does not fit.
-        """
-        graph = self.graph
-        if graph.argument_bytes > self.capacity_bytes:
-            raise OutOfMemoryError
-        for op in range(len(graph.cost_ns)):
-            self.slot = op
-            self.bring(op)
-            for b in graph.inputs[op]:
-                self.references[b] -= 1
-            for b in (*graph.inputs[op], *graph.outputs[op]):
-                if not self.references[b] and self.present[b]:
-                    self._free(b)
-        self.slot = len(graph.cost_ns)
-        wanted = [b for b in graph.program.outputs if graph.producer[b] >= 0]
-        self.pins.update(wanted)
-        for b in wanted:
-            if not self.present[b]:
-                self.bring(graph.producer[b])
-        return Replayed(steps=tuple(self.steps), offsets=tuple(self.offsets), evictions=self.evictions)
-
-    def bring(self, op: int) -> None:
-        """Run `op` after whatever its missing inputs need; iterative, deepest first."""
-        stack = [op]
-        self.pins.update(self.graph.inputs[op])
-        while stack:
-            missing = [b for b in self.graph.inputs[stack[-1]] if not self.present[b]]
-            if missing:
-                producer = self.graph.producer[missing[0]]
-                stack.append(producer)
-                self.pins.update(self.graph.inputs[producer])
-            else:
-                done = stack.pop()
-                self._execute(done)
-                self.pins.subtract(self.graph.inputs[done])
+    def _passed(self, op: int) -> None:
+        """What the program will not name again is freed."""
+        for b in self.graph.inputs[op]:
+            self.references[b] -= 1
+        for b in (*self.graph.inputs[op], *self.graph.outputs[op]):
+            if not self.references[b] and self.present[b]:
+                self.free(b)
 
     def evictable(self, buffer: int) -> bool:
         """True if a value lies in the pool, is not pinned, and may be recomputed."""
@@ -139,7 +84,7 @@ class Runtime:
 
     def evict(self, buffer: int) -> None:
         """Take a value out of memory."""
-        self._free(buffer)
+        self.free(buffer)
         self.evictions += 1
         self.policy.evicted(self, buffer)
 
@@ -148,64 +93,40 @@ class Runtime:
         op = self.graph.program.ops[self.graph.producer[buffer]]
         return op.recomputable and op.deadline is None
 
-    def _free(self, buffer: int) -> None:
-        self.present[buffer] = False
-        if self.graph.nbytes[buffer]:
-            self.pool.release(buffer)
+    def execute(self, op: int) -> None:
+        """Run an op (again). Raises `NoRoomError` where the replay recomputes without end."""
+        if len(self.steps) >= MOST_STEPS_PER_OP * len(self.graph.cost_ns):
+            raise NoRoomError
+        super().execute(op)
 
-    def _execute(self, op: int) -> None:
-        graph = self.graph
-        if len(self.steps) >= MOST_STEPS_PER_OP * len(graph.cost_ns):
-            raise OutOfMemoryError
-        if op < self.slot and not graph.program.ops[op].can_recompute(self.slot):
-            raise OutOfMemoryError
-        for b in graph.outputs[op]:
-            if self.present[b]:
-                self._free(b)
-        placed = self._in_place(op) if self.policy.in_place else {}
-        self.pins.update(graph.outputs[op])
-        for b in graph.outputs[op]:
-            if b not in placed:
-                placed[b] = self._allocate(b, graph.nbytes[b], self.policy.from_top(self, b))
-        if graph.workspace_bytes[op]:
-            self._allocate(WORKSPACE, graph.workspace_bytes[op], False)
-            self.pool.release(WORKSPACE)
-        self.clock_ns += graph.cost_ns[op]
-        for b in graph.inputs[op]:
+    def _ran(self, op: int) -> None:
+        self.clock_ns += self.graph.cost_ns[op]
+        for b in self.graph.inputs[op]:
             self.last_use_ns[b] = self.clock_ns
-        for b in graph.outputs[op]:
+        for b in self.graph.outputs[op]:
             self.present[b] = True
             self.recomputes[b] += self.ever[b]
             self.ever[b] = True
             self.last_use_ns[b] = self.clock_ns
             self.policy.made(self, b)
-        self.pins.subtract(graph.outputs[op])
-        self.steps.append(op)
-        self.offsets.append(tuple(placed[b] for b in graph.outputs[op]))
 
-    def _in_place(self, op: int) -> dict[int, int]:
-        """Outputs that take the place of an input with no further reference (Coop's in-place rule)."""
-        graph = self.graph
-        placed: dict[int, int] = {}
-        for out, inp in graph.shares[op]:
-            last = self.references[inp] == (op == self.slot) and self.pins[inp] == 1
-            fits = 0 < graph.nbytes[out] <= graph.nbytes[inp]
-            if last and fits and self.present[inp] and out not in placed:
-                placed[out] = self.pool.hand_over(inp, out, graph.nbytes[out])
-                self.present[inp] = False
-        return placed
+    def _is_last(self, op: int, buffer: int) -> bool:
+        """Coop's in-place rule: an input with no further reference."""
+        last = self.references[buffer] == (op == self.slot) and self.pins[buffer] == 1
+        return self.policy.in_place and last
 
-    def _allocate(self, owner: int, nbytes: int, from_top: bool) -> int:
-        if not nbytes:
-            return 0
-        index = self.pool.fit(nbytes, from_top=from_top)
+    def _is_from_top(self, buffer: int) -> bool:
+        return self.policy.from_top(self, buffer)
+
+    def _evicted(self, nbytes: int, from_top: bool) -> int:
+        index = None
         while index is None:
             before = self.evictions
             self.policy.make_room(self, nbytes)
             if self.evictions == before:
-                raise OutOfMemoryError
+                raise NoRoomError
             index = self.pool.fit(nbytes, from_top=from_top)
-        return self.pool.take(index, nbytes, owner, from_top=from_top)
+        return index
 
 
 def adjacent_free_bytes(pool: Pool, index: int) -> int:

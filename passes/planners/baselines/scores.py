@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from passes.offsets.pool import FREE
 from passes.planners.baselines.runtime import Policy, Runtime, adjacent_free_bytes
+from passes.union_find import UnionFind
 
 RECOMPUTE_FACTOR = 1.1
 
@@ -27,16 +28,9 @@ class Components:
     """Evicted values joined to components with the sum of their costs; a value recomputed leaves a trace."""
 
     def __init__(self, count: int) -> None:
-        self.parent = list(range(count))
+        self.groups = UnionFind(count)
         self.cost_ns = [0] * count
         self.evicted = [False] * count
-
-    def root(self, buffer: int) -> int:
-        """The representative of a value's component."""
-        while self.parent[buffer] != buffer:
-            self.parent[buffer] = self.parent[self.parent[buffer]]
-            buffer = self.parent[buffer]
-        return buffer
 
     def next_to(self, runtime: Runtime, buffer: int) -> int:
         """Cost of the components that a value touches."""
@@ -45,22 +39,22 @@ class Components:
     def evict(self, runtime: Runtime, buffer: int) -> None:
         """Join a value with the evicted ones around it."""
         roots = self._roots(runtime, buffer)
-        self.parent[buffer] = buffer
+        self.groups.parent[buffer] = buffer
         self.cost_ns[buffer] = _cost_ns(runtime, buffer) + sum(self.cost_ns[r] for r in roots)
         self.evicted[buffer] = True
         for r in roots:
-            self.parent[r] = buffer
+            self.groups.parent[r] = buffer
 
     def make(self, runtime: Runtime, buffer: int) -> None:
         """Take a value's cost off its component, which stays as it is."""
         if self.evicted[buffer]:
             self.evicted[buffer] = False
-            root = self.root(buffer)
+            root = self.groups.find(buffer)
             self.cost_ns[root] = max(0, self.cost_ns[root] - _cost_ns(runtime, buffer))
 
     def _roots(self, runtime: Runtime, buffer: int) -> list[int]:
-        roots = (self.root(b) for b in _neighbours(runtime, buffer) if self.evicted[b] and b != buffer)
-        own = self.root(buffer)
+        roots = (self.groups.find(b) for b in _neighbours(runtime, buffer) if self.evicted[b] and b != buffer)
+        own = self.groups.find(buffer)
         return [r for r in dict.fromkeys(roots) if r != own or self.evicted[buffer]]
 
 

@@ -208,8 +208,8 @@ def add_changes(made: _Model) -> None:
 
 def _made(made: _Model, position: int, buffer: int) -> Literal:
     """1 if the step at a position makes a buffer."""
-    makes = position >= 0 and buffer in made.graph.outputs[made.axis.steps[position]]
-    return made.on[position] if makes else made.never
+    is_produced = position >= 0 and buffer in made.graph.outputs[made.axis.steps[position]]
+    return made.on[position] if is_produced else made.never
 
 
 def _add_changes_of(made: _Model, i: int, b: int, gone: Literal) -> None:

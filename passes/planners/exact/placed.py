@@ -14,7 +14,7 @@ import dataclasses
 
 from passes.ir import OpId, Plan, Program, Status
 from passes.liveness import Graph, live_ranges
-from passes.offsets.best_fit import by_step, place_graph, range_groups
+from passes.offsets.placement import by_step, place_graph, range_groups
 from passes.planners.candidate import Candidate
 from passes.planners.config import PlannerConfig
 from passes.planners.exact.axis import Axis
@@ -135,7 +135,7 @@ class _Joint:
         group, items = range_groups(self.graph, made.steps, live_ranges(self.graph, made.steps))
         capacity_bytes = self.budget_bytes - self.graph.argument_bytes
         limit_s = None if self.clock.config.time_limit_s is None else PACKING_SHARE * self.clock.left
-        packed = pack([tuple(item) for item in items], capacity_bytes, limit_s)
+        packed = pack(items, capacity_bytes, limit_s)
         if not packed.fits:
             return placed
         return dataclasses.replace(placed, offsets=by_step(self.graph, made.steps, group, packed.offsets))

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from passes.ir import OpId, Plan, Program, Status
 from passes.liveness import Graph
-from passes.offsets.best_fit import place_graph
+from passes.offsets.placement import place_graph
 from passes.planners import search
 from passes.planners.bounds import Bound
 from passes.planners.candidate import Candidate, WorkLimit

@@ -1,6 +1,6 @@
 """XLA's own estimate of a TPU program's time: the cycles that its compiler wrote beside each kernel.
 
-A evaluate of plans that is not ours. It is in the module that a program runs, not in the one that XLA calls
+A judge of plans that is not ours. It is in the module that a program runs, not in the one that XLA calls
 back with. The body of a loop is written once and counts as often as the loop iterates. Not counted: copies to
 and from the memory on the chip, which run beside kernels, collectives, and scalars.
 """

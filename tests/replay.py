@@ -18,10 +18,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from passes.hlo import graph
+from passes.hlo.assign import Assigner
 from passes.hlo.dataflow import Index, loop_parts
 from passes.hlo.graph import HOST, Computation, Instruction, Module
-from passes.hlo.scalars import Scalars
+from passes.hlo.heap import host_offsets, temp_offsets
 from passes.hlo.xla_assignment import Address, Name
+from tests.scalars import Scalars
 
 MOST_ITERATIONS = 256
 _VIEWS = frozenset({"bitcast", "optimization-barrier", "opt-barrier", "domain", "add-dependency"})
@@ -298,3 +300,23 @@ def replay(module: Module, addresses: Mapping[Name, Address]) -> Replay:
         problems=tuple(machine.problems), to_host=machine.crossed[True], from_host=machine.crossed[False],
         iterations=machine.iterations,
     )  # fmt: skip
+
+
+def predicted_addresses(assigner: Assigner) -> dict[Name, Address]:
+    """Where XLA is expected to put everything: temporaries, what waits on the host, and the rest."""
+    flow = assigner.flow
+    found: dict[Name, Address] = {}
+
+    def put(v: int, allocation: int, offset: int) -> None:
+        value = flow.values[v]
+        found[flow.instruction(value.home).name, value.home.index] = Address(
+            allocation=allocation, offset=offset, nbytes=value.nbytes, is_temp=not allocation
+        )
+
+    for n, allocation in enumerate(assigner.allocations):
+        for v in allocation.values:
+            put(v, n + 2, 0)
+    for n, offsets in enumerate((temp_offsets(assigner), host_offsets(assigner))):
+        for v, offset in offsets.items():
+            put(v, n, offset)
+    return found

@@ -1,0 +1,19 @@
+"""What is known of a value of a jaxpr before it is computed: its shape and dtype."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from jax.core import ShapedArray
+
+from passes.jaxpr.compat import Atom
+
+
+def array_of(atom: Atom) -> ShapedArray:
+    """An atom's aval, where it is an array's or a reference's and so has a shape."""
+    return cast(ShapedArray, atom.aval)
+
+
+def form_of(atom: Atom) -> tuple[tuple[int, ...] | None, Any]:
+    """Shape and dtype of an atom; (None, None) for what has none, such as a token."""
+    return getattr(atom.aval, "shape", None), getattr(atom.aval, "dtype", None)
