@@ -48,7 +48,7 @@ class Backend:
         pins_as_compiled: True if programs can be pinned by the compile that makes them.
         stores_shared: True if XLA stores an elementwise value that several kernels read.
         fuses_normalisation: True if XLA makes one kernel of a softmax, its reductions included.
-        fuses_results: True if XLA computes what follows a dot or convolution inside of its kernel.
+    limits_memory=True, fuses_results=True, library="libtpu", default_device="v5e", looks=3,
         splits_small_dots: True if XLA splits and merges dots that do not fill the device.
     """
 
@@ -79,11 +79,13 @@ class Backend:
     fuses_normalisation: bool = False
     fuses_results: bool = False
     splits_small_dots: bool = False
+    looks: int = 1
 
 
 CPU = Backend(
     name="cpu", alignment=64, sharing="elementwise", calls_share=True, library="jaxlib",
     default_device="cpu", pages=False, has_machines_memory=True, pins_as_compiled=True, stores_shared=True,
+    looks=2,
 )  # fmt: skip
 CUDA = Backend(
     name="cuda", aliases=("gpu", "rocm"), alignment=256, sharing="emitters",
@@ -94,7 +96,7 @@ TPU = Backend(
     name="tpu", alignment=16384, host_alignment=4096, host_multiple=4096, heap="in time order",
     sharing="elementwise or reduced", reuses_results=False, table_bytes=512, context_space=2,
     late_bytes=1 << 17, fast_bytes=128 << 20, runs_as_scheduled=False, temps_are_the_rest=True,
-    limits_memory=True, fuses_results=True, library="libtpu", default_device="v5e",
+    limits_memory=True, fuses_results=True, library="libtpu", default_device="v5e", looks=3,
 )  # fmt: skip
 BACKENDS = {b.name: b for b in (CPU, CUDA, TPU)}
 _BY_ANY_NAME = {name: b for b in BACKENDS.values() for name in (b.name, *b.aliases)}
