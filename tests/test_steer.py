@@ -19,57 +19,53 @@ F32, SLOT = 11, 16384
 TENFOLD = (320, 128)  # ten slots
 
 
+def _module(rows: list[tuple[int, str, list[int], tuple[int, ...]]]) -> Any:
+    """A scheduled module of instructions: number, opcode, operands and dimensions; the last is its result."""
+    module = proto.parse(b"")
+    entry = module.computations.add(id=1)
+    for row in rows:
+        _add(entry, *row)
+    module.entry_computation_id = 1
+    module.schedule.sequences.add(key=1).value.instruction_ids.extend(row[0] for row in rows)
+    return module
+
+
+def _add(computation: Any, number: int, opcode: str, operands: list[int], dims: tuple[int, ...]) -> None:
+    made = computation.instructions.add(id=number, name=f"{opcode}.{number}", opcode=opcode)
+    made.operand_ids.extend(operands)
+    made.shape.element_type = F32
+    made.shape.dimensions.extend(dims)
+    made.shape.layout.minor_to_major.extend(reversed(range(len(dims))))
+    computation.root_id = number
+
+
 def _spoilt() -> graph.Module:
     """A statistic takes a part of the hole in which the last large value could be.
 
     large.11 | large.12      large.11 is dead
     s.13 | 9 slots | large.12 | large.14      best fit; large.14 and s.13 fit into 11 slots beside large.12
     """
-    module = proto.parse(b"")
-    entry = module.computations.add(id=1, root_id=15)
-
-    def add(number: int, opcode: str, operands: list[int], *dims: int) -> None:
-        made = entry.instructions.add(id=number, name=f"{opcode}.{number}", opcode=opcode)
-        made.operand_ids.extend(operands)
-        made.shape.element_type = F32
-        made.shape.dimensions.extend(dims)
-        made.shape.layout.minor_to_major.extend(reversed(range(len(dims))))
-
-    add(10, "parameter", [], 128)
-    add(11, "broadcast", [10], *TENFOLD)
-    add(12, "reverse", [11], *TENFOLD)
-    add(13, "reduce-precision", [10], 128)
-    add(14, "reverse", [12], *TENFOLD)
-    add(15, "custom-call", [13, 14], 128)
-    module.entry_computation_id = 1
-    module.schedule.sequences.add(key=1).value.instruction_ids.extend(range(10, 16))
-    return graph.read(module)
+    rows = [
+        (10, "parameter", [], (128,)), (11, "broadcast", [10], TENFOLD), (12, "reverse", [11], TENFOLD),
+        (13, "reduce-precision", [10], (128,)), (14, "reverse", [12], TENFOLD),
+        (15, "custom-call", [13, 14], (128,)),
+    ]  # fmt: skip
+    return graph.read(_module(rows))
 
 
 def _recomputed(given: bool) -> graph.Module:
     """A fusion whose result just fits the only hole; it reads an argument, or what is alive."""
-    module = proto.parse(b"")
-    fused, entry = module.computations.add(id=2, root_id=21), module.computations.add(id=1, root_id=14)
-
-    def add(where: Any, number: int, opcode: str, operands: list[int], *dims: int) -> Any:
-        made = where.instructions.add(id=number, name=f"{opcode}.{number}", opcode=opcode)
-        made.operand_ids.extend(operands)
-        made.shape.element_type = F32
-        made.shape.dimensions.extend(dims)
-        made.shape.layout.minor_to_major.extend(reversed(range(len(dims))))
-        return made
-
-    add(fused, 20, "parameter", [], *((128,) if given else TENFOLD))
-    add(fused, 21, "reverse", [20], *TENFOLD)
-    add(entry, 10, "parameter", [], 128)
-    add(entry, 11, "broadcast", [10], *TENFOLD)
-    add(entry, 12, "reverse", [11], *TENFOLD)
-    fusion = add(entry, 13, "fusion", [10 if given else 12], *TENFOLD)
+    rows = [
+        (10, "parameter", [], (128,)), (11, "broadcast", [10], TENFOLD), (12, "reverse", [11], TENFOLD),
+        (13, "fusion", [10 if given else 12], TENFOLD), (14, "custom-call", [12, 13], (128,)),
+    ]  # fmt: skip
+    module = _module(rows)
+    fused = module.computations.add(id=2)
+    _add(fused, 20, "parameter", [], (128,) if given else TENFOLD)
+    _add(fused, 21, "reverse", [20], TENFOLD)
+    fusion = module.computations[0].instructions[3]
     fusion.fusion_kind = "kLoop"
     fusion.called_computation_ids.append(2)
-    add(entry, 14, "custom-call", [12, 13], 128)
-    module.entry_computation_id = 1
-    module.schedule.sequences.add(key=1).value.instruction_ids.extend(range(10, 15))
     return graph.read(module)
 
 
