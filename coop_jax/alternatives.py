@@ -5,9 +5,10 @@ about a larger one: the planners are not monotone. The promise is, by three rule
 
 1. **A plan that costs more than it promised** is not trusted: where the program's own kernels, some of them
    recomputed, are expected to take less, they are looked at, too. What they cost is exact.
-2. **Before a budget is refused** the program is tried as it is without `coop.remat`, and with the jaxpr stage
-   aiming at every one of `RATIOS` of its temporaries that may do. These do not depend on the budget, and what
-   the enforcing stage is held to is the budget itself: a larger budget tries all that a smaller one does.
+2. **Before a budget is refused** the program is tried as it is without `coop.remat`, with the jaxpr stage
+   aiming at every one of `RATIOS` of its temporaries that may do, with its own kernels planned, and on a TPU
+   with smaller kernels. These do not depend on the budget, and what the enforcing stage is held to is the
+   budget itself: a larger budget tries all that a smaller one does.
 3. **What was met in this process is remembered**, by program. It is taken again for a larger budget that is
    refused, or that would cost more; and a refusal names the least budget that is known to be met.
 
