@@ -198,7 +198,7 @@ def _scratch(assigner: Assigner, intervals: list[Interval]) -> list[Interval]:
     recomputed from a batch; in larger holes nothing shows. So what is predicted is the larger of both heaps.
     """
     alignment, flow = assigner.backend.alignment, assigner.flow
-    found = []
+    found: list[Interval] = []
     for i in intervals:
         home = flow.values[i.key].home
         operands = assigner.module.computations[home.computation].by_id
