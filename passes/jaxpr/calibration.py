@@ -93,6 +93,8 @@ class Calibration:
 
 UNCALIBRATED = Calibration()
 """Nothing is known: estimates are taken as they are."""
+STRICT = Calibration(strict=True)
+"""Nothing is known, and XLA is left no freedom."""
 
 
 def _is_cheaply_repaired(verdict: StageOutcome) -> bool:
