@@ -33,8 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def _quick_kernels(config: pytest.Config) -> tuple[str, ...]:
     """Flags of XLA by which kernels for a GPU that is not here are the same, in two thirds of the time.
 
-    Such a GPU measures nothing, so nothing is tuned; the search for tiles that another pass finds again is left
-    out; and equal kernels of one process are compiled once (the file is each worker's own, and goes with it).
+    Such a GPU measures nothing, so nothing is tuned; the search for tiles that another pass finds again is
+    left out; equal kernels of one process are compiled once (the file is each worker's own, and temporary).
     """
     kernels = tempfile.NamedTemporaryFile(prefix="kernels_")  # noqa: SIM115
     config.add_cleanup(kernels.close)
