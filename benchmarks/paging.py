@@ -10,7 +10,7 @@ which replays them on its own. A cell is the overhead in percent; "-" is no plan
 plan can cost less than. "least" is the lowest live peak that was found, as a share of the program's own,
 with its overhead; for the last link only.
 A link's number is what it carries in one step over the peak.
-"delta" is DELTA's filter and director (`passes.planners.baselines.delta`).
+"delta" is DELTA's filter and director (`passes.planners.baselines.delta`), for the last link, too.
 
     python -m benchmarks.paging --device v6e --links tpu-v6e
     python -m benchmarks.paging --only resnet --budgets 0.6,0.49,0.44,0.3     # DELTA's settings
@@ -132,7 +132,9 @@ def measure(
         rows.append(row(program, ratio, None, "alone", alone, peak_bytes))
         for link in links:
             pages = PlannerConfig(quick=True, host_bytes=HOST_BYTES, link=link)
-            ways = {"pages": pages, "delta": replace(pages, planner="delta")}
+            ways = {"pages": pages}
+            if link is links[-1]:
+                ways["delta"] = replace(pages, planner="delta")
             if energy:
                 ways["least energy"] = replace(pages, objective="energy", max_overhead=alone.overhead_ratio)
             for way, config in ways.items():
@@ -164,8 +166,8 @@ def table(rows: Sequence[Row], device: str = "h200") -> str:
         }
         lines = []
         for link in dict.fromkeys(r.link for r in mine):
-            ways = ["pages", "bound", "least energy", "delta"] if energy else ["pages", "bound", "delta"]
-            ways = ["alone"] if link == "none" else ways
+            there = {"bound", *(r.way for r in mine if r.link == link)} - {"bound" if link == "none" else ""}
+            ways = [way for way in ("alone", "pages", "bound", "least energy", "delta") if way in there]
             ratio = next(r.link_ratio for r in mine if r.link == link)
             for way in ways:
                 label = {"alone": "recompute alone", "pages": f"pages, {link} ({ratio:.2f})"}.get(way, way)
