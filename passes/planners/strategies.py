@@ -233,10 +233,8 @@ _AUTO = (
 STRATEGIES = {"auto": _AUTO, "cut": _AUTO[:-1], "window": (Strategy(name="walks", run=pool_walks),)}
 DEEPEST = (
     Strategy(name="cuts", run=cuts, own=True),
-    Strategy(name="evictions", run=evictions, limits=_none, after=("cuts",)),
     Strategy(name="small steps", run=small_steps, when="missed", limits=lambda state: 1 / 3, own=True),
     Strategy(name="bisection", run=bisection, when="missed", own=True),
-    Strategy(name="neighbourhoods", run=neighbourhoods, limits=_none, after=("bisection", "cuts")),
 )
 # How a plan is made again where its live bytes keep the budget, and its addresses do not.
 PLACING = (
