@@ -150,6 +150,9 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
         "--host", metavar="BYTES", help='how much may wait in the host\'s memory, such as "64GiB"'
     )
     command.add_argument("--planner", default="auto", choices=_Planners(), metavar="NAME", help=PLANNER_HELP)
+    command.add_argument(
+        "--tune", type=int, default=0, metavar="N", help="run the N cheapest plans here, and take the fastest"
+    )
 
 
 def _add_pareto(command: argparse.ArgumentParser) -> None:

@@ -13,24 +13,32 @@ about a larger one: the planners are not monotone. The promise is, by three rule
 
 Each try is a compile as far as XLA's schedule. The scheduled module of the one that is taken goes on in the
 place of the first: it was made of the same function, with the same arguments, results and donation.
+
+**All of that takes no longer than the compile itself**, once something keeps the budget: what is left then is
+a matter of cost. A clock would let the load of a machine choose the plan, and the processes of one job choose
+different ones; so tries are counted, and `Backend.looks` of them take as long as one compile. Two things are
+not counted: the search while nothing keeps the budget, which is then below the least that is known; and the
+one try of what rule 3 knows to be cheaper. The planners' own work is bounded by counts, too
+(`passes.planners.candidate.WorkLimit`, `passes.jaxpr.straight.MAX_CANDIDATES`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from coop_jax import relowering
+from coop_jax import relowering, tuning
+from coop_jax.known import Known, Memory
 from coop_jax.progress import progress
 from coop_jax.record import UNLIMITED_BYTES, Record, with_hlo
 from coop_jax.registry import Choice
 from coop_jax.relowering import Plain, Variant, Wish
 from coop_jax.replacing import Calls, in_place_of, signature
 from coop_jax.text import format_bytes
+from passes.backend import BACKENDS
+from passes.cost import DEVICES
 from passes.ir import Status
 from passes.jaxpr.calibration import UNCALIBRATED
 from passes.jaxpr.compat import BeingLowered
@@ -47,60 +55,9 @@ CHEAPER_RATIO = 0.999
 MISSED_RATIO = 1.15
 # How often a program is compiled once more after the first plan, and if that kept the budget.
 MOST_LOOKS, MOST_LOOKS_IF_KEPT = 3, 1
-MOST_PROGRAMS = 256
-MOST_KNOWN = 32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
-    """One way to write a program, which the enforcing stage found to keep a budget.
-
-    Attributes:
-        wish: how to get it again.
-        total_bytes: what it needs.
-        cost_ns: estimated time of its kernels; None where nobody looked.
-    """
-
-    wish: Wish
-    total_bytes: int
-    cost_ns: int | None = None
-
-
-class _Memory:
-    """What is known of programs. Thread-safe, bounded."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._known: OrderedDict[str, tuple[Known, ...]] = OrderedDict()
-
-    def of(self, program: str) -> tuple[Known, ...]:
-        """All that is known of a program, by its key."""
-        with self._lock:
-            return self._known.get(program, ())
-
-    def learn(self, program: str, known: Known) -> None:
-        """Remember one more way; those that another one beats in bytes and in cost are forgotten."""
-        with self._lock:
-            kept = [k for k in self._known.pop(program, ()) if not _beats(known, k)]
-            if not any(_beats(k, known) for k in kept):
-                kept.append(known)
-            self._known[program] = tuple(kept[-MOST_KNOWN:])
-            while len(self._known) > MOST_PROGRAMS:
-                self._known.popitem(last=False)
-
-    def clear(self) -> None:
-        """Forget every program."""
-        with self._lock:
-            self._known.clear()
-
-
-def _beats(one: Known, other: Known) -> bool:
-    if one.total_bytes > other.total_bytes:
-        return False
-    return other.cost_ns is None or (one.cost_ns is not None and one.cost_ns <= other.cost_ns)
-
-
-MEMORY = _Memory()
+MEMORY = Memory()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -128,15 +85,21 @@ class OtherWays:
         hlo = choice.record.hlo
         assert hlo is not None, "the enforcing stage has spoken"
         seconds = outcome.seconds + time.perf_counter() - begin
-        counted = dataclasses.replace(hlo, seconds=seconds, looks=search.looks)
+        counted = dataclasses.replace(hlo, seconds=seconds, looks=search.looks, limited=search.limited)
         return dataclasses.replace(choice, record=with_hlo(choice.record, counted))
 
     def _chosen(self, search: _Search, outcome: StageOutcome) -> Choice:
         record = search.record
         first = Choice(record=with_hlo(record, outcome))
-        first_wish = Wish(budget_bytes=record.budget_bytes, aim_bytes=record.budget_bytes)
         if relowering.wish() is not None or self.settings != self.program.settings():
             return first
+        best = self._cheapest(search, first)
+        return search.fastest(best) if record.tune and _kept(best) and _is_changed(best.record) else best
+
+    def _cheapest(self, search: _Search, first: Choice) -> Choice:
+        record, outcome = search.record, first.record.hlo
+        assert outcome is not None, "the enforcing stage has spoken"
+        first_wish = Wish(budget_bytes=record.budget_bytes, aim_bytes=record.budget_bytes)
         search.is_seen(record, first_wish)
         tuned = search.paged(search.tuned(first), outcome)
         hlo = tuned.record.hlo
@@ -181,7 +144,10 @@ class _Search:
         tell: is told of everything that takes long.
         module: the scheduled module that another one must be able to replace; None if there is none yet.
         seen: the plans that were looked at.
+        kept: what was looked at and keeps the budget.
         looks: how often something was compiled.
+        asked: how often it was planned.
+        limited: True if something was not looked at, since that would have taken too long.
     """
 
     ways: OtherWays
@@ -189,7 +155,17 @@ class _Search:
     tell: Callable[[str], None]
     module: bytes | None = None
     seen: set[Hashable] = field(default_factory=set)
+    kept: list[tuple[Wish, Variant]] = field(default_factory=list)
     looks: int = 0
+    asked: int = 0
+    limited: bool = False
+
+    def may_look(self, best: Choice) -> bool:
+        """Whether one more look takes no longer than the compile that it is for, with those before it."""
+        backend = BACKENDS[DEVICES[self.record.device_name].platform]
+        allowed = not _kept(best) or self.asked < backend.looks
+        self.limited |= not allowed
+        return allowed
 
     def tuned(self, first: Choice) -> Choice:
         """The best of the plans that follow one from the other from what XLA made of the first.
@@ -200,11 +176,10 @@ class _Search:
         calibration = UNCALIBRATED
         for n in range(MOST_LOOKS):
             assert verdict is not None, "the enforcing stage has spoken"
-            kept = best.record.hlo is not None and best.record.hlo.status.found
-            if planned is None or verdict.needs_pinning or (kept and n >= MOST_LOOKS_IF_KEPT):
+            if planned is None or verdict.needs_pinning or (_kept(best) and n >= MOST_LOOKS_IF_KEPT):
                 break
             following = calibration.after(planned, verdict)
-            if following is None:
+            if following is None or not self.may_look(best):
                 break
             calibration = following
             budget_bytes = self.record.budget_bytes
@@ -227,7 +202,7 @@ class _Search:
         aims = [Wish(budget_bytes=budget_bytes, aim_bytes=UNLIMITED_BYTES)]
         aims += [Wish(budget_bytes=budget_bytes, temp_ratio=r) for r in PAGED_RATIOS if r > left]
         for asked in aims:
-            variant = self._look(asked)
+            variant = self._look(asked) if self.may_look(best) else None
             if variant is not None and _rank(_hlo(variant)) < _rank_of(best):
                 best = self._choice(variant)
         return best
@@ -241,8 +216,37 @@ class _Search:
         promised_ns = planned.cost_ns + planned.recompute_ns
         if _cost_ns(hlo) < MISSED_RATIO * promised_ns or planned.kernels_ns > MISSED_RATIO * _cost_ns(hlo):
             return made
+        if not self.may_look(made):
+            return made
         variant = self._try(Wish(plain=True, budget_bytes=self.record.budget_bytes), known=True)
         return made if variant is None or _cost_ns(_hlo(variant)) >= _cost_ns(hlo) else self._choice(variant)
+
+    def fastest(self, best: Choice) -> Choice:
+        """The fastest of the `tune` cheapest ways that keep the budget; `best` is one of them."""
+        most = self.record.tune
+        tuning.refuse_what_acts(tuple(self.ways.program.jaxpr.effects), self.ways.calls)
+        budget_bytes = self.record.budget_bytes
+        if best.module is None:
+            self._look(Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes), known=True)
+        assert best.record.hlo is not None, "the enforcing stage has spoken"
+        kernels = [] if self.record.constraints else [Wish(plain=True, budget_bytes=budget_bytes)]
+        for asked in (*kernels, *self._deeper(best.record.hlo)):
+            if len(self.kept) < most:
+                self._look(asked)
+        found = sorted(self.kept, key=lambda way: _rank(_hlo(way[1])))[:most]
+        self.tell(f"running {len(found)} programs")
+        timed = tuning.run_times([self._candidate(*way) for way in found])
+        order = sorted(range(len(found)), key=lambda k: (timed[k].run_ns, k))
+        taken = self._choice(found[order[0]][1])
+        record = dataclasses.replace(taken.record, timed=tuple(timed[k] for k in order))
+        return dataclasses.replace(taken, record=record)
+
+    def _candidate(self, asked: Wish, found: Variant) -> tuning.Candidate:
+        return tuning.Candidate(
+            build=lambda: relowering.compiled(self.ways.program, asked, found.record),
+            estimated_ns=_cost_ns(_hlo(found)),
+            total_bytes=_hlo(found).planned_total_bytes,
+        )
 
     def cheaper_than(self, first: Record) -> Choice | None:
         """What is known to keep the budget for less time, if anything is.
@@ -304,12 +308,14 @@ class _Search:
         return sorted(known, key=lambda k: (k.cost_ns is None, k.cost_ns or 0, k.total_bytes))
 
     def _wishes(self, refused: StageOutcome) -> list[Wish]:
-        """The program as it is, unless that breaks a constraint, then deeper plans, the mildest first."""
-        plain = [] if self.record.constraints else [relowering.PLAIN]
+        """The program as it is, unless that breaks a constraint, then deeper plans."""
+        return [*([] if self.record.constraints else [relowering.PLAIN]), *self._deeper(refused)]
+
+    def _deeper(self, refused: StageOutcome) -> list[Wish]:
+        """Plans for fewer temporaries than the budget leaves, the mildest first."""
         left = (self.record.budget_bytes - refused.fixed_bytes) / max(refused.before_temp_bytes, 1)
         mildest = next((k for k, r in enumerate(RATIOS) if r <= left), len(RATIOS) - 1)
-        deeper = [Wish(budget_bytes=self.record.budget_bytes, temp_ratio=r) for r in RATIOS[mildest:]]
-        return [*plain, *deeper]
+        return [Wish(budget_bytes=self.record.budget_bytes, temp_ratio=r) for r in RATIOS[mildest:]]
 
     def _try(self, asked: Wish, *, known: bool) -> Variant | None:
         """The program as it is with a wish, if that keeps the budget; `known`: though it looks seen."""
@@ -325,6 +331,7 @@ class _Search:
             return None
         record = dataclasses.replace(self.record, jaxpr=None, budget_bytes=asked.budget_bytes)
         self._tell(asked)
+        self.asked += 1
         variant = relowering.variant(
             self.ways.program, asked, record, skip=lambda r: self.is_seen(r, asked) and not known
         )
@@ -339,6 +346,8 @@ class _Search:
                 return None
             variant = dataclasses.replace(variant, module=fit)
         self.ways.learn(asked, _hlo(variant))
+        if _hlo(variant).status.found and _hlo(variant).planned_total_bytes <= self.record.budget_bytes:
+            self.kept.append((asked, variant))
         return variant
 
     def _tell(self, asked: Wish) -> None:
@@ -391,6 +400,10 @@ def _rank(verdict: StageOutcome) -> tuple[bool, int]:
         return False, _cost_ns(verdict)
     least = verdict.least_total_bytes
     return True, verdict.fixed_bytes + verdict.before_temp_bytes if least is None else least
+
+
+def _kept(choice: Choice) -> bool:
+    return choice.record.hlo is not None and choice.record.hlo.status.found
 
 
 def _rank_of(choice: Choice) -> tuple[bool, int]:

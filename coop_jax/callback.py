@@ -18,7 +18,7 @@ from jax.extend import xla as jax_xla
 
 from coop_jax.aot import host_bytes
 from coop_jax.dumping import dump_enforced
-from coop_jax.errors import BudgetExceededError, InfeasibleBudgetError, error_from_text
+from coop_jax.errors import BudgetExceededError, CoopError, InfeasibleBudgetError, error_from_text
 from coop_jax.record import (
     FACTS,
     RECORD,
@@ -93,6 +93,8 @@ def _callback(data: bytes, platform: str) -> bytes | None:
         return None
     try:
         return _enforced(data, attributes, platform)
+    except CoopError as error:
+        raise RuntimeError(error.to_text()) from None
     except KeyboardInterrupt:
         # XLA makes an error of its own of whatever is raised here; `_as_ours` takes it back.
         _THREAD.interrupted = True
@@ -146,7 +148,7 @@ def _taken(choice: Choice, returned: bytes, data: bytes, platform: str) -> bytes
     record, outcome = choice.record, choice.record.hlo
     assert outcome is not None, "the enforcing stage has spoken"
     if choice.module is None and not outcome.status.found and not leave_to_check(outcome, BACKENDS[platform]):
-        raise RuntimeError(InfeasibleBudgetError.from_outcome(of_the_program(outcome)).to_text())
+        raise InfeasibleBudgetError.from_outcome(of_the_program(outcome))
     REGISTRY.update(record, record=record)
     _THREAD.compiling = record
     if choice.module is not None:  # the program keeps the mark that it came with, whatever is returned

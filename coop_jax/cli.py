@@ -25,8 +25,8 @@ from passes.link import LINKS, Link
 from passes.liveness import Graph
 from passes.offsets.placement import place_graph
 from passes.planners import PlannerConfig, plan
-from passes.planners.config import SEARCHING
 from passes.planners.placing import end_of
+from passes.registry import PLANNERS
 from passes.simulate import simulate
 from passes.validate import validate
 
@@ -102,7 +102,7 @@ def _config(arguments: argparse.Namespace) -> PlannerConfig:
 
 def _with_objective(config: PlannerConfig, arguments: argparse.Namespace) -> PlannerConfig:
     text = arguments.max_overhead
-    if arguments.objective == "energy" and arguments.planner not in SEARCHING:
+    if arguments.objective == "energy" and not PLANNERS[arguments.planner].frugal:
         raise InputError(f"--planner {arguments.planner} knows time only; leave out --objective energy")
     if text is None:
         return dataclasses.replace(config, objective=arguments.objective)

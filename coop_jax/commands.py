@@ -85,7 +85,8 @@ def _pareto(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     program, options = _program(arguments)
     drawn = arguments.out is not None and arguments.out.suffix not in (".json", ".txt")
-    asked = {"budget": _budget(arguments.budget), "host": arguments.host, "planner": arguments.planner}
+    given = ("host", "planner", "tune")
+    asked = {"budget": _budget(arguments.budget), **{name: getattr(arguments, name) for name in given}}
     with of_user(arguments.target), progress() as tell:
         tell("compiling it within the budget")
         compiled = compile_within(program.function, *program.specs, **asked, **options)

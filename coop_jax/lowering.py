@@ -23,6 +23,7 @@ from coop_jax.errors import ConstraintError, InfeasibleBudgetError, UnsupportedE
 from coop_jax.record import UNLIMITED_BYTES, Record
 from coop_jax.relowering import PlannedAlreadyError, Wish
 from coop_jax.requests import OneDevice, Partition, as_wished, devices_of, request_of, unlimited
+from coop_jax.tuning import refuse_what_cannot_run
 from passes.backend import BACKENDS, CUDA
 from passes.cost import DEVICES, DeviceModel
 from passes.hlo.enforce import OnFragmentation
@@ -52,6 +53,7 @@ class RematConfig:
         name: the function's name, for people.
         pin, on_fragmentation: see `coop_jax.remat`.
         constraints: what was asked about single values.
+        tune: how many candidates are run to see which is fastest; 0 for none.
         derived: True for a derivative of what was planned already, which may use random keys again.
     """
 
@@ -62,6 +64,7 @@ class RematConfig:
     pin: bool = False
     on_fragmentation: OnFragmentation = "recompute"
     constraints: Constraints = field(default_factory=Constraints)
+    tune: int = 0
     derived: bool = False
 
 
@@ -105,6 +108,8 @@ def _planned_and_marked(
     """The jaxpr to write in the place of `jaxpr`, in a program that is marked."""
     facts = module.module_facts(ctx)
     _refuse_what_cannot_be_kept(ctx, facts)
+    if config.tune and asked is None:
+        refuse_what_cannot_run(facts.device)
     program = None if asked is not None else compat.being_lowered()
     device = _model(config, facts)
     plain = _inlined(jaxpr) if planned is None else None
@@ -139,6 +144,7 @@ def _planned_and_marked(
         pin=config.pin,
         on_fragmentation=config.on_fragmentation,
         constraints=str(config.constraints),
+        tune=config.tune,
         host_budget_bytes=_host_budget_bytes(config, facts, jaxpr if constrained is None else constrained),
     )
     alternatives = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -62,14 +63,28 @@ def look(lowered: Lowered, record: Record) -> Trial | None:
     Returns:
         What the enforcing stage made of it; None if XLA failed before it was asked.
     """
-    for platform in module.platforms_of(lowered):
-        install(platform)
     name = f"trial-{next(_TRIALS)}"
-    record, attributes = marked(record, name=name, digest="")
-    module.set_module_attributes(lowered.compiler_ir("stablehlo"), {**attributes, TRIAL: name})
+    record = _mark(lowered, record, name, {TRIAL: name})
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         lowered.compile(compiler_options=compat.compiler_options())
     return REGISTRY.forget(record).trial
+
+
+def compile_alone(lowered: Lowered, record: Record) -> Compiled:
+    """Compile a lowered program within a record's budget, without looking at other plans."""
+    record = _mark(lowered, record, "alone", {})
+    try:
+        return lowered.compile(compiler_options=compat.compiler_options())
+    finally:
+        REGISTRY.forget(record)
+
+
+def _mark(lowered: Lowered, record: Record, name: str, more: Mapping[str, str]) -> Record:
+    for platform in module.platforms_of(lowered):
+        install(platform)
+    record, attributes = marked(record, name=name, digest="")
+    module.set_module_attributes(lowered.compiler_ir("stablehlo"), {**attributes, **more})
+    return record
 
 
 def record_of_lowered(lowered: Lowered) -> Record | None:

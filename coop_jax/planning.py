@@ -83,6 +83,7 @@ def plan(
     recompute: str | Sequence[str] = (),
     policy: Callable[..., bool] | None = None,
     offload: str | Sequence[str] = (),
+    tune: int = 0,
 ) -> Report:
     """Compile a function within a budget, perhaps for a device that is not here, and report.
 
@@ -92,7 +93,7 @@ def plan(
         specs: its positional arguments, as arrays or `jax.ShapeDtypeStruct` objects.
         budget: every form of `coop.remat`'s budget.
         device: such as "h200", "v5e" or "v6e:2x4"; None means the default device of this process.
-        host, planner, save, recompute, policy, offload: as in `coop.remat`.
+        host, planner, save, recompute, policy, offload, tune: as in `coop.remat`.
         donate_argnums, static_argnums: as in `jax.jit`.
         kwargs: keyword arguments of `fn`.
 
@@ -104,7 +105,7 @@ def plan(
         compile_within(
             fn, *specs, budget=budget, host=host, device=device, planner=planner,
             donate_argnums=donate_argnums, static_argnums=static_argnums, kwargs=kwargs, save=save,
-            recompute=recompute, policy=policy, offload=offload,
+            recompute=recompute, policy=policy, offload=offload, tune=tune,
         )
     )  # fmt: skip
 

@@ -26,6 +26,21 @@ _MODULE_ATTRIBUTES_FIELD = 19
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """One program that was run to see how fast it is (see `coop_jax.tuning`).
+
+    Attributes:
+        run_ns: the least time of a few runs, on made-up arguments.
+        estimated_ns: what its kernels were estimated to take.
+        total_bytes: what it was expected to need.
+    """
+
+    run_ns: int
+    estimated_ns: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """What was asked of one program and what each stage did.
 
@@ -44,6 +59,8 @@ class Record:
         on_fragmentation: "recompute", "pin" or "error" where only XLA's packing breaks the budget.
         constraints: what was asked about single values, for people.
         host_budget_bytes: what may wait in the host's memory, as far as JAX can use it; 0: no paging.
+        tune: how many candidates were asked to be run; 0: none.
+        timed: those that were, the fastest, which was taken, first.
     """
 
     id: str = ""
@@ -60,6 +77,8 @@ class Record:
     on_fragmentation: OnFragmentation = "recompute"
     constraints: str = ""
     host_budget_bytes: int = 0
+    tune: int = 0
+    timed: tuple[Timed, ...] = ()
 
 
 def with_hlo(record: Record, outcome: StageOutcome) -> Record:
@@ -87,7 +106,7 @@ def record_of_mark(attributes: Mapping[str, str]) -> Record:
     return Record(id=attributes[RECORD], jaxpr=jaxpr, **given)
 
 
-_IN_MARK = tuple(f.name for f in dataclasses.fields(Record) if f.name not in ("id", "jaxpr", "hlo"))
+_IN_MARK = tuple(f.name for f in dataclasses.fields(Record) if f.name not in ("id", "jaxpr", "hlo", "timed"))
 
 
 def _facts(record: Record) -> dict[str, Any]:

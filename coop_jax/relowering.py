@@ -169,6 +169,16 @@ def variant(
     return Variant(record=with_hlo(record, trial.outcome), module=trial.module, calls=calls)
 
 
+def compiled(program: BeingLowered, asked: Wish, record: Record) -> Any:
+    """The program of a wish, whose variant has this record, compiled to the end.
+
+    Raises:
+        jax.errors.JaxRuntimeError: as any compile.
+    """
+    lowered = _lowered(program, asked)
+    return _quietly(lambda: mark.compile_alone(lowered, dataclasses.replace(record, hlo=None)))
+
+
 def _lowered(program: BeingLowered, asked: Wish) -> Any:
     """The program lowered with a wish; None where that fails: it is only an alternative.
 

@@ -49,6 +49,7 @@ def remat(  # type: ignore[misc]  # the options stand here once
     device: str | None = None,
     pin: bool = False,
     on_fragmentation: OnFragmentation = "recompute",
+    tune: int = 0,
 ) -> Callable[..., Any]:
     """Hold the compiled program that contains `fn` to a memory budget, by recomputing values.
 
@@ -93,6 +94,9 @@ def remat(  # type: ignore[misc]  # the options stand here once
             from within: give it to `coop.pin`, lowered or compiled.
         on_fragmentation: what to do where only XLA's packing of the temporaries breaks the budget:
             "recompute" more, "pin" (count on pinning; where nobody pins the program, recompute), or "error".
+        tune: how many of the cheapest plans by estimate are compiled to the end and run, on the device that
+            is here and made-up arguments, to take the fastest; the report says what was measured. It takes
+            as many compiles. A clock decides then, so another process may take another plan. 0 for none.
 
     Returns:
         A function of the same signature. What its compile is at, after two seconds, is told to the logger
@@ -103,7 +107,8 @@ def remat(  # type: ignore[misc]  # the options stand here once
             changes in place though it is no object of NNX.
         BudgetError: the budget is none of the accepted forms.
         UnsupportedError: an option that does not exist yet, an unknown planner or device; when it is lowered:
-            for `jax.export`, or for a platform on which no budget can be enforced.
+            for `jax.export`, for a platform on which no budget can be enforced, or with `tune` for a program
+            that cannot be run now: its device is not here, several processes compile it, or it calls Python.
         ConstraintError: when it is traced: a name in `save`, `recompute` or `offload` that is not in the
             function, or in two of them; when it is planned: a value in `recompute` that cannot be computed
             twice.
@@ -118,6 +123,8 @@ def remat(  # type: ignore[misc]  # the options stand here once
     if on_fragmentation not in FRAGMENTATION:
         known = ", ".join(map(repr, FRAGMENTATION))
         raise UnsupportedError(f"on_fragmentation {on_fragmentation!r} is not one of {known}.")
+    if not isinstance(tune, int) or tune < 0:
+        raise UnsupportedError(f"tune is {tune!r}: how many programs are run is a number, such as 3.")
     parsed = Budget.of(budget, host)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,7 +136,7 @@ def remat(  # type: ignore[misc]  # the options stand here once
         name = getattr(function, "__name__", type(function).__name__)
         config = RematConfig(
             budget=parsed, planner=planner, device=device, name=name, pin=pin,
-            on_fragmentation=on_fragmentation, constraints=constraints,
+            on_fragmentation=on_fragmentation, constraints=constraints, tune=tune,
         )  # fmt: skip
         return _decorate(function, config, static_argnums, static_argnames)
 

@@ -18,7 +18,7 @@ from coop_jax import aot, mark, serialized
 from coop_jax.errors import BudgetExceededError, UnsupportedError
 from coop_jax.host_use import HostUse
 from coop_jax.offsets import Offsets
-from coop_jax.record import Record
+from coop_jax.record import Record, Timed
 from coop_jax.screen import Block, Lines, Printable, Table
 from coop_jax.text import format_bytes, format_ns, format_table
 from passes.backend import backend_of
@@ -58,6 +58,8 @@ class Report(Printable):
         offsets: the temporaries' addresses; see `coop_jax.offsets`.
         seconds: planning time by stage; 0.0 where the program came from JAX's compilation cache.
         looks: how often the program was planned and compiled once more, as far as XLA's schedule.
+        limited: True if more plans could have been looked at, but not in the time of one compile.
+        timed: the programs that were run for `tune`, the fastest, which was taken, first.
         constraints: what was asked about single values, such as "save=('h',)". What they alone make the
             program recompute is not among `recomputed`.
     """
@@ -83,6 +85,8 @@ class Report(Printable):
     offsets: Offsets
     seconds: dict[str, float]
     looks: int
+    limited: bool = False
+    timed: tuple[Timed, ...] = ()
     constraints: str = ""
     host: HostUse = field(default_factory=HostUse)
     changed: bool = False
@@ -100,6 +104,7 @@ class Report(Printable):
             "baseline": self.baseline,
             "status": str(self.status),
             "recomputed": [dataclasses.asdict(r) for r in self.recomputed],
+            "timed": [dataclasses.asdict(t) for t in self.timed],
             "offsets": self.offsets.to_dict(),
             "host": self.host.to_dict(),
         }
@@ -115,6 +120,7 @@ class Report(Printable):
         ]
         if self.compiled_cost_ns is not None:
             lines.append(self._kernels_text(self.compiled_cost_ns))
+        lines += map(_timed_text, self.timed)
         if self.recomputed:
             lines.append(
                 format_table(("recomputed", "times", "bytes", "cost", "stage"), _grouped(self.recomputed))
@@ -126,6 +132,8 @@ class Report(Printable):
         if self.looks:
             times = "once" if self.looks == 1 else f"{self.looks} times"
             stages += f", in which the program was planned and compiled {times} more"
+        if self.limited:
+            stages += "; the search ended at its limit, the time of one compile"
         lines.append(f"planning: {stages or 'none'} (costs are estimates for {self.device_name})")
         return "\n".join(lines)
 
@@ -139,11 +147,11 @@ class Report(Printable):
         given = {f.name: data[f.name] for f in dataclasses.fields(cls)}
         recomputed = tuple(Recomputed(**item) for item in given["recomputed"])
         host = HostUse.from_dict(given["host"])
-        offsets = Offsets(**given["offsets"])
         known = {
             "status": Status(given["status"]),
             "recomputed": recomputed,
-            "offsets": offsets,
+            "timed": tuple(Timed(**item) for item in given["timed"]),
+            "offsets": Offsets(**given["offsets"]),
             "host": host,
         }
         return cls(**{**given, **known})
@@ -158,6 +166,7 @@ class Report(Printable):
         tail = [self._recompute_text(), *self.host.lines()]
         if self.compiled_cost_ns is not None:
             tail.append(self._kernels_text(self.compiled_cost_ns))
+        tail += map(_timed_text, self.timed)
         blocks: list[Block] = [table, Lines(lines=(*tail, str(self.offsets)))]
         if self.recomputed:
             header = ("recomputed", "times", "bytes", "cost", "stage")
@@ -264,10 +273,18 @@ def _assemble(record: Record, memory: aot.Memory, offsets: Offsets, host: HostUs
         offsets=offsets,
         seconds={s.stage: s.seconds for s in stages},
         looks=0 if record.hlo is None else record.hlo.looks,
+        timed=record.timed,
+        limited=record.hlo is not None and record.hlo.limited,
         constraints=record.constraints,
         host=host,
         changed=bool(changed),
     )
+
+
+def _timed_text(timed: Timed) -> str:
+    """One line about a program that was run."""
+    need = format_bytes(timed.total_bytes, exact=False)
+    return f"measured: {format_ns(timed.run_ns)} in {need}, estimated {format_ns(timed.estimated_ns)}"
 
 
 def _overhead(stages: Sequence[StageOutcome]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,9 +11,10 @@ from coop_jax.module import ModuleFacts
 from coop_jax.record import UNLIMITED_BYTES
 from coop_jax.relowering import Wish
 from passes.cost import DeviceModel
+from passes.jaxpr import compat
 from passes.jaxpr.candidate import JaxprRequest
 from passes.jaxpr.compat import ClosedJaxpr
-from passes.jaxpr.shards import enter
+from passes.jaxpr.shards import enter, parts_of
 from passes.outcome import StageOutcome
 
 
@@ -53,8 +54,9 @@ def devices_of(facts: ModuleFacts, plain: ClosedJaxpr | None) -> OneDevice | Par
     Args:
         plain: the closed jaxpr that is to be planned, calls inlined; None if that was done.
     """
-    arguments = [n // p for n, p in zip(facts.device_argument_nbytes, facts.argument_parts, strict=True)]
-    outputs = [n // p for n, p in zip(facts.device_output_nbytes, facts.output_parts, strict=True)]
+    argument_parts, output_parts = _parts(facts, plain)
+    arguments = [n // p for n, p in zip(facts.device_argument_nbytes, argument_parts, strict=True)]
+    outputs = [n // p for n, p in zip(facts.device_output_nbytes, output_parts, strict=True)]
     sizes = {
         "argument_bytes": sum(arguments),
         "output_bytes": sum(outputs) + facts.table_bytes,
@@ -65,6 +67,19 @@ def devices_of(facts: ModuleFacts, plain: ClosedJaxpr | None) -> OneDevice | Par
     is_split = plain is None or enter(plain) is None
     parts = max(facts.argument_parts, default=1) if is_split else 1
     return Partition(**sizes, parts=parts, num_devices=facts.num_devices)
+
+
+def _parts(facts: ModuleFacts, plain: ClosedJaxpr | None) -> tuple[Sequence[int], Sequence[int]]:
+    """Into how many parts arguments and results are split, also where only a `shard_map` says so."""
+    if plain is None or facts.num_devices == 1:
+        return facts.argument_parts, facts.output_parts
+    found = []
+    own = zip(parts_of(plain), (plain.in_avals, plain.out_avals), strict=True)
+    said = ((facts.argument_nbytes, facts.argument_parts), (facts.output_nbytes, facts.output_parts))
+    for (split, avals), (nbytes, parts) in zip(own, said, strict=True):
+        same = tuple(map(compat.aval_nbytes, avals)) == nbytes
+        found.append(list(map(max, split, parts)) if same else parts)
+    return found[0], found[1]
 
 
 def request_of(

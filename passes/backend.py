@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 HeapRule = Literal["largest first", "in time order"]
-SharingRule = Literal["elementwise", "emitters"]
+SharingRule = Literal["elementwise", "elementwise or reduced", "emitters"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Backend:
         heap: how temporaries are packed, see `passes.offsets.xla_heap`: largest first and longest first,
             of which the smaller heap is taken, or each when it comes alive, among what is there then.
         sharing: which fusions may write over an operand: those that are elementwise on the way from it to
-            the result, or what the emitters of GPU fusions allow as well.
+            the results, or reduce it to one of several results, or what the emitters of GPU fusions allow.
         calls_share: True if a custom call may write over an operand that dies there.
         reuses_results: True if temporaries live in results and donated arguments while those are free.
         table_bytes: of a tuple's table of pointers; None for one pointer an element.
@@ -48,6 +48,9 @@ class Backend:
         pins_as_compiled: True if programs can be pinned by the compile that makes them.
         stores_shared: True if XLA stores an elementwise value that several kernels read.
         fuses_normalisation: True if XLA makes one kernel of a softmax, its reductions included.
+        looks: how often a program can be planned once more, and compiled as far as XLA's schedule, in the
+            time of one compile (in `benchmarks.side_by_side` once took .1 to .35 of a compile's CPU time on a
+            CPU, where most of that is code generation, .6 to 1.3 for an H200; XLA's part is .1 on a TPU).
         splits_small_dots: True if XLA splits and merges dots that do not fill the device.
     """
 
@@ -77,11 +80,13 @@ class Backend:
     stores_shared: bool = False
     fuses_normalisation: bool = False
     splits_small_dots: bool = False
+    looks: int = 1
 
 
 CPU = Backend(
     name="cpu", alignment=64, sharing="elementwise", calls_share=True, library="jaxlib",
     default_device="cpu", pages=False, has_machines_memory=True, pins_as_compiled=True, stores_shared=True,
+    looks=2,
 )  # fmt: skip
 CUDA = Backend(
     name="cuda", aliases=("gpu", "rocm"), alignment=256, sharing="emitters",
@@ -90,9 +95,9 @@ CUDA = Backend(
 )  # fmt: skip
 TPU = Backend(
     name="tpu", alignment=16384, host_alignment=4096, host_multiple=4096, heap="in time order",
-    sharing="elementwise", reuses_results=False, table_bytes=512, context_space=2, late_bytes=1 << 17,
-    fast_bytes=128 << 20, runs_as_scheduled=False, temps_are_the_rest=True, limits_memory=True,
-    library="libtpu", default_device="v5e",
+    sharing="elementwise or reduced", reuses_results=False, table_bytes=512, context_space=2,
+    late_bytes=1 << 17, fast_bytes=128 << 20, runs_as_scheduled=False, temps_are_the_rest=True,
+    limits_memory=True, library="libtpu", default_device="v5e", looks=3,
 )  # fmt: skip
 BACKENDS = {b.name: b for b in (CPU, CUDA, TPU)}
 _BY_ANY_NAME = {name: b for b in BACKENDS.values() for name in (b.name, *b.aliases)}

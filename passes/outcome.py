@@ -88,6 +88,7 @@ class StageOutcome:
         recipe: what was done, and whose plan was taken.
         seconds: wall time of this stage, all looks at other plans included.
         looks: how often the program was planned and compiled once more to look at another plan.
+        limited: True if there were more to look at, but that would have taken longer than the compile.
         host_budget_bytes: what may wait in the host's memory; 0 for no paging.
         host_bytes: predicted bytes there, a user's own offloading included.
         waiting_ns: estimated time that kernels stand still for the link; a part of `recompute_ns`.
@@ -124,6 +125,7 @@ class StageOutcome:
     needs_pinning: bool = False
     constraints: str = ""
     looks: int = 0
+    limited: bool = False
     host_budget_bytes: int = 0
     host_bytes: int = 0
     waiting_ns: int = 0

@@ -16,7 +16,8 @@ class Planner:
         does: what it does, in a few words, for people.
         entry: "module:function" of `plan(program, budget_bytes, config) -> Plan`.
         paged: the same for configs with `host_bytes`; "" if it makes nothing of a host.
-        searches: whether it is one of the search, which also finds least peaks, frontiers and least energy.
+        frugal: the same for configs whose objective is energy; "" if it knows time only.
+        searches: whether it is one of the search, which also finds least peaks and frontiers.
         proves: whether its plans get the linear bound without being asked.
         in_benchmark: whether `benchmarks.planners` has a line for it.
     """
@@ -24,6 +25,7 @@ class Planner:
     does: str
     entry: str
     paged: str = ""
+    frugal: str = ""
     searches: bool = False
     proves: bool = False
     in_benchmark: bool = True
@@ -31,17 +33,25 @@ class Planner:
 
 _SEARCH = "passes.planners.search:plan"
 _PAGED = "passes.planners.paging.plans:plan_paged"
+_FRUGAL = "passes.planners.paging.energy:plan_energy"
 _REPLAYED = "passes.planners.baselines.plans:plan"
+
+
+def _searching(does: str, in_benchmark: bool = False) -> Planner:
+    return Planner(
+        does=does, entry=_SEARCH, paged=_PAGED, frugal=_FRUGAL, searches=True, in_benchmark=in_benchmark
+    )
+
+
 PLANNERS = {
-    "auto": Planner(does="search (default)", entry=_SEARCH, paged=_PAGED, searches=True),
-    "window": Planner(
-        does="walks over addresses alone", entry=_SEARCH, paged=_PAGED, searches=True, in_benchmark=False
-    ),
-    "cut": Planner(does="minimum cuts alone", entry=_SEARCH, paged=_PAGED, searches=True, in_benchmark=False),
+    "auto": _searching("search (default)", in_benchmark=True),
+    "window": _searching("walks over addresses alone"),
+    "cut": _searching("minimum cuts alone"),
     "exact": Planner(
         does="prove the optimum (OR-Tools)",
         entry="passes.planners.exact.plans:plan",
         paged="passes.planners.exact.plans:plan_paged",
+        frugal="passes.planners.exact.plans:plan_energy",
         proves=True,
     ),
     "dtr": Planner(does="DTR, replayed", entry=_REPLAYED),

@@ -1,65 +1,110 @@
-"""Random programs with random pages on an absent GPU: `python -m tests.nightly_pages --programs 300`.
+"""Random programs with pages and recomputes drawn at random: `python -m tests.nightly_pages --programs 300`.
 
-Every scheduled module is sent through the abstract machine (`passes.hlo.replay`) at XLA's own addresses, and
-its bytes on both sides are compared with the prediction. Prints counts, and every seed that is wrong.
+Every program is rewritten twice. Compiled for an absent H200, its final module goes through the abstract
+machine (`tests.replay`) at XLA's own addresses, and its bytes on both sides are compared with the
+prediction. On the CPU the same rewriting with plain copies runs, and its results have the bits of the program
+as it is. Seeds follow each other until as many programs had something to page; verdicts are kept in `--out`,
+and seeds that are in it are not run again.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
+import itertools
+import json
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import jax
 
 from tests import hlo_support as h
 from tests import programs, ways
 
+PASSED, NOTHING, REFUSED = "passed", "nothing to page", "not for JAX"
+CALLS = {"host", "effect", "ordered"}
 
-def verdict(seed: int) -> str:
-    """What became of one seed: "passed", "nothing to page", "not for JAX", or what is wrong."""
-    case = ways.case_of(programs.Seeded(f"pages/{seed}"), depth=1, most=3)
-    if case.place != "one":
-        return "several devices"
-    whole = ways.program(case, lambda f: f)
-    try:
-        specs = jax.eval_shape(lambda: ways.arguments(case))
-        example = h.Example(name=f"random{seed}", fn=whole, args=specs)
-        h.scheduled(example, "cuda")
-    except Exception:  # such as forward mode through a `custom_vjp`, or a Python call on an absent GPU
-        return "not for JAX"
-    found = h.with_pages(example, "cuda", seed=seed, again=0.1)
-    if not found.pages:
-        return "nothing to page"
-    if h.predicted(found.prediction) != h.totals(found.compiled):
-        return "WRONG: bytes"
-    return (
-        "WRONG: " + h.replayed(found.compiled).problems[0]
-        if h.replayed(found.compiled).problems
-        else "passed"
+
+def example_of(seed: int) -> h.Example:
+    """The program of a seed: on one device, without calls into Python, which an absent GPU cannot have."""
+    drawn = (ways.case_of(programs.Seeded(f"pages/{seed}/{n}"), depth=1, most=6) for n in itertools.count())
+    alone = next(case for case in drawn if not programs.kinds_in(case.recipe) & CALLS)
+    case = dataclasses.replace(alone, place="one")
+    args = ways.arguments(case)
+    return h.Example(
+        name=f"random{seed}", fn=ways.program(case, lambda f: f), args=args, donate=ways.donated(case)
     )
 
 
+def verdict(seed: int) -> str:
+    """What became of one seed: "passed", "nothing to page", "not for JAX", or what is wrong."""
+    example = example_of(seed)
+    specs = dataclasses.replace(example, args=jax.eval_shape(lambda: example.args))
+    try:
+        before = results(h.scheduled(example)[1], example)
+    except Exception:  # such as forward mode through a `custom_vjp`
+        return REFUSED
+    try:
+        found = h.with_pages(specs, "cuda", seed=seed, again=0.1)
+    except Exception:
+        if compiles(specs):
+            raise
+        return REFUSED
+    here = h.with_pages(example, "cpu", seed=seed, again=0.1, style="plain")
+    if h.predicted(found.prediction) != h.totals(found.compiled):
+        return "WRONG: bytes"
+    if problems := h.replayed(found.compiled).problems:
+        return f"WRONG: {problems[0]}"
+    if before != results(here.compiled, example):
+        return "WRONG: bits"
+    return PASSED if found.pages and here.pages else NOTHING
+
+
+def compiles(example: h.Example) -> bool:
+    """True if an example compiles for the absent GPU as it is."""
+    try:
+        h.scheduled(example, "cuda")
+    except Exception:
+        return False
+    return True
+
+
+def results(compiled: Any, example: h.Example) -> list[bytes]:
+    """A program's results, bit by bit."""
+    return [x.tobytes() for x in h.run(compiled, example.args)]
+
+
 def main() -> None:
-    """Check as many seeds as asked for, in the minutes that there are."""
+    """Check as many programs as asked for, in the minutes that there are."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--programs", type=int, default=300)
-    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--programs", type=int, default=300, help="how many with something to page")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--minutes", type=float, default=1e9)
+    parser.add_argument("--out", type=Path, help="verdicts by seed, in JSON")
     options = parser.parse_args()
-    verdicts: collections.Counter[str] = collections.Counter()
+    kept = json.loads(options.out.read_text()) if options.out and options.out.exists() else {}
+    verdicts: dict[int, str] = {int(seed): found for seed, found in kept.items()}
     begin = time.monotonic()
-    for seed in range(options.first, options.first + options.programs):
-        if time.monotonic() - begin > 60 * options.minutes:
+    for seed in itertools.count(options.first):
+        checked = len(verdicts) - sum(v in (NOTHING, REFUSED) for v in verdicts.values())
+        if checked >= options.programs or time.monotonic() - begin > 60 * options.minutes:
             break
-        found = verdict(seed)
-        verdicts[found] += 1
-        if found.startswith("WRONG"):
-            sys.stdout.write(f"seed {seed}: {found}\n")
+        if seed in verdicts:
+            continue
+        verdicts[seed] = verdict(seed)
+        if verdicts[seed].startswith("WRONG"):
+            sys.stdout.write(f"seed {seed}: {verdicts[seed]}\n")
+            sys.stdout.flush()
+        if options.out:
+            options.out.write_text(json.dumps(verdicts, indent=0) + "\n")
         jax.clear_caches()
-    sys.stdout.write(", ".join(f"{n} {name}" for name, n in verdicts.most_common()) + "\n")
-    sys.exit(any(name.startswith("WRONG") for name in verdicts))
+        h.scheduled.cache_clear()
+    counts = collections.Counter(verdicts.values())
+    sys.stdout.write(", ".join(f"{n} {name}" for name, n in counts.most_common()) + "\n")
+    sys.exit(any(name.startswith("WRONG") for name in counts))
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ class Search:
             end = self._end_ns(state)
             if end is not None and (final is None or clock + end < final):
                 final = clock + end
-            for after, ns in self._steps(state):
+            for after, ns, _ in self._steps(state):
                 if clock + ns <= limit_ns and clock + ns < best.get(after, clock + ns + 1):
                     best[after] = clock + ns
                     heapq.heappush(queue, (clock + ns, after))
@@ -103,8 +103,27 @@ class Search:
         on_host = {*state.host, *(b for b, _ in state.leaving), *(b for b, _ in state.arriving)}
         return sum(self.nbytes[b] for b in on_host) <= self.host_bytes
 
-    def _steps(self, state: State) -> Iterator[tuple[State, int]]:
-        """What a moment and the step after it can come to."""
+    def least_pj(self, limit_ns: int) -> int | None:
+        """Energy of the most frugal plan within both budgets and `limit_ns`; None if there is none."""
+        quickest: dict[State, int] = {}
+        queue = [(0, 0, State(0), False)]
+        while queue:
+            spent, clock, state, done = heapq.heappop(queue)
+            if done:
+                return spent
+            if quickest.get(state, clock + 1) <= clock:
+                continue
+            quickest[state] = clock
+            end = self._end_ns(state)
+            if end is not None and clock + end <= limit_ns:
+                heapq.heappush(queue, (spent, clock, state, True))
+            for after, ns, pj in self._steps(state):
+                if clock + ns <= limit_ns:
+                    heapq.heappush(queue, (spent + pj, clock + ns, after, False))
+        return None
+
+    def _steps(self, state: State) -> Iterator[tuple[State, int, int]]:
+        """What a moment and the step after it can come to, with its time and its energy."""
         if not self._host_fits(state):
             return
         for freed, wait_ns in self._freed(state):
@@ -113,7 +132,11 @@ class Search:
                     for op in self.program.ops[: back.slot + 1]:
                         if op.id == back.slot or op.can_recompute(back.slot):
                             for after, ns in self._runs(back, op):
-                                yield after, wait_ns + more_ns + ns
+                                sent = {b for b, _ in after.leaving} - {b for b, _ in back.leaving}
+                                came = {b for b, _ in started.arriving} - {b for b, _ in freed.arriving}
+                                moved = sum(self.nbytes[b] for b in (*sent, *came))
+                                pj = op.energy_pj + round(self.link.picojoules_per_byte * moved)
+                                yield after, wait_ns + more_ns + ns, pj
 
     def _freed(self, state: State) -> Iterator[tuple[State, int]]:
         """Copies that the program waits for until they are on the host; their bytes are free."""

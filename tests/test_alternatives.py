@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coop_jax import alternatives, relowering
-from coop_jax.alternatives import RATIOS, Known, OtherWays
+from coop_jax import alternatives, known, relowering
+from coop_jax.alternatives import RATIOS, OtherWays
+from coop_jax.known import Known
 from coop_jax.record import Record, with_hlo
 from coop_jax.relowering import PLAIN, Plain, Variant, Wish
 from coop_jax.replacing import Calls, does_the_same, signature
+from passes.backend import BACKENDS
 from passes.hlo import proto
 from passes.ir import Status
 from passes.outcome import StageOutcome
@@ -49,7 +51,7 @@ MODULE = b""
 @pytest.fixture(autouse=True)
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is known before a test."""
-    monkeypatch.setattr(alternatives, "MEMORY", alternatives._Memory())
+    monkeypatch.setattr(alternatives, "MEMORY", alternatives.Memory())
 
 
 def asked_of(
@@ -178,6 +180,19 @@ def test_the_programs_own_kernels_are_not_looked_at_where_nothing_speaks_for_it(
     asked = asked_of(monkeypatch, lambda _: dear(500))
     ways().choose(record, dear(1300), MODULE)
     assert KERNELS not in asked
+
+
+def test_looks_take_no_longer_than_the_compile_once_something_keeps_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = {}
+    for first in (OUTCOME, REFUSED):
+        paged = dataclasses.replace(first, host_budget_bytes=1 << 30)
+        asked = asked_of(monkeypatch, lambda _, paged=paged: paged)  # type: ignore[misc]
+        choice = ways().choose(planned(), paged, MODULE)
+        assert choice.record.hlo is not None
+        times[choice.record.hlo.limited] = len(asked)
+    assert times == {True: BACKENDS["cpu"].looks, False: 6 + len(RATIOS) - 3}
 
 
 def test_a_plan_that_was_seen_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +361,7 @@ def test_the_plain_program_is_held_to_xlas_own_count_of_it(monkeypatch: pytest.M
 
 
 def test_what_others_beat_in_bytes_and_in_time_is_forgotten() -> None:
-    memory = alternatives._Memory()
+    memory = alternatives.Memory()
     for total, cost in ((1000, 50), (900, 60), (1000, 55), (950, 50), (800, 50)):
         memory.learn("p", Known(wish=PLAIN, total_bytes=total, cost_ns=cost))
     memory.learn("p", Known(wish=PLAIN, total_bytes=850))
@@ -356,14 +371,14 @@ def test_what_others_beat_in_bytes_and_in_time_is_forgotten() -> None:
 
 
 def test_the_memory_is_bounded() -> None:
-    memory = alternatives._Memory()
-    for n in range(alternatives.MOST_PROGRAMS + 5):
+    memory = alternatives.Memory()
+    for n in range(known.MOST_PROGRAMS + 5):
         memory.learn(str(n), Known(wish=PLAIN, total_bytes=1, cost_ns=1))
-    for n in range(alternatives.MOST_KNOWN + 5):
+    for n in range(known.MOST_KNOWN + 5):
         memory.learn("last", Known(wish=PLAIN, total_bytes=1000 - n, cost_ns=n))
     assert memory.of("0") == ()
-    assert len(memory.of("last")) == alternatives.MOST_KNOWN
-    assert len(memory._known) == alternatives.MOST_PROGRAMS
+    assert len(memory.of("last")) == known.MOST_KNOWN
+    assert len(memory._known) == known.MOST_PROGRAMS
 
 
 def test_functions_do_the_same_if_the_same_line_made_them_of_the_same_values() -> None:

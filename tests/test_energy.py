@@ -61,8 +61,8 @@ def test_a_limit_that_no_plan_keeps_is_not_kept_silently():
 def test_what_energy_needs_is_said():
     with pytest.raises(ValueError, match="no op of the program has `energy_pj`"):
         plan(example(), 12, PlannerConfig(objective="energy"))
-    with pytest.raises(ValueError, match="planner 'exact' knows time only"):
-        PlannerConfig(objective="energy", planner="exact")
+    with pytest.raises(ValueError, match="planner 'dtr' knows time only"):
+        PlannerConfig(objective="energy", planner="dtr")
     with pytest.raises(ValueError, match="it is time or energy"):
         PlannerConfig(objective="money")
     with pytest.raises(ValueError, match="it is a share, for `objective` energy"):

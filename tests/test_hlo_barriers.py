@@ -44,10 +44,16 @@ def _together(x: Any, ws: Any) -> Any:
     return (jnp.sin(y) + behind) @ ws[3]
 
 
+def _results(x: Any, ws: Any) -> Any:
+    """A constant and an argument among the results: for a GPU XLA takes all of them through a tuple."""
+    return jnp.sin(x @ ws[0]) @ ws[1], jnp.int32(3), x
+
+
 ARGS = (h.spec(256, 32), h.spec(4, 32, 32))
 STRAIGHT = h.Example(name="straight", fn=_straight, args=ARGS)
 LOOP = h.Example(name="loop", fn=_loop, args=ARGS)
 TWICE = h.Example(name="twice", fn=_twice, args=ARGS)
+RESULTS = h.Example(name="results", fn=_results, args=ARGS)
 TOGETHER = h.Example(name="together", fn=_together, args=ARGS)
 
 
@@ -125,7 +131,7 @@ def test_without_barriers_xla_computes_the_same_in_no_more_bytes(example: h.Exam
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("example", [STRAIGHT, LOOP, TWICE, TOGETHER], ids=lambda e: e.name)
+@pytest.mark.parametrize("example", [STRAIGHT, LOOP, TWICE, TOGETHER, RESULTS], ids=lambda e: e.name)
 def test_without_barriers_prediction_is_what_xla_allocates_on_h200(h200: str, example: h.Example) -> None:
     data, compiled = h.scheduled(example, "cuda")
     assert h.predicted(h.predict(proto.parse(data), "cuda")) == h.totals(compiled)

@@ -13,6 +13,8 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from coop_jax import aot, remat
+from coop_jax.module import ModuleFacts
+from coop_jax.requests import devices_of
 from passes.cost import DEVICES
 from passes.jaxpr import compat
 from passes.jaxpr.inline import inline_calls
@@ -74,6 +76,24 @@ def test_a_forward_part_that_the_cotangent_needs_stays_and_is_planned_with_the_o
     assert names(found.body).count("scan") == 2
     assert found.pair is not None
     assert len(found.pair.joint.kept) == 1, "what the loss reads; the rest is passed on inside"
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_what_a_shard_map_splits_is_one_devices_part_though_its_caller_says_nothing(inside: bool):
+    mesh = AbstractMesh((N_DEVICES,), ("d",), axis_types=(AxisType.Auto,))
+    plain = inline_calls(jax.make_jaxpr(lambda w, x: step(mesh, w, x, inside=inside))(*SPECS))
+    arguments, outputs = (
+        tuple(map(compat.aval_nbytes, avals)) for avals in (plain.in_avals, plain.out_avals)
+    )
+    facts = ModuleFacts(
+        argument_nbytes=arguments, output_nbytes=outputs, argument_on_host=(False,) * len(arguments),
+        output_on_host=(False,) * len(outputs), argument_parts=(1,) * len(arguments),
+        output_parts=(1,) * len(outputs), aliased=(None,) * len(arguments), num_devices=N_DEVICES,
+        platforms=("cpu",), device=None, argument_shardings=(), output_shardings=(),
+    )  # fmt: skip
+    devices = devices_of(facts, plain)
+    assert devices.argument_bytes == arguments[0] + arguments[1] // N_DEVICES
+    assert devices.output_bytes == sum(outputs) + facts.table_bytes
 
 
 def test_collectives_may_run_again_at_the_price_of_what_they_send():

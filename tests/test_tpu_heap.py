@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import hlo_support as h
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from passes.backend import TPU
+from passes.backend import CPU, TPU, Backend
 from passes.hlo import graph, proto
+from passes.hlo.inplace import Sharing
 from passes.offsets.xla_heap import Interval, pack_in_time
 
 BF16, F32, PRED = 16, 11, 1
@@ -49,6 +52,50 @@ def test_arrays_have_the_bytes_of_their_tiles(
     element: int, dims: list[int], minor_to_major: list[int], tiles: list[list[int]], nbytes: int
 ) -> None:
     assert _shape(element, dims, minor_to_major, *tiles).nbytes == nbytes
+
+
+def _fusion_with_reduced_result(between: str) -> tuple[graph.Module, graph.Instruction, graph.Instruction]:
+    """The view of (sum(between(exp(x))), exp(x)) as one fusion, the operand, and the fusion."""
+    module = proto.parse(b"")
+    fused, entry = module.computations.add(id=2, root_id=24), module.computations.add(id=1, root_id=12)
+
+    def add(where: Any, number: int, opcode: str, operands: list[int], *dims: int) -> Any:
+        made = where.instructions.add(id=number, name=f"{opcode}.{number}", opcode=opcode)
+        made.operand_ids.extend(operands)
+        made.shape.element_type = F32
+        made.shape.dimensions.extend(dims)
+        made.shape.layout.minor_to_major.extend(reversed(range(len(dims))))
+        return made
+
+    add(fused, 20, "parameter", [], 64, 64)
+    add(fused, 21, "exponential", [20], 64, 64)
+    add(fused, 22, between, [21], 64, 64)
+    summed = add(fused, 23, "reduce", [22], 64)
+    made = add(entry, 11, "negate", [10], 64, 64)
+    add(entry, 10, "parameter", [], 64, 64)
+    fusion = add(entry, 12, "fusion", [11])
+    fusion.fusion_kind = "kLoop"
+    fusion.called_computation_ids.append(2)
+    pair = add(fused, 24, "tuple", [23, 21])
+    for shape in (fusion.shape, pair.shape):
+        shape.element_type = 13
+        shape.tuple_shapes.add().CopyFrom(summed.shape)
+        shape.tuple_shapes.add().CopyFrom(made.shape)
+    module.entry_computation_id = 1
+    module.schedule.sequences.add(key=1).value.instruction_ids.extend([10, 11, 12])
+    view = graph.read(module)
+    return view, view.entry.by_id[11], view.entry.by_id[12]
+
+
+@pytest.mark.parametrize(
+    ("backend", "between", "shares"),
+    [(TPU, "negate", True), (TPU, "transpose", False), (CPU, "negate", False)],
+)
+def test_a_tpu_writes_over_an_operand_that_is_reduced_to_another_result(
+    backend: Backend, between: str, shares: bool
+) -> None:
+    view, operand, fusion = _fusion_with_reduced_result(between)
+    assert Sharing(view, backend).may_share(view.entry, operand, (), fusion, (1,)) is shares
 
 
 def _interval(key: int, nbytes: int, start: int, end: int) -> Interval:

@@ -1,9 +1,10 @@
-"""Take optimization barriers out of a scheduled module, as XLA does before it assigns buffers.
+"""Take barriers, and tuples that are only taken apart, out of a scheduled module, as XLA does after us.
 
 At this stage a barrier orders nothing any more: the schedule does. It still costs memory. XLA removes it
 after us, but jaxlib 0.11 leaves the tuple behind it, and a kernel that reads its operand out of a tuple does
-not take that operand's place; jaxlib 0.12 looks through the tuple. Without barriers and their tuples both
-versions allocate the same, and no more than either of them would.
+not take that operand's place; jaxlib 0.12 looks through the tuple. The same holds for the tuple that XLA
+makes for a GPU around results that need a copy, such as constants: its table of pointers takes memory in 0.11
+alone. Without barriers and such tuples both versions allocate the same, and no more than either would.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _VIEWS = frozenset({"get-tuple-element", "tuple", "bitcast"})
 
 
 def drop_barriers(module: Any) -> bool:
-    """Remove the barriers of a parsed module, in place, with the views that only they needed.
+    """Remove barriers of a parsed module and elements of its tuples, in place, and the views they needed.
 
     Returns:
         True if there were any.
@@ -26,23 +27,27 @@ def drop_barriers(module: Any) -> bool:
     computations = {c.id: c for c in module.computations}
     has_any = False
     for computation in module.computations:
-        if any(i.opcode in BARRIERS for i in computation.instructions):
-            has_any = True
-            removed = _drop(computation, computations)
-            sequence = schedule.get(computation.id)
-            if sequence is not None:
-                sequence.instruction_ids[:] = [i for i in sequence.instruction_ids if i not in removed]
+        known = _resolved(computation)
+        through = any(source != i for i, source in known.items())
+        removed = _drop(computation, computations, known) if through else set()
+        sequence = schedule.get(computation.id)
+        if removed and sequence is not None:
+            sequence.instruction_ids[:] = [i for i in sequence.instruction_ids if i not in removed]
+        has_any = has_any or bool(removed)
     return has_any
 
 
-def _drop(computation: Any, computations: dict[int, Any]) -> set[int]:
+def _drop(computation: Any, computations: dict[int, Any], known: dict[int, int]) -> set[int]:
     """Let every reader read what is behind the barriers; returns the ids of what is gone."""
-    by_id = {i.id: i for i in computation.instructions}
-    known = _resolved(computation, by_id)
     computation.root_id = known[computation.root_id]
-    removed = {i for i, source in known.items() if source != i} - _twins(computation, known)
+    twins = _twins(computation, known)
+    removed = {i for i, source in known.items() if source != i} - twins
     kept = [i for i in computation.instructions if i.id not in removed]
     for instruction in kept:
+        if instruction.id in twins and not instruction.shape.tuple_shapes:
+            instruction.opcode = "bitcast"
+            instruction.operand_ids[:] = [known[instruction.id]]
+            instruction.ClearField("tuple_index")
         instruction.operand_ids[:] = [known[o] if o in removed else o for o in instruction.operand_ids]
         if can_merge_operands(instruction):
             merge_operands(instruction, computations[instruction.called_computation_ids[0]])
@@ -56,8 +61,9 @@ def _drop(computation: Any, computations: dict[int, Any]) -> set[int]:
     return removed
 
 
-def _resolved(computation: Any, by_id: dict[int, Any]) -> dict[int, int]:
+def _resolved(computation: Any) -> dict[int, int]:
     """For every instruction the one that its readers can read instead; operands come first in the message."""
+    by_id = {i.id: i for i in computation.instructions}
     known: dict[int, int] = {}
     for instruction in computation.instructions:
         known[instruction.id] = instruction.id
@@ -75,7 +81,8 @@ def _twins(computation: Any, known: dict[int, int]) -> set[int]:
 
     XLA makes no kernel that has one operand twice. Where it decides whether the result may be written over
     an operand it looks at one of the two only, and what the other still has to read is lost. In a fusion of
-    its own XLA makes one operand of the two, and so do we.
+    its own XLA makes one operand of the two, and so do we. Others become bitcasts, which no pass looks
+    through.
     """
     twins: set[int] = set()
     for instruction in computation.instructions:

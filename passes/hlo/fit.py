@@ -16,6 +16,7 @@ from passes.hlo.assign import Assigner
 from passes.hlo.emit import emit
 from passes.hlo.heap import HeapPrediction, packing_saves, predict_assigned
 from passes.hlo.lift import LiftedModule
+from passes.hlo.steer import steered
 from passes.ir import OpId, Plan, Program, Status
 from passes.liveness import Graph
 from passes.planners import PlannerConfig, least_peak, plan, working_set_bytes
@@ -95,17 +96,35 @@ class Task:
         """How to plan without pages."""
         return replace(self.for_retries(), host_bytes=0, link=None)
 
+    def assigner(self, view: graph.Module) -> Assigner:
+        """Where XLA will put the values of a module."""
+        return Assigner(view, self.lifted.platform, old_rules=self.lifted.assigner.old_rules)
+
     def write(self, made: Plan) -> Written:
         """Emit a plan and predict its heap."""
         module = emit(self.lifted, made.steps, made.pages)
         view = graph.read(module, self.lifted.module)
-        assigner = Assigner(view, self.lifted.platform, old_rules=self.lifted.assigner.old_rules)
+        assigner = self.assigner(view)
         prediction = predict_assigned(assigner)
         saved = packing_saves(assigner) if self.pinned else 0
         return Written(
             plan=made, module=module, view=view, prediction=prediction,
             needed_bytes=prediction.total_bytes - saved, displaced=self._displaced(assigner),
         )  # fmt: skip
+
+    def steered(self, written: Written) -> Written:
+        """The same plan, packed tighter where XLA can be made to; else as it is."""
+        if self.pinned or self.lifted.assigner.backend.heap != "in time order":
+            return written
+        module = steered(self.assigner(written.view))
+        if module is None:
+            return written
+        view = graph.read(module)
+        prediction = predict_assigned(self.assigner(view))
+        found = replace(
+            written, module=module, view=view, prediction=prediction, needed_bytes=prediction.total_bytes
+        )
+        return min(written, found, key=lambda w: w.needed_bytes)
 
     def excess_bytes(self, written: Written) -> int:
         """By how much a module breaks the budget, with what XLA may add later."""
@@ -151,6 +170,7 @@ def fit(task: Task) -> Written:
     config = task.config
     target = task.budget_bytes - task.fixed_bytes
     bound_ratio = 0.0
+    tried: list[Written] = []
     for n in range(CONFIG.most_rounds):
         if target < task.bound_bytes(program):
             break
@@ -159,6 +179,7 @@ def fit(task: Task) -> Written:
         excess = task.excess_bytes(written)
         if not task.is_over(written):
             return _with_bound(written, bound_ratio)
+        tried.append(written)
         if not written.plan.status.found:
             break
         config = _with_less_host(task.for_retries(), config.host_bytes - task.host_excess_bytes(written))
@@ -170,7 +191,19 @@ def fit(task: Task) -> Written:
         target = min(target, written.plan.peak_bytes) - (excess << max(0, n - 1))
     program, least = lowest(task)
     over = task.is_over(least)
-    return _with_bound(least if over else _from_below(task, program, least), bound_ratio)
+    found = _packed(task, [*tried, least]) if over else _from_below(task, program, least)
+    return _with_bound(found, bound_ratio)
+
+
+def _packed(task: Task, tried: list[Written]) -> Written:
+    """The cheapest of the plans whose packing alone is over the budget, packed tighter, else the smallest."""
+    best = tried[-1]
+    for written in sorted(tried, key=lambda w: w.plan.overhead_ratio):
+        found = task.steered(written)
+        if not task.is_over(found):
+            return found
+        best = min(best, found, key=lambda w: (task.host_excess_bytes(w) > 0, w.needed_bytes))
+    return best
 
 
 def _with_less_host(config: PlannerConfig, host_bytes: int) -> PlannerConfig:

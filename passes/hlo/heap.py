@@ -189,6 +189,36 @@ def heap_intervals(assigner: Assigner, space: int = 0) -> list[Interval]:
     return _Events(assigner, space).run()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """One tick of the schedule: what comes alive, then what dies, as indices of groups."""
+
+    tick: int
+    defined: tuple[int, ...]
+    freed: tuple[int, ...]
+
+
+def moments(assigner: Assigner) -> tuple[list[Interval], list[Moment]]:
+    """The intervals of the default memory space, and the ticks at which their groups begin and end."""
+    events = _Events(assigner, 0)
+    intervals = events.run()
+    last: dict[int, Interval] = {}
+    for i in intervals:
+        if i.group not in last or last[i.group].end < i.end:
+            last[i.group] = i
+    defined: dict[int, list[int]] = {}
+    freed: dict[int, list[int]] = {}
+    for i in sorted(intervals, key=lambda i: i.start):
+        if i.leads:
+            defined.setdefault(events.ranges[i.key].start, []).append(i.group)
+    for group, i in last.items():
+        freed.setdefault(events.ranges[i.key].end, []).append(group)
+    ticks = sorted({*defined, *freed})
+    return intervals, [
+        Moment(tick=t, defined=tuple(defined.get(t, ())), freed=tuple(freed.get(t, ()))) for t in ticks
+    ]
+
+
 def predict_assigned(assigner: Assigner) -> HeapPrediction:
     """What XLA will allocate, from a replayed buffer assignment."""
     row = _row(assigner)

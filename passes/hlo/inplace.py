@@ -101,6 +101,13 @@ def _reduction_hero(fused: Computation) -> Instruction | None:
     return next((r for r in roots if r.opcode == "reduce"), None)
 
 
+def _reduced_roots(fused: Computation) -> frozenset[int]:
+    """The results of a fusion that are reductions, beside others."""
+    root = fused.by_id[fused.root]
+    roots = fused.operands(root) if root.opcode == "tuple" else []
+    return frozenset(r.id for r in roots if r.opcode == "reduce")
+
+
 class Sharing:
     """Answers whether an output may take the place of a dying operand (OFFSETS rule 7); memoized."""
 
@@ -108,6 +115,7 @@ class Sharing:
         self._module = module
         self._backend = backend
         self._by_emitters = backend.sharing == "emitters"
+        self._reduces = backend.sharing == "elementwise or reduced"
         self._users: dict[int, dict[int, list[Instruction]]] = {}
 
     def users(self, computation: Computation) -> dict[int, list[Instruction]]:
@@ -162,15 +170,19 @@ class Sharing:
         return is_elementwise(user, number)
 
     def _cpu_fusion(self, fusion: Instruction, number: int) -> bool:
+        """True if all that an operand reaches is elementwise or, where XLA allows that, a reduced result."""
         fused = self._module.computations[fusion.called[0]]
         kind = fusion.proto.fusion_kind
         allow_tuple = kind in ("kLoop", "kInput")
+        reduced = _reduced_roots(fused) if self._reduces else frozenset()
         users = self.users(fused)
         parameter = fused.parameters()[number]
         seen, work = {parameter.id}, [parameter]
         while work:
             current = work.pop()
             for user in users[current.id]:
+                if user.id in reduced:
+                    continue
                 for n, o in enumerate(user.operands):
                     if o == current.id and not (
                         is_elementwise(user, n) or (allow_tuple and user.opcode == "tuple")

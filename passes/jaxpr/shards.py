@@ -13,8 +13,10 @@ collectives are kernels with a price. What is outside stays as it is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
@@ -102,6 +104,28 @@ def _read_beside(jaxpr: Jaxpr, i: int, j: int) -> list[int]:
 
 def _is_shard_map(eqn: JaxprEqn) -> bool:
     return bool(eqn.primitive.name == SHARD_MAP) and not any(compat.is_ref(v.aval) for v in eqn.invars)
+
+
+def parts_of(closed: ClosedJaxpr) -> tuple[list[int], ...]:
+    """Into how many parts `shard_map`s split each argument and each result of a closed jaxpr, calls inlined.
+
+    An argument that anything else reads, too, is not said to be split.
+    """
+    jaxpr = compat.open_jaxpr(closed)[0]
+    parts: dict[Var, int] = {}
+    for eqn in filter(_is_shard_map, jaxpr.eqns):
+        specs = (*eqn.params["in_specs"], *eqn.params["out_specs"])
+        given = zip((*eqn.invars, *eqn.outvars), specs, strict=True)
+        parts |= {v: _n_parts(eqn, spec) for v, spec in given if compat.is_variable(v)}
+    for eqn in jaxpr.eqns:
+        if not _is_shard_map(eqn):
+            parts |= dict.fromkeys(compat.variables(eqn.invars), 1)
+    return tuple([compat.of_variable(parts, v) or 1 for v in vs] for vs in (jaxpr.invars, jaxpr.outvars))
+
+
+def _n_parts(eqn: JaxprEqn, spec: Any) -> int:
+    names = [name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,))]
+    return math.prod(eqn.params["mesh"].shape[name] for name in names if name is not None)
 
 
 def _body(eqn: JaxprEqn) -> Jaxpr:

@@ -7,6 +7,7 @@ own time and that of its group, that holds it; on ties the lowest offset. Only s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -151,47 +152,81 @@ def pack_in_time(intervals: list[Interval], alignment: int) -> HeapLayout:
         last[i.group] = max(last.get(i.group, i.end), i.end)
     for group in nbytes:
         events += [(first[group], False, group), (last[group], True, group)]
-    holes: list[tuple[int, int]] = []
+    heap = Holes(alignment)
     offsets: dict[int, int] = {}
-    end = size = 0
+    size = 0
     for _, is_end, group in sorted(events):
-        padded_bytes = -(-nbytes[group] // alignment) * alignment
         if is_end:
-            holes = _with_hole(holes, offsets[group], offsets[group] + padded_bytes)
-            continue
-        fits = [
-            (stop - start, start, stop)
-            for start, stop in holes
-            if padded_bytes <= stop - start and stop < end
-        ]
-        if fits:
-            _, start, stop = min(fits)
-            holes.remove((start, stop))
-            if stop - start > padded_bytes:
-                holes = _with_hole(holes, start + padded_bytes, stop)
+            heap.give(offsets[group], nbytes[group])
         else:
-            start = end
-            if holes and holes[-1][1] == end:
-                start = holes.pop()[0]
-            end = start + padded_bytes
-        offsets[group] = start
-        size = max(size, start + nbytes[group])
+            offsets[group] = heap.take(nbytes[group])
+            size = max(size, offsets[group] + nbytes[group])
     return HeapLayout(size=size, offsets=offsets)
 
 
-def _with_hole(holes: list[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
-    """Sorted holes with one more, joined with its neighbours."""
-    if start == stop:
-        return holes
-    kept = []
-    for low, high in holes:
-        if high == start:
-            start = low
-        elif low == stop:
-            stop = high
-        else:
-            kept.append((low, high))
-    return sorted([*kept, (start, stop)])
+class Holes:
+    """What is free in a heap that is packed in time order.
+
+    Attributes:
+        alignment: of starts and sizes, in bytes.
+        free: sorted ranges that nothing holds, neighbours joined; the last may be the heap's free end.
+        end: of what was ever taken and not given back at the end.
+    """
+
+    def __init__(self, alignment: int, free: Sequence[tuple[int, int]] = (), end: int = 0) -> None:
+        self.alignment = alignment
+        self.free = list(free)
+        self.end = end
+
+    def copy(self) -> Holes:
+        """The same holes, to try something with."""
+        return Holes(self.alignment, self.free, self.end)
+
+    def padded_bytes(self, nbytes: int) -> int:
+        """The bytes of the slot of a value."""
+        return -(-nbytes // self.alignment) * self.alignment
+
+    @property
+    def tail(self) -> int:
+        """Where the free end starts."""
+        return self.free[-1][0] if self.free and self.free[-1][1] == self.end else self.end
+
+    @property
+    def holes(self) -> list[tuple[int, int]]:
+        """What is free between others."""
+        return self.free[:-1] if self.tail < self.end else self.free
+
+    def take(self, nbytes: int) -> int:
+        """Where XLA places a value: in the smallest hole that holds it, the lowest on ties, or at the end."""
+        padded_bytes = self.padded_bytes(nbytes)
+        fits = [(stop - start, start, stop) for start, stop in self.holes if padded_bytes <= stop - start]
+        if not fits:
+            start = self.tail
+            if start < self.end:
+                self.free.pop()
+            self.end = start + padded_bytes
+            return start
+        _, start, stop = min(fits)
+        self.free.remove((start, stop))
+        if stop - start > padded_bytes:
+            self._add(start + padded_bytes, stop)
+        return start
+
+    def give(self, start: int, nbytes: int) -> None:
+        """A value that started there is dead."""
+        if nbytes:
+            self._add(start, start + self.padded_bytes(nbytes))
+
+    def _add(self, start: int, stop: int) -> None:
+        kept = []
+        for low, high in self.free:
+            if high == start:
+                start = low
+            elif low == stop:
+                stop = high
+            else:
+                kept.append((low, high))
+        self.free = sorted([*kept, (start, stop)])
 
 
 PACKERS = {"largest first": pack, "in time order": pack_in_time}

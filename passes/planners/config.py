@@ -28,9 +28,9 @@ class PlannerConfig:
             "exact" (a 0-1 program, from `auto`'s plan on); or a baseline: "dtr", "dtr-eq", "dte",
             "coop-online", "chen"; "delta" with a host.
         work_limit: how much work a search may do, in units of about a microsecond; None scales with the
-            program (about a second, and 100 us an op from 10,000 ops on; a fifth of a second, and 100 us an
-            op from 2000 ops on, if `quick`). It ends sooner near the bound; far from it, or where the first
-            search misses the budget, a few times as much is done in all.
+            program (about a second, and 100 us an op from 10,000 ops on; if `quick` a fifth of a second, two
+            with pages, and 100 us an op from 2000 ops on). It ends sooner near the bound; far from it, or
+            where the first search misses the budget, a few times as much is done in all.
         quick: whether someone waits for the plan, such as a compile.
         placed: whether the budget is for the plan placed at addresses, holes included, instead of its live
             bytes; the plan then carries offsets.
@@ -84,8 +84,10 @@ class PlannerConfig:
             raise ValueError(f"`host_bytes` is {self.host_bytes}, but no `link` says how fast they move")
         if self.objective not in ("time", "energy"):
             raise ValueError(f"`objective` is {self.objective!r}; it is time or energy")
-        if self.objective == "energy" and self.planner not in SEARCHING:
-            raise ValueError(f"planner {self.planner!r} knows time only; `objective` energy is for auto")
+        if self.objective == "energy" and not PLANNERS[self.planner].frugal:
+            raise ValueError(
+                f"planner {self.planner!r} knows time only; `objective` energy is for auto and exact"
+            )
         if self.max_overhead is not None and (self.max_overhead < 0 or self.objective == "time"):
             raise ValueError(f"`max_overhead` is {self.max_overhead}; it is a share, for `objective` energy")
         if self.planner == "delta" and not self.host_bytes:
@@ -107,4 +109,5 @@ class PlannerConfig:
         """The work limit for a program of `n_ops` ops."""
         if self.work_limit is not None:
             return self.work_limit
-        return max(QUICK_UNITS if self.quick else LEAST_UNITS, UNITS_PER_OP * n_ops)
+        quick_units = QUICK_UNITS * (2 if self.host_bytes else 1)
+        return max(quick_units if self.quick else LEAST_UNITS, UNITS_PER_OP * n_ops)

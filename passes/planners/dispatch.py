@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from passes.ir import Plan, Program
 from passes.planners import search
 from passes.planners.config import SEARCHING, PlannerConfig
-from passes.planners.paging.energy import plan_energy
 from passes.planners.paging.plans import frontier_paged, least_peak_paged
 from passes.registry import PLANNERS
 
@@ -28,14 +27,14 @@ def plan(program: Program, budget_bytes: int, config: PlannerConfig | None = Non
         status INFEASIBLE if it is proved that there is none and UNKNOWN if nothing is proved.
     """
     config = config or PlannerConfig()
-    if config.objective == "energy":
-        return plan_energy(program, budget_bytes, config)
     planner = PLANNERS[config.planner]
-    paged = planner.paged if config.host_bytes else ""
-    module, _, function = (paged or planner.entry).partition(":")
+    other = planner.paged if config.host_bytes else ""
+    if config.objective == "energy":
+        other = planner.frugal
+    module, _, function = (other or planner.entry).partition(":")
     made: Plan = getattr(importlib.import_module(module), function)(program, budget_bytes, config)
     bounded = config.strong_bound or planner.proves
-    return _strengthened(program, made) if bounded and not paged else made
+    return _strengthened(program, made) if bounded and not other else made
 
 
 def _strengthened(program: Program, made: Plan) -> Plan:

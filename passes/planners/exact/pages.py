@@ -11,8 +11,10 @@ arriving  its bytes are taken, it may not be read yet
 and changes it by being made or sent, by `gone` (it is out), `start` (it comes back) and `back` (it is back).
 One literal for each buffer and moment says each of that; clocks say when steps start and copies end. Copies
 one way are in order: an interval for each, without overlap, none before those of an earlier moment.
-The time of the last moment is minimized. What is proved holds for plans on the axis, which recompute an op at
-most once in a slot, in schedule order: such a plan is called feasible, and its planner says so.
+The time of the last moment is minimized, or the energy of steps and copies within a limit of time: POET's
+program (2022), with copies that overlap with kernels. What is proved holds for plans on the axis, which
+recompute an op at most once in a slot, in schedule order: such a plan is called feasible, and its planner
+says so.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from passes.link import Link
 from passes.liveness import Graph
 from passes.planners.exact.axis import Axis
 from passes.planners.exact.limits import Clock, ExactConfig
+from passes.planners.paging.director import Energy
+from passes.planners.paging.energy import with_energy
 from passes.planners.paging.queues import traffic
 from passes.simulate import simulate
 
@@ -100,25 +104,28 @@ def total(terms: Sequence[cp_model.LinearExprT]) -> cp_model.LinearExpr:
     return cp_model.LinearExpr.sum([*terms, 0, 0])
 
 
-def solve_paged(program: Program, budget_bytes: int, hint: Plan, link: Link, config: ExactConfig) -> Plan:
+def solve_paged(
+    program: Program, budget_bytes: int, hint: Plan, link: Link, config: ExactConfig,
+    energy: Energy | None = None,
+) -> Plan:  # fmt: skip
     """The quickest plan with pages within both budgets, with a proof where the limit allows it.
 
     Args:
         hint: a plan of the same program for the same budgets; need not keep them.
+        energy: the plan of least energy instead.
 
     Returns:
-        Never slower than a hint that keeps the budgets, by `PROVED` if no plan on the axis takes less time.
-        The hint as it is where nothing better is found. The lower bound stays the hint's, which holds for
-        all plans.
+        Never worse than a hint that keeps the budgets, by `PROVED` if no plan on the axis takes less time
+        (energy). The hint as it is where nothing better is found. The lower bound stays the hint's, which
+        holds for all plans.
     """
     graph = Graph.of(program)
     axis = Axis.around(graph, range(len(graph.cost_ns)), range(len(graph.cost_ns) + 1))
-    base_ns = sum(graph.cost_ns)
-    known_ns = base_ns + round(hint.overhead_ratio * base_ns)
     if hint.status is Status.OPTIMAL or len(axis.steps) * len(graph.nbytes) * 8 > MOST_LITERALS:
         return hint
-    horizon_ns = known_ns if hint.status.found else _longest_ns(axis, link)
+    horizon_ns = _horizon_ns(axis, link, hint, energy)
     made = _build(axis, link, horizon_ns, budget_bytes, hint.host_budget_bytes)
+    made.model.minimize(made.begun[made.end] if energy is None else _energy_pj(made, energy))
     solver = cp_model.CpSolver()
     status = Clock(config).solve(solver, made.model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
@@ -127,20 +134,35 @@ def solve_paged(program: Program, budget_bytes: int, hint: Plan, link: Link, con
     if answer.peak_bytes > budget_bytes or answer.host_peak_bytes > hint.host_budget_bytes:
         return hint
     planner = PROVED if status == cp_model.OPTIMAL else hint.planner
-    if hint.status.found and answer.overhead_ratio >= hint.overhead_ratio:
+    answer = with_energy(program, answer, link) if energy else answer
+    worse = answer.energy_pj >= hint.energy_pj if energy else answer.overhead_ratio >= hint.overhead_ratio
+    if hint.status.found and worse:
         return dataclasses.replace(hint, planner=planner)
     return dataclasses.replace(answer, planner=planner, status=Status.FEASIBLE)
 
 
-def _longest_ns(axis: Axis, link: Link) -> int:
-    """Longer than any plan on the axis takes if every copy is waited for."""
+def _horizon_ns(axis: Axis, link: Link, hint: Plan, energy: Energy | None) -> int:
+    """No plan that is looked for takes longer."""
     graph = axis.graph
+    base_ns = sum(graph.cost_ns)
+    if energy is None and hint.status.found:
+        return base_ns + round(hint.overhead_ratio * base_ns)
     moved = sum(link.to_host_ns(n) + link.from_host_ns(n) for n in graph.nbytes)
-    return sum(graph.cost_ns[op] for op in axis.steps) + len(axis.steps) * moved
+    longest_ns = sum(graph.cost_ns[op] for op in axis.steps) + len(axis.steps) * moved
+    return longest_ns if energy is None else int(min(longest_ns, energy.limit_ns))
+
+
+def _energy_pj(made: _Model, energy: Energy) -> cp_model.LinearExpr:
+    """Of all steps, and of what the link carries."""
+    runs = [energy.op_pj[op] * on for op, on in zip(made.axis.steps, made.on, strict=True)]
+    starts = [(b, literal) for (event, _, b), literal in made.event.items() if event == "start"]
+    copies = [(b, literal) for (_, b), literal in made.sent.items()] + starts
+    rate = made.link.picojoules_per_byte
+    return total(runs) + total([round(rate * made.graph.nbytes[b]) * literal for b, literal in copies])
 
 
 def _build(axis: Axis, link: Link, horizon_ns: int, budget_bytes: int, host_bytes: int) -> _Model:
-    """All families, minimizing the time at the end."""
+    """All families."""
     made = _Model(axis, link, horizon_ns, [i for i, first in enumerate(axis.is_first) if first])
     add_variables(made)
     add_changes(made)
@@ -150,7 +172,6 @@ def _build(axis: Axis, link: Link, horizon_ns: int, budget_bytes: int, host_byte
     add_clocks(made)
     add_queue_out(made)
     add_queue_in(made)
-    made.model.minimize(made.begun[made.end])
     return made
 
 

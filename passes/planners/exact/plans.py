@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 
 from passes.ir import Plan, Program
+from passes.link import PCIE5
 from passes.planners import search
 from passes.planners.config import PlannerConfig
 from passes.planners.exact.limits import ExactConfig
 from passes.planners.exact.pages import solve_paged
 from passes.planners.exact.placed import solve_jointly
 from passes.planners.exact.solve import solve_exact
+from passes.planners.paging import energy as frugal
 from passes.planners.paging import plans as paging
+from passes.planners.paging.director import Energy
 
 
 def plan(program: Program, budget_bytes: int, config: PlannerConfig) -> Plan:
@@ -32,6 +36,20 @@ def plan_paged(program: Program, budget_bytes: int, config: PlannerConfig) -> Pl
     assert config.link is not None, "PlannerConfig asks for a link"
     hint = paging.plan_paged(program, budget_bytes, config)
     made = solve_paged(program, hint.budget_bytes, hint, config.link, _limits(config))
+    return dataclasses.replace(made, seconds=time.perf_counter() - begin)
+
+
+def plan_energy(program: Program, budget_bytes: int, config: PlannerConfig) -> Plan:
+    """The plan of least energy, as POET asks for it: the search's plan of least energy is the hint."""
+    begin = time.perf_counter()
+    found = frugal.plan_energy(program, budget_bytes, dataclasses.replace(config, planner="auto"))
+    hint = dataclasses.replace(found, planner=config.planner)
+    most = math.inf if config.max_overhead is None else 1 + config.max_overhead
+    energy = Energy(op_pj=[op.energy_pj for op in program.ops], limit_ns=most * program.cost_ns)
+    if config.link is None:
+        here = tuple(dataclasses.replace(b, pageable=False) for b in program.buffers)
+        program = dataclasses.replace(program, buffers=here)
+    made = solve_paged(program, hint.budget_bytes, hint, config.link or PCIE5, _limits(config), energy)
     return dataclasses.replace(made, seconds=time.perf_counter() - begin)
 
 

@@ -15,6 +15,7 @@ All are compared by the time of their steps and of waiting for the link, replaye
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,10 +30,11 @@ from passes.planners.schedule import HOLE, Schedule, prune
 
 SHARES = (1.0, 1.15, 0.85, 1.3, 0.7, 2.0, 0.5)
 TILTS = (0.1, -0.1)
-LEVELS = 6
+LEVELS = (3 / 6, 4 / 6, 2 / 6, 5 / 6, 1 / 6)
+MADE_RATIO = 0.5
 ROUNDS = 4
 PATIENCE = 60
-STEP_UNITS, PAGE_UNITS = 15, 120
+STEP_UNITS, PAGE_UNITS = 7, 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,8 +141,10 @@ class Director:
         yield from self._carried(SHARES[:1])
         self.offer(self.start)
         yield
-        yield from self._carried(SHARES[1:])
-        yield from self._levels()
+        for _ in itertools.zip_longest(self._carried(SHARES[1:]), self._levels()):
+            if self.work.done > MADE_RATIO * self.work.limit:
+                break
+            yield
         yield from self._around_pages()
         yield from self._around()
 
@@ -160,8 +164,8 @@ class Director:
     def _levels(self) -> Iterator[None]:
         """Recompute alone down to levels, pages from there."""
         over_bytes = self.start.peak_bytes - self.budget_bytes
-        for k in range(1, LEVELS):
-            level_bytes = self.budget_bytes + over_bytes * k // LEVELS
+        for level in LEVELS:
+            level_bytes = self.budget_bytes + int(over_bytes * level)
             yield from self._lowered(self.graph, self.start, level_bytes, frozenset())
 
     def _around_pages(self) -> Iterator[None]:

@@ -42,7 +42,7 @@ def plan_energy(program: Program, budget_bytes: int, config: PlannerConfig) -> P
     tried = [run(program, budget_bytes, quickest), _frugal_alone(program, budget_bytes, quickest)]
     if config.host_bytes:
         tried += _with_pages(program, tried, config)
-    tried = [_with_energy(program, made, config.link) for made in tried]
+    tried = [with_energy(program, made, config.link) for made in tried]
     limit = math.inf if config.max_overhead is None else config.max_overhead
     kept = [made for made in tried if made.status.found and made.overhead_ratio <= limit + 1e-9]
     best = min(kept, key=lambda made: made.energy_pj, default=None)
@@ -100,8 +100,8 @@ def _plan_of(mixed: Mixed, like: Plan, base_ns: int) -> Plan:
     )
 
 
-def _with_energy(program: Program, made: Plan, link: Link | None) -> Plan:
-    """The plan with the energy of its steps and copies."""
+def with_energy(program: Program, made: Plan, link: Link | None) -> Plan:
+    """A plan with the energy of its steps and copies."""
     energy_pj = sum(program.ops[step].energy_pj for step in made.steps)
     if made.pages and link is not None:
         moved = traffic(program, made.steps, made.pages, link).moved_bytes

@@ -1,0 +1,61 @@
+"""What was found out about programs in this process: ways to write them, and what each needs and costs."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from coop_jax.relowering import Wish
+
+MOST_PROGRAMS = 256
+MOST_KNOWN = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """One way to write a program, which the enforcing stage found to keep a budget.
+
+    Attributes:
+        wish: how to get it again.
+        total_bytes: what it needs.
+        cost_ns: estimated time of its kernels; None where nobody looked.
+    """
+
+    wish: Wish
+    total_bytes: int
+    cost_ns: int | None = None
+
+
+class Memory:
+    """What is known of programs. Thread-safe, bounded."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: OrderedDict[str, tuple[Known, ...]] = OrderedDict()
+
+    def of(self, program: str) -> tuple[Known, ...]:
+        """All that is known of a program, by its key."""
+        with self._lock:
+            return self._known.get(program, ())
+
+    def learn(self, program: str, found: Known) -> None:
+        """Remember one more way; those that another one beats in bytes and in cost are forgotten."""
+        with self._lock:
+            kept = [k for k in self._known.pop(program, ()) if not _beats(found, k)]
+            if not any(_beats(k, found) for k in kept):
+                kept.append(found)
+            self._known[program] = tuple(kept[-MOST_KNOWN:])
+            while len(self._known) > MOST_PROGRAMS:
+                self._known.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget every program."""
+        with self._lock:
+            self._known.clear()
+
+
+def _beats(one: Known, other: Known) -> bool:
+    if one.total_bytes > other.total_bytes:
+        return False
+    return other.cost_ns is None or (one.cost_ns is not None and one.cost_ns <= other.cost_ns)

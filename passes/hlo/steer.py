@@ -1,0 +1,246 @@
+"""Steer XLA's packing where it packs in time order: memory that is held while a value is placed.
+
+A TPU's heap gives every value the smallest hole when it comes alive. A statistic of 512 B that lives long
+takes what an activation left, and the next activation does not fit. So a tighter packing is looked for, and
+where best fit would not follow it, the other holes are filled for that one moment: buffers that nothing
+reads or writes (`AllocateBuffer`, XLA's own) are made before the kernel, and a second such call, which has
+them for operands, ends their lives after it. No kernel changes.
+
+Which holes there are is predicted. So where XLA moves other values after it called back, buffers may fail to
+fill what they were made for: XLA's count decides, as always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from passes.hlo import proto
+from passes.hlo.assign import Assigner
+from passes.hlo.emit import Cloner
+from passes.hlo.heap import Moment, moments
+from passes.offsets.tight import pack_tight
+from passes.offsets.xla_heap import Holes, Interval, best_fit
+
+PACKING_ROUNDS = 16
+_F32 = 11
+_LANES, _ROWS = 128, 8
+_ROW_BYTES = 4 * _LANES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """A buffer that fills free memory; where it `opens`, it ends before the kernel and leaves room to it."""
+
+    start: int
+    nbytes: int
+    opens: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Goal:
+    """Where values should be: those of one slot anywhere in a zone below all others, which have their places.
+
+    Attributes:
+        nbytes: of every group.
+        zone_bytes: as many slots as are alive at once.
+        places: of the groups that are larger.
+    """
+
+    nbytes: dict[int, int]
+    zone_bytes: int
+    places: dict[int, int]
+
+    def allows(self, group: int, start: int) -> bool:
+        """True if a group may be there."""
+        return start == self.places.get(group, start if start < self.zone_bytes else None)
+
+
+class _Follower:
+    """Replays a heap in time order and makes it follow a packing.
+
+    Attributes:
+        steered: tick -> the buffers that are needed there, in the order in which they are made.
+    """
+
+    def __init__(self, alignment: int, goal: _Goal) -> None:
+        self.heap = Holes(alignment)
+        self.goal = goal
+        self.places: dict[int, int] = {}
+        self.steered: dict[int, list[_Piece]] = {}
+        self.pending: list[_Piece] = []
+
+    def follow(self, moment: Moment) -> bool:
+        """Go through one tick; False if nothing makes the heap follow."""
+        _end(self.heap, self.pending)
+        self.pending = []
+        if moment.defined and not self._place(moment):
+            return False
+        for group in moment.freed:
+            self.heap.give(self.places[group], self.goal.nbytes[group])
+        return True
+
+    def _place(self, moment: Moment) -> bool:
+        pieces: list[_Piece] = []
+        found = self._after(moment, pieces)
+        if found is None:
+            pieces = self._pieces(moment)
+            found = self._after(moment, pieces)
+            for piece in sorted(pieces, key=lambda p: -p.nbytes):
+                fewer = [p for p in pieces if p is not piece]
+                without = self._after(moment, fewer)
+                if without is not None:
+                    pieces, found = fewer, without
+        if found is None:
+            return False
+        self.heap, places = found
+        self.places.update(places)
+        self.pending = [p for p in pieces if not p.opens]
+        if pieces:
+            self.steered[moment.tick] = pieces
+        return True
+
+    def _after(self, moment: Moment, pieces: Sequence[_Piece]) -> tuple[Holes, dict[int, int]] | None:
+        """The heap when the results are placed, and where; None if they, or buffers, go elsewhere."""
+        heap = self.heap.copy()
+        if any(heap.take(p.nbytes) != p.start for p in pieces):
+            return None
+        _end(heap, [p for p in pieces if p.opens])
+        places = {g: heap.take(self.goal.nbytes[g]) for g in moment.defined}
+        return (heap, places) if all(self.goal.allows(*place) for place in places.items()) else None
+
+    def _pieces(self, moment: Moment) -> list[_Piece]:
+        """All that is free but for the places of the results, as best fit fills it: small holes first."""
+        heap = self.heap
+        large = [g for g in moment.defined if g in self.goal.places]
+        wanted = {self.goal.places[g]: heap.padded_bytes(self.goal.nbytes[g]) for g in large}
+        wanted |= dict.fromkeys(self._slots(len(moment.defined) - len(large)), heap.alignment)
+        ranges = sorted(heap.holes, key=lambda hole: (hole[1] - hole[0], hole[0]))
+        ranges.append((heap.tail, max([heap.tail, *(at + room for at, room in wanted.items())])))
+        return [piece for start, stop in ranges for piece in _cut(start, stop, wanted)]
+
+    def _slots(self, count: int) -> list[int]:
+        """The lowest free slots of the zone."""
+        heap = self.heap
+        ranges = [*heap.holes, (heap.tail, self.goal.zone_bytes)]
+        free = [at for start, stop in ranges for at in range(start, stop, heap.alignment)[:count]]
+        return sorted(free)[:count]
+
+
+def _cut(start: int, stop: int, wanted: dict[int, int]) -> Iterator[_Piece]:
+    """What is free from `start` to `stop`, in pieces: wanted places, and what is between them."""
+    for at, room in sorted(wanted.items()):
+        if start <= at < stop:
+            if start < at:
+                yield _Piece(start=start, nbytes=at - start)
+            yield _Piece(start=at, nbytes=room, opens=True)
+            start = at + room
+    if start < stop:
+        yield _Piece(start=start, nbytes=stop - start)
+
+
+def _end(heap: Holes, pieces: Sequence[_Piece]) -> None:
+    """Buffers die: the call that ends them has a slot of its own for that moment."""
+    if pieces:
+        slot = heap.take(heap.alignment)
+        for piece in pieces:
+            heap.give(piece.start, piece.nbytes)
+        heap.give(slot, heap.alignment)
+
+
+def steered(assigner: Assigner) -> Any | None:
+    """The module with its temporaries packed tighter; None if no way is found.
+
+    Args:
+        assigner: of a module of a platform whose heap is packed in time order.
+
+    Returns:
+        A message of its own: the same instructions in the same order, and the buffers between them.
+    """
+    intervals, ticks = moments(assigner)
+    follower = _Follower(assigner.backend.alignment, _goal(intervals, assigner.backend.alignment))
+    if not all(follower.follow(moment) for moment in ticks):
+        return None
+    return _written(assigner, follower.steered)
+
+
+def _goal(intervals: Sequence[Interval], alignment: int) -> _Goal:
+    """A tight packing of all values larger than a slot, above a zone for the others."""
+    nbytes: dict[int, int] = {}
+    for i in intervals:
+        nbytes[i.group] = max(nbytes.get(i.group, 0), i.nbytes)
+    small = [i for i in intervals if nbytes[i.group] <= alignment]
+    zone_bytes = best_fit(small, alignment, sorted((i for i in small if i.leads), key=lambda i: i.start)).size
+    zone_bytes = -(-zone_bytes // alignment) * alignment
+    large = [i for i in intervals if nbytes[i.group] > alignment]
+    offsets = pack_tight(large, alignment, rounds=PACKING_ROUNDS).offsets
+    return _Goal(
+        nbytes=nbytes, zone_bytes=zone_bytes, places={g: zone_bytes + at for g, at in offsets.items()}
+    )
+
+
+def _written(assigner: Assigner, steered_ticks: dict[int, list[_Piece]]) -> Any | None:
+    """The module with the buffers of each tick around the instruction that runs then."""
+    module = proto.copy(assigner.module.proto)
+    at = {time: place for place, time in assigner.ticks.time.items()}
+    if not all(tick in at for tick in steered_ticks):
+        return None
+    writer = _Writer(module)
+    for tick, pieces in steered_ticks.items():
+        writer.around(*at[tick], pieces)
+    writer.finish()
+    return module
+
+
+class _Writer:
+    """Puts buffers around instructions."""
+
+    def __init__(self, module: Any) -> None:
+        self.cloner = Cloner(module)
+        self.computations = {c.id: c for c in module.computations}
+        self.sequences = {s.key: s.value for s in module.schedule.sequences}
+        self.before: dict[int, dict[int, list[Any]]] = {}
+        self.after: dict[int, dict[int, list[Any]]] = {}
+
+    def around(self, computation: int, instruction: int, pieces: Sequence[_Piece]) -> None:
+        """Fill memory while an instruction's results are placed."""
+        scope = self.computations[computation]
+        made = [self._buffer(scope, piece.nbytes) for piece in pieces]
+        before = list(made)
+        opening = [b.id for b, piece in zip(made, pieces, strict=True) if piece.opens]
+        closing = [b.id for b, piece in zip(made, pieces, strict=True) if not piece.opens]
+        before += [self._call(scope, opening)] if opening else []
+        self.before.setdefault(computation, {})[instruction] = before
+        self.after.setdefault(computation, {})[instruction] = [self._call(scope, closing)] if closing else []
+
+    def finish(self) -> None:
+        """Write the schedules, and the instructions in their order."""
+        for key, before in self.before.items():
+            scope, sequence = self.computations[key], self.sequences[key]
+            protos = {i.id: type(i).FromString(i.SerializeToString()) for i in scope.instructions}
+            order = [
+                made
+                for i in sequence.instruction_ids
+                for made in (*before.get(i, ()), protos[i], *self.after[key].get(i, ()))
+            ]
+            sequence.instruction_ids[:] = [i.id for i in order]
+            del scope.instructions[:]
+            scope.instructions.extend(order)
+
+    def _buffer(self, scope: Any, nbytes: int) -> Any:
+        made = type(scope.instructions[0])()
+        made.opcode, made.custom_call_target = "custom-call", "AllocateBuffer"
+        made.id, made.name = self.cloner.instruction_id(scope), self.cloner.name("reserved", "coop")
+        made.shape.element_type = _F32
+        made.shape.dimensions.extend((nbytes // _ROW_BYTES, _LANES))
+        made.shape.is_dynamic_dimension.extend((False, False))
+        made.shape.layout.minor_to_major.extend((1, 0))
+        made.shape.layout.tiles.add().dimensions.extend((_ROWS, _LANES))
+        return made
+
+    def _call(self, scope: Any, operands: Sequence[int]) -> Any:
+        made = self._buffer(scope, _ROWS * _ROW_BYTES)
+        made.operand_ids.extend(operands)
+        made.custom_call_has_side_effect = True
+        return made
