@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from passes.cost import DeviceModel
 from passes.jaxpr import compat
 from passes.jaxpr.bodies import fit_bodies
-from passes.jaxpr.calibration import expected_ratio, tried
 from passes.jaxpr.candidate import Candidate, JaxprRequest
 from passes.jaxpr.compat import Jaxpr
 from passes.jaxpr.lift import lift
@@ -282,13 +281,13 @@ class _Search:
         return planned, lifted
 
     def _expect(self, made: Candidate, ratio: float) -> _Look:
-        known = tried(self.request.calibration.trials, made.recipe, made.peak_bytes)
+        known = self.request.calibration.tried(made.recipe, made.peak_bytes)
         nbytes = round(made.peak_bytes * ratio) if known is None else known.temp_bytes
         over = nbytes > self.request.temp_budget_bytes
         return _Look(candidate=made, expected_bytes=nbytes, over=over, tried=known is not None)
 
     def _ratio(self, recipe: Recipe, estimated_bytes: int, prior_ratio: float) -> float:
-        return expected_ratio(self.request.calibration.trials, recipe, estimated_bytes, prior_ratio)
+        return self.request.calibration.expected_ratio(recipe, estimated_bytes, prior_ratio)
 
 
 def _next(looks: Sequence[_Look], request: JaxprRequest) -> _Look:
@@ -298,7 +297,7 @@ def _next(looks: Sequence[_Look], request: JaxprRequest) -> _Look:
         return best
 
     def may_fit(look: _Look) -> bool:
-        known = any(m.recipe == look.candidate.recipe for m in request.calibration.trials)
+        known = request.calibration.alike(look.candidate.recipe)
         ratio = CONFIG.known_ratio if known else CONFIG.unknown_ratio
         return look.expected_bytes <= ratio * request.temp_budget_bytes
 
