@@ -9,14 +9,13 @@ a few slots at a time. Never returns worse than the hint, the search's plan.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
 
 from passes.ir import OpId, Plan, Program, Status
 from passes.liveness import Graph
-from passes.planners.bounds import working_set_bytes
+from passes.planners.bounds import at_least_ns, working_set_bytes
 from passes.planners.candidate import Candidate
 from passes.planners.exact.expand import breaks, hint_of, steps_of
 from passes.planners.exact.frame import Frame, unit_bytes
@@ -25,8 +24,6 @@ from passes.planners.exact.retention import Retention, build
 from passes.planners.exact.slots import improve
 from passes.planners.schedule import Schedule, reverse_delete
 from passes.simulate import simulate_graph
-
-ROUNDING_NS = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +106,8 @@ def solve_within(graph: Graph, budget_bytes: int, hint: Plan, clock: Clock, keep
 
 def bound_ns(graph: Graph, made: Plan) -> int:
     """What a plan says that the recomputes of every plan cost at least."""
-    return max(0, math.ceil(made.lower_bound_ratio * sum(graph.cost_ns) - ROUNDING_NS))
+    base_ns = sum(graph.cost_ns)
+    return max(0, at_least_ns(base_ns, made.lower_bound_ratio) - base_ns)
 
 
 def _search(graph: Graph, budget_bytes: int, known: _Known, clock: Clock, keep: float) -> None:
