@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from coop_jax import alternatives, known, relowering
-from coop_jax.alternatives import RATIOS, OtherWays
+from coop_jax.alternatives import TRIES, OtherWays
 from coop_jax.known import Known
 from coop_jax.record import Record, with_hlo
 from coop_jax.relowering import PLAIN, Plain, Variant, Wish
@@ -109,7 +109,7 @@ def test_before_a_refusal_the_plain_program_and_every_deeper_plan_is_tried(
     assert choice.record.hlo is not None
     assert not choice.record.hlo.status.found
     ratios = [w.temp_ratio for w in asked]
-    assert ratios == [r for r in RATIOS if r <= (BUDGET - FIXED) / REFUSED.before_temp_bytes]
+    assert ratios == [r for r in TRIES.ratios if r <= (BUDGET - FIXED) / REFUSED.before_temp_bytes]
     assert {w.budget_bytes for w in asked} == {BUDGET}
 
 
@@ -192,7 +192,7 @@ def test_looks_take_no_longer_than_the_compile_once_something_keeps_the_budget(
         choice = ways().choose(planned(), paged, MODULE)
         assert choice.record.hlo is not None
         times[choice.record.hlo.limited] = len(asked)
-    assert times == {True: BACKENDS["cpu"].looks, False: 6 + len(RATIOS) - 3}
+    assert times == {True: BACKENDS["cpu"].looks, False: 6 + len(TRIES.ratios) - 3}
 
 
 def test_a_plan_that_was_seen_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
