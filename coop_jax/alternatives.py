@@ -95,10 +95,10 @@ class OtherWays:
         with progress() as tell:
             search = _Search(ways=self, record=record, module=module, tell=tell)
             choice = self._chosen(search, outcome)
-        hlo = choice.record.hlo
-        assert hlo is not None, "the enforcing stage has spoken"
         seconds = outcome.seconds + time.perf_counter() - begin
-        counted = dataclasses.replace(hlo, seconds=seconds, looks=search.looks, limited=search.limited)
+        counted = dataclasses.replace(
+            _hlo(choice), seconds=seconds, looks=search.looks, limited=search.limited
+        )
         return dataclasses.replace(choice, record=with_hlo(choice.record, counted))
 
     def _chosen(self, search: _Search, outcome: StageOutcome) -> Choice:
@@ -107,20 +107,21 @@ class OtherWays:
         if relowering.wish() is not None or self.settings != self.program.settings():
             return first
         best = self._cheapest(search, first)
-        return search.fastest(best) if record.tune and _kept(best) and _is_changed(best.record) else best
+        return (
+            search.fastest(best)
+            if record.tune and _hlo(best).status.found and _is_changed(best.record)
+            else best
+        )
 
     def _cheapest(self, search: _Search, first: Choice) -> Choice:
-        record, outcome = search.record, first.record.hlo
-        assert outcome is not None, "the enforcing stage has spoken"
+        record, outcome = search.record, _hlo(first)
         first_wish = Wish(budget_bytes=record.budget_bytes, aim_bytes=record.budget_bytes)
         search.is_seen(record, first_wish)
         tuned = search.paged(search.tuned(first), outcome)
-        hlo = tuned.record.hlo
-        assert hlo is not None, "the enforcing stage has spoken"
-        if not hlo.status.found:
+        if not _hlo(tuned).status.found:
             return search.instead_of(outcome)
         tuned = search.with_its_own_kernels(tuned)
-        taken = search.cheaper_than(tuned.record)
+        taken = search.cheaper_than(tuned)
         if taken is not None:
             return taken
         if tuned is first:
@@ -176,7 +177,7 @@ class _Search:
     def may_look(self, best: Choice) -> bool:
         """Whether one more look takes no longer than the compile that it is for, with those before it."""
         backend = BACKENDS[DEVICES[self.record.device_name].platform]
-        allowed = not _kept(best) or self.asked < backend.looks
+        allowed = not _hlo(best).status.found or self.asked < backend.looks
         self.limited |= not allowed
         return allowed
 
@@ -185,11 +186,14 @@ class _Search:
 
         Best is what keeps the budget at the least estimated time of its kernels, else what comes nearest.
         """
-        best, planned, verdict = first, first.record.jaxpr, first.record.hlo
+        best, planned, verdict = first, first.record.jaxpr, _hlo(first)
         calibration = UNCALIBRATED
         for n in range(TRIES.most_looks):
-            assert verdict is not None, "the enforcing stage has spoken"
-            if planned is None or verdict.needs_pinning or (_kept(best) and n >= TRIES.most_looks_if_kept):
+            if (
+                planned is None
+                or verdict.needs_pinning
+                or (_hlo(best).status.found and n >= TRIES.most_looks_if_kept)
+            ):
                 break
             following = calibration.after(planned, verdict)
             if following is None or not self.may_look(best):
@@ -201,7 +205,7 @@ class _Search:
             if variant is None:
                 break
             planned, verdict = variant.record.jaxpr, _hlo(variant)
-            if _rank(verdict) < _rank_of(best):
+            if _rank(verdict) < _rank(_hlo(best)):
                 best = self._choice(variant)
         return best
 
@@ -216,14 +220,13 @@ class _Search:
         aims += [Wish(budget_bytes=budget_bytes, temp_ratio=r) for r in TRIES.paged_ratios if r > left]
         for asked in aims:
             variant = self._look(asked) if self.may_look(best) else None
-            if variant is not None and _rank(_hlo(variant)) < _rank_of(best):
+            if variant is not None and _rank(_hlo(variant)) < _rank(_hlo(best)):
                 best = self._choice(variant)
         return best
 
     def with_its_own_kernels(self, made: Choice) -> Choice:
         """The program as it is, held to the budget, where a plan was missed and this turns out cheaper."""
-        planned, hlo = made.record.jaxpr, made.record.hlo
-        assert hlo is not None, "the enforcing stage has spoken"
+        planned, hlo = made.record.jaxpr, _hlo(made)
         if planned is None or planned.kernels_ns is None or self.record.constraints:
             return made
         promised_ns = planned.cost_ns + planned.recompute_ns
@@ -242,9 +245,8 @@ class _Search:
         budget_bytes = self.record.budget_bytes
         if best.module is None:
             self._look(Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes), known=True)
-        assert best.record.hlo is not None, "the enforcing stage has spoken"
         kernels = [] if self.record.constraints else [Wish(plain=True, budget_bytes=budget_bytes)]
-        for asked in (*kernels, *self._deeper(best.record.hlo)):
+        for asked in (*kernels, *self._deeper(_hlo(best))):
             if len(self.kept) < most:
                 self._look(asked)
         found = sorted(self.kept, key=lambda way: _rank(_hlo(way[1])))[:most]
@@ -262,16 +264,15 @@ class _Search:
             total_bytes=_hlo(found).planned_total_bytes,
         )
 
-    def cheaper_than(self, first: Record) -> Choice | None:
+    def cheaper_than(self, first: Choice) -> Choice | None:
         """What is known to keep the budget for less time, if anything is.
 
         Where nothing was planned, and the program keeps the budget without `coop.remat`, that is the only
         other way.
         """
-        assert first.hlo is not None, "the enforcing stage has spoken"
-        limit_ns = TRIES.cheaper_ratio * _cost_ns(first.hlo)
+        limit_ns = TRIES.cheaper_ratio * _cost_ns(_hlo(first))
         known = [k.wish for k in self._known() if k.cost_ns is not None and k.cost_ns < limit_ns]
-        if known and not _is_changed(first):
+        if known and not _is_changed(first.record):
             plain = self._plain()
             if plain is not None and plain.memory.total_bytes <= self.record.budget_bytes:
                 known = [relowering.PLAIN] if plain.cost_ns < limit_ns else []
@@ -416,18 +417,9 @@ def _rank(verdict: StageOutcome) -> tuple[bool, int]:
     return True, verdict.fixed_bytes + verdict.before_temp_bytes if least is None else least
 
 
-def _kept(choice: Choice) -> bool:
-    return choice.record.hlo is not None and choice.record.hlo.status.found
-
-
-def _rank_of(choice: Choice) -> tuple[bool, int]:
-    assert choice.record.hlo is not None, "the enforcing stage has spoken"
-    return _rank(choice.record.hlo)
-
-
-def _hlo(variant: Variant) -> StageOutcome:
-    assert variant.record.hlo is not None, "a variant was looked at"
-    return variant.record.hlo
+def _hlo(way: Choice | Variant) -> StageOutcome:
+    assert way.record.hlo is not None, "the enforcing stage has spoken"
+    return way.record.hlo
 
 
 def _as_counted(variant: Variant, plain: Plain) -> Variant:
