@@ -40,8 +40,8 @@ from passes.jaxpr.softmax import DataflowGraph, inside_softmax
 from passes.jaxpr.split_dots import split_bytes, split_ns
 from passes.simulate import simulate
 
-# A value with several readers is stored if reading its leaves costs more than this many times its own
-# bytes; one with a single reader (which fuses it) only where a chain would keep many temporaries alive.
+# A value with several readers is stored if reading its leaves costs more than this many times its own bytes;
+# one with a single reader, which fuses it, only where a chain keeps many alive (set by `benchmarks.gpt12`).
 SEVERAL_READERS_RATIO = 1.5
 ONE_READER_RATIO = 2.5
 # A slice that a scan takes from a stack or puts on one is read once and written once for it.
