@@ -218,7 +218,7 @@ def _refuse_what_cannot_be_kept(ctx: Any, facts: module.ModuleFacts) -> None:
         )
 
 
-def _program_key(unplanned: Sequence[ClosedJaxpr], facts: module.ModuleFacts, record: Record) -> str:
+def _program_key(unplanned: Sequence[Any], facts: module.ModuleFacts, record: Record) -> str:
     """Tells programs apart that may share what is known of them: all but their budgets."""
     parts = [*map(_digest, unplanned), str(facts.device_argument_nbytes), str(facts.device_output_nbytes)]
     parts += [str(facts.aliased), str(facts.num_devices), str(facts.argument_parts), str(facts.platforms)]
@@ -370,7 +370,7 @@ def _expected_model(config: RematConfig, avals: Sequence[Any]) -> DeviceModel:
     return aot.model_for(device.platform, device.device_kind)
 
 
-def _expected_device(avals: Sequence[Any]) -> jax.Device | None:
+def _expected_device(avals: Sequence[Any]) -> jax.Device:
     """A device like the one that arguments of these abstract values live on, present or absent."""
     kind = compat.device_kind(avals)
     present = jax.devices()[0]

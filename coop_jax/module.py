@@ -210,7 +210,7 @@ def python_calls_of(lowered: Lowered) -> list[Any]:
     return list(lowered._lowering.compile_args["host_callbacks"])
 
 
-def with_own_module(lowered: Lowered) -> Any:
+def with_own_module(lowered: Lowered) -> Lowered:
     """A lowered program with a module of its own: JAX remembers what it lowered, and what it made of it."""
     own, lowering = copy.copy(lowered), copy.copy(lowered._lowering)
     whole = lowering._hlo.operation

@@ -177,6 +177,7 @@ def compiled(program: BeingLowered, asked: Wish, record: Record) -> Compiled:
         jax.errors.JaxRuntimeError: as any compile.
     """
     lowered = _lowered(program, asked)
+    assert lowered is not None, "it was lowered so when it was looked at"
     return _quietly(lambda: mark.compile_alone(lowered, dataclasses.replace(record, hlo=None)))
 
 

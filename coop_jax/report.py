@@ -186,14 +186,14 @@ class Report(Printable):
 
     def _times(self) -> list[str]:
         """What is known of the program's time."""
-        measured = [_timed_text(timed) for timed in self.timed]
+        runs = [_timed_text(timed) for timed in self.timed]
         if self.compiled_cost_ns is None:
-            return measured
+            return runs
         text = f"all kernels as compiled: estimated {format_ns(self.compiled_cost_ns)}"
         if plain_ns := self.baseline_cost_ns:
             change = 100 * (self.compiled_cost_ns / plain_ns - 1)
             text += f", without rematerialization {format_ns(plain_ns)} ({change:+.2f} %)"
-        return [text, *measured]
+        return [text, *runs]
 
     def _recompute_text(self) -> str:
         if not self.recomputed and not self.changed:
