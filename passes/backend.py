@@ -48,7 +48,10 @@ class Backend:
         pins_as_compiled: True if programs can be pinned by the compile that makes them.
         stores_shared: True if XLA stores an elementwise value that several kernels read.
         fuses_normalisation: True if XLA makes one kernel of a softmax, its reductions included.
-    limits_memory=True, fuses_results=True, library="libtpu", default_device="v5e", looks=3,
+        looks: how often a program can be planned once more, and compiled as far as XLA's schedule, in the
+            time of one compile (in `benchmarks.side_by_side` once took .1 to .35 of a compile's CPU time on a
+            CPU, where most of that is code generation, .6 to 1.3 for an H200; XLA's part is .1 on a TPU).
+        fuses_results: True if XLA computes what follows a dot or convolution inside of its kernel.
         splits_small_dots: True if XLA splits and merges dots that do not fill the device.
     """
 

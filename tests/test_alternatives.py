@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from coop_jax import alternatives, known, relowering
-from coop_jax.alternatives import RATIOS, OtherWays
+from coop_jax.alternatives import TRIES, OtherWays
 from coop_jax.known import Known
 from coop_jax.record import Record, with_hlo
 from coop_jax.relowering import PLAIN, Plain, Variant, Wish
@@ -111,7 +111,7 @@ def test_before_a_refusal_the_plain_program_and_every_deeper_plan_is_tried(
     assert not choice.record.hlo.status.found
     assert asked[-1] == KERNELS
     ratios = [w.temp_ratio for w in asked[:-1]]
-    assert ratios == [r for r in RATIOS if r <= (BUDGET - FIXED) / REFUSED.before_temp_bytes]
+    assert ratios == [r for r in TRIES.ratios if r <= (BUDGET - FIXED) / REFUSED.before_temp_bytes]
     assert {w.budget_bytes for w in asked} == {BUDGET}
 
 
@@ -194,7 +194,7 @@ def test_looks_take_no_longer_than_the_compile_once_something_keeps_the_budget(
         choice = ways().choose(planned(), paged, MODULE)
         assert choice.record.hlo is not None
         times[choice.record.hlo.limited] = len(asked)
-    assert times == {True: BACKENDS["cpu"].looks, False: 7 + len(RATIOS) - 3}
+    assert times == {True: BACKENDS["cpu"].looks, False: 7 + len(TRIES.ratios) - 3}
 
 
 def test_a_plan_that_was_seen_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:

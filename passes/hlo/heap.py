@@ -12,7 +12,7 @@ from passes.hlo import graph
 from passes.hlo.assign import Assigner
 from passes.hlo.graph import HOST
 from passes.hlo.liverange import Range
-from passes.offsets.tight import MAX_ROUNDS, live_bound, pack_tight
+from passes.offsets.tight import live_bound, pack_tight
 from passes.offsets.xla_heap import PACKERS, HeapLayout, Interval
 
 # Of what a kernel reads that was made before the program.
@@ -285,14 +285,14 @@ def _host_bytes(assigner: Assigner) -> int:
     return fixed + -(-size // multiple) * multiple
 
 
-def packing_saves(assigner: Assigner, *, rounds: int = MAX_ROUNDS) -> int:
+def packing_saves(assigner: Assigner) -> int:
     """By how much the best packing that is found makes the heap of the default memory space smaller."""
     alignment = assigner.backend.alignment
     intervals = heap_intervals(assigner)
     size = PACKERS[assigner.backend.heap](intervals, alignment).size
     if size <= live_bound(intervals, alignment):
         return 0
-    return size - pack_tight(intervals, alignment, rounds=rounds).size
+    return size - pack_tight(intervals, alignment).size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
