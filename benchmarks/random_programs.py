@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/random_programs.json"))
     parser.add_argument("--worker", nargs="*", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    config.QUICK_UNITS = args.units
+    config.LIMITS = dataclasses.replace(config.LIMITS, quick_units=args.units)
     if args.worker is not None:
         worker(args.worker)
         return

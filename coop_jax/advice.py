@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.stages import Lowered
+from jax.stages import Compiled, Lowered
 
 from coop_jax import aot
 from coop_jax.errors import BudgetExceededError, CoopError, InfeasibleBudgetError
@@ -153,7 +153,7 @@ def _least(named_bytes: int | None, met: Report) -> int:
 
 def _within(
     fn: Callable[..., Any], specs: Sequence[Any], budget_bytes: int, options: dict[str, Any]
-) -> Any | CoopError:
+) -> Compiled | CoopError:
     """The program compiled within a budget, or why that is refused."""
     try:
         return compile_within(fn, *specs, budget=budget_bytes, **options)

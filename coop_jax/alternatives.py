@@ -6,8 +6,9 @@ about a larger one: the planners are not monotone. The promise is, by three rule
 1. **A plan that costs more than it promised** is not trusted: where the program's own kernels, some of them
    recomputed, are expected to take less, they are looked at, too. What they cost is exact.
 2. **Before a budget is refused** the program is tried as it is without `coop.remat`, and with the jaxpr stage
-   aiming at every one of `RATIOS` of its temporaries that may do. These do not depend on the budget, and what
-   the enforcing stage is held to is the budget itself: a larger budget tries all that a smaller one does.
+   aiming at every one of `TRIES.ratios` of its temporaries that may do. These do not depend on the budget,
+   and what the enforcing stage is held to is the budget itself: a larger one tries all that a smaller one
+   does.
 3. **What was met in this process is remembered**, by program. It is taken again for a larger budget that is
    refused, or that would cost more; and a refusal names the least budget that is known to be met.
 
@@ -19,7 +20,7 @@ a matter of cost. A clock would let the load of a machine choose the plan, and t
 different ones; so tries are counted, and `Backend.looks` of them take as long as one compile. Two things are
 not counted: the search while nothing keeps the budget, which is then below the least that is known; and the
 one try of what rule 3 knows to be cheaper. The planners' own work is bounded by counts, too
-(`passes.planners.candidate.WorkLimit`, `passes.jaxpr.straight.MAX_CANDIDATES`).
+(`passes.planners.candidate.WorkLimit`, `passes.jaxpr.straight.CONFIG`).
 """
 
 from __future__ import annotations
@@ -37,26 +38,38 @@ from coop_jax.registry import Choice
 from coop_jax.relowering import Plain, Variant, Wish
 from coop_jax.replacing import Calls, in_place_of, signature
 from coop_jax.text import format_bytes
-from passes.backend import BACKENDS
+from passes.backend import BACKENDS, Backend
 from passes.cost import DEVICES
 from passes.ir import Status
-from passes.jaxpr.calibration import UNCALIBRATED
+from passes.jaxpr.calibration import STRICT, UNCALIBRATED
 from passes.jaxpr.compat import BeingLowered
 from passes.outcome import StageOutcome
 
-# Where pages may do the rest: as little recompute as can be, and some.
-PAGED_RATIOS = (0.65, 0.4)
-# The last one asks for as little as can be: a program of many layers goes far below the others.
-RATIOS = (0.85, 0.65, 0.5, 0.35, 0.25, 0.15, 0.08, 0.0)
-# Costs are estimates; what is cheaper by less is not worth a compile.
-CHEAPER_RATIO = 0.999
-# A plan whose program costs so much more than planned was made from a wrong estimate
-# (DenseNet on the CPU in `benchmarks.side_by_side`: 24 % more; the others at most 13 %).
-MISSED_RATIO = 1.15
-# How often a program is compiled once more after the first plan, and if that kept the budget.
-MOST_LOOKS, MOST_LOOKS_IF_KEPT = 3, 1
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TriesConfig:
+    """What is tried, and how often; set by `benchmarks.promise` and `benchmarks.side_by_side`.
+
+    Attributes:
+        paged_ratios: shares of the temporaries that recompute aims for where pages may do the rest.
+        ratios: shares that it aims for before a budget is refused; the last one asks for as little as can be:
+            a program of many layers goes far below the others.
+        cheaper_ratio: costs are estimates; what is cheaper by less is not worth a compile.
+        missed_ratio: a plan whose program costs so much more than planned was made from a wrong estimate:
+            DenseNet on the CPU 24 % more, the other programs at most 13 %.
+        most_looks: how often a program is compiled once more after the first plan.
+        most_looks_if_kept: the same, if that kept the budget.
+    """
+
+    paged_ratios: tuple[float, ...] = (0.65, 0.4)
+    ratios: tuple[float, ...] = (0.85, 0.65, 0.5, 0.35, 0.25, 0.15, 0.08, 0.0)
+    cheaper_ratio: float = 0.999
+    missed_ratio: float = 1.15
+    most_looks: int = 3
+    most_looks_if_kept: int = 1
 
 
+TRIES = TriesConfig()
 MEMORY = Memory()
 
 
@@ -82,10 +95,10 @@ class OtherWays:
         with progress() as tell:
             search = _Search(ways=self, record=record, module=module, tell=tell)
             choice = self._chosen(search, outcome)
-        hlo = choice.record.hlo
-        assert hlo is not None, "the enforcing stage has spoken"
         seconds = outcome.seconds + time.perf_counter() - begin
-        counted = dataclasses.replace(hlo, seconds=seconds, looks=search.looks, limited=search.limited)
+        counted = dataclasses.replace(
+            _hlo(choice), seconds=seconds, looks=search.looks, limited=search.limited
+        )
         return dataclasses.replace(choice, record=with_hlo(choice.record, counted))
 
     def _chosen(self, search: _Search, outcome: StageOutcome) -> Choice:
@@ -94,20 +107,21 @@ class OtherWays:
         if relowering.wish() is not None or self.settings != self.program.settings():
             return first
         best = self._cheapest(search, first)
-        return search.fastest(best) if record.tune and _kept(best) and _is_changed(best.record) else best
+        return (
+            search.fastest(best)
+            if record.tune and _hlo(best).status.found and _is_changed(best.record)
+            else best
+        )
 
     def _cheapest(self, search: _Search, first: Choice) -> Choice:
-        record, outcome = search.record, first.record.hlo
-        assert outcome is not None, "the enforcing stage has spoken"
+        record, outcome = search.record, _hlo(first)
         first_wish = Wish(budget_bytes=record.budget_bytes, aim_bytes=record.budget_bytes)
         search.is_seen(record, first_wish)
         tuned = search.paged(search.tuned(first), outcome)
-        hlo = tuned.record.hlo
-        assert hlo is not None, "the enforcing stage has spoken"
-        if not hlo.status.found:
+        if not _hlo(tuned).status.found:
             return search.instead_of(outcome)
         tuned = search.with_its_own_kernels(tuned)
-        taken = search.cheaper_than(tuned.record)
+        taken = search.cheaper_than(tuned)
         if taken is not None:
             return taken
         if tuned is first:
@@ -162,21 +176,26 @@ class _Search:
 
     def may_look(self, best: Choice) -> bool:
         """Whether one more look takes no longer than the compile that it is for, with those before it."""
-        backend = BACKENDS[DEVICES[self.record.device_name].platform]
-        allowed = not _kept(best) or self.asked < backend.looks
+        allowed = not _hlo(best).status.found or self.asked < self._backend().looks
         self.limited |= not allowed
         return allowed
+
+    def _backend(self) -> Backend:
+        return BACKENDS[DEVICES[self.record.device_name].platform]
 
     def tuned(self, first: Choice) -> Choice:
         """The best of the plans that follow one from the other from what XLA made of the first.
 
         Best is what keeps the budget at the least estimated time of its kernels, else what comes nearest.
         """
-        best, planned, verdict = first, first.record.jaxpr, first.record.hlo
+        best, planned, verdict = first, first.record.jaxpr, _hlo(first)
         calibration = UNCALIBRATED
-        for n in range(MOST_LOOKS):
-            assert verdict is not None, "the enforcing stage has spoken"
-            if planned is None or verdict.needs_pinning or (_kept(best) and n >= MOST_LOOKS_IF_KEPT):
+        for n in range(TRIES.most_looks):
+            if (
+                planned is None
+                or verdict.needs_pinning
+                or (_hlo(best).status.found and n >= TRIES.most_looks_if_kept)
+            ):
                 break
             following = calibration.after(planned, verdict)
             if following is None or not self.may_look(best):
@@ -188,7 +207,7 @@ class _Search:
             if variant is None:
                 break
             planned, verdict = variant.record.jaxpr, _hlo(variant)
-            if _rank(verdict) < _rank_of(best):
+            if _rank(verdict) < _rank(_hlo(best)):
                 best = self._choice(variant)
         return best
 
@@ -200,21 +219,21 @@ class _Search:
         budget_bytes = self.record.budget_bytes
         left = (budget_bytes - first.fixed_bytes) / max(first.before_temp_bytes, 1)
         aims = [Wish(budget_bytes=budget_bytes, aim_bytes=UNLIMITED_BYTES)]
-        aims += [Wish(budget_bytes=budget_bytes, temp_ratio=r) for r in PAGED_RATIOS if r > left]
+        aims += [Wish(budget_bytes=budget_bytes, temp_ratio=r) for r in TRIES.paged_ratios if r > left]
         for asked in aims:
             variant = self._look(asked) if self.may_look(best) else None
-            if variant is not None and _rank(_hlo(variant)) < _rank_of(best):
+            if variant is not None and _rank(_hlo(variant)) < _rank(_hlo(best)):
                 best = self._choice(variant)
         return best
 
     def with_its_own_kernels(self, made: Choice) -> Choice:
         """The program as it is, held to the budget, where a plan was missed and this turns out cheaper."""
-        planned, hlo = made.record.jaxpr, made.record.hlo
-        assert hlo is not None, "the enforcing stage has spoken"
+        planned, hlo = made.record.jaxpr, _hlo(made)
         if planned is None or planned.kernels_ns is None or self.record.constraints:
             return made
         promised_ns = planned.cost_ns + planned.recompute_ns
-        if _cost_ns(hlo) < MISSED_RATIO * promised_ns or planned.kernels_ns > MISSED_RATIO * _cost_ns(hlo):
+        was_kept = _cost_ns(hlo) < TRIES.missed_ratio * promised_ns
+        if was_kept or planned.kernels_ns > TRIES.missed_ratio * _cost_ns(hlo):
             return made
         if not self.may_look(made):
             return made
@@ -228,9 +247,8 @@ class _Search:
         budget_bytes = self.record.budget_bytes
         if best.module is None:
             self._look(Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes), known=True)
-        assert best.record.hlo is not None, "the enforcing stage has spoken"
         kernels = [] if self.record.constraints else [Wish(plain=True, budget_bytes=budget_bytes)]
-        for asked in (*kernels, *self._deeper(best.record.hlo)):
+        for asked in (*kernels, *self._deeper(_hlo(best))):
             if len(self.kept) < most:
                 self._look(asked)
         found = sorted(self.kept, key=lambda way: _rank(_hlo(way[1])))[:most]
@@ -248,16 +266,15 @@ class _Search:
             total_bytes=_hlo(found).planned_total_bytes,
         )
 
-    def cheaper_than(self, first: Record) -> Choice | None:
+    def cheaper_than(self, first: Choice) -> Choice | None:
         """What is known to keep the budget for less time, if anything is.
 
         Where nothing was planned, and the program keeps the budget without `coop.remat`, that is the only
         other way.
         """
-        assert first.hlo is not None, "the enforcing stage has spoken"
-        limit_ns = CHEAPER_RATIO * _cost_ns(first.hlo)
+        limit_ns = TRIES.cheaper_ratio * _cost_ns(_hlo(first))
         known = [k.wish for k in self._known() if k.cost_ns is not None and k.cost_ns < limit_ns]
-        if known and not _is_changed(first):
+        if known and not _is_changed(first.record):
             plain = self._plain()
             if plain is not None and plain.memory.total_bytes <= self.record.budget_bytes:
                 known = [relowering.PLAIN] if plain.cost_ns < limit_ns else []
@@ -308,14 +325,22 @@ class _Search:
         return sorted(known, key=lambda k: (k.cost_ns is None, k.cost_ns or 0, k.total_bytes))
 
     def _wishes(self, refused: StageOutcome) -> list[Wish]:
-        """The program as it is, unless that breaks a constraint, then deeper plans."""
-        return [*([] if self.record.constraints else [relowering.PLAIN]), *self._deeper(refused)]
+        """The program as it is, unless that breaks a constraint, then deeper plans, the mildest first.
+
+        Then its own kernels, some of them recomputed. Last deeper plans with smaller kernels, where XLA makes
+        large ones.
+        """
+        plain = [] if self.record.constraints else [relowering.PLAIN]
+        own = [dataclasses.replace(asked, budget_bytes=self.record.budget_bytes) for asked in plain]
+        deeper = self._deeper(refused)
+        strict = [dataclasses.replace(asked, calibration=STRICT) for asked in deeper]
+        return [*plain, *deeper, *own, *(strict if self._backend().fuses_results else [])]
 
     def _deeper(self, refused: StageOutcome) -> list[Wish]:
         """Plans for fewer temporaries than the budget leaves, the mildest first."""
         left = (self.record.budget_bytes - refused.fixed_bytes) / max(refused.before_temp_bytes, 1)
-        mildest = next((k for k, r in enumerate(RATIOS) if r <= left), len(RATIOS) - 1)
-        return [Wish(budget_bytes=self.record.budget_bytes, temp_ratio=r) for r in RATIOS[mildest:]]
+        mildest = next((k for k, r in enumerate(TRIES.ratios) if r <= left), len(TRIES.ratios) - 1)
+        return [Wish(budget_bytes=self.record.budget_bytes, temp_ratio=r) for r in TRIES.ratios[mildest:]]
 
     def _try(self, asked: Wish, *, known: bool) -> Variant | None:
         """The program as it is with a wish, if that keeps the budget; `known`: though it looks seen."""
@@ -402,18 +427,9 @@ def _rank(verdict: StageOutcome) -> tuple[bool, int]:
     return True, verdict.fixed_bytes + verdict.before_temp_bytes if least is None else least
 
 
-def _kept(choice: Choice) -> bool:
-    return choice.record.hlo is not None and choice.record.hlo.status.found
-
-
-def _rank_of(choice: Choice) -> tuple[bool, int]:
-    assert choice.record.hlo is not None, "the enforcing stage has spoken"
-    return _rank(choice.record.hlo)
-
-
-def _hlo(variant: Variant) -> StageOutcome:
-    assert variant.record.hlo is not None, "a variant was looked at"
-    return variant.record.hlo
+def _hlo(way: Choice | Variant) -> StageOutcome:
+    assert way.record.hlo is not None, "the enforcing stage has spoken"
+    return way.record.hlo
 
 
 def _as_counted(variant: Variant, plain: Plain) -> Variant:

@@ -154,7 +154,7 @@ def target(name: str) -> Target:
     return Target(name=name.lower(), text=text, memory_bytes=int(size[1]))
 
 
-def devices(device: str | Target, *, count: int = 1) -> tuple[Any, ...]:
+def devices(device: str | Target, *, count: int = 1) -> tuple[jax.Device, ...]:
     """Devices that are not here, to compile for.
 
     Args:
@@ -168,11 +168,11 @@ def devices(device: str | Target, *, count: int = 1) -> tuple[Any, ...]:
 
 
 @functools.lru_cache(maxsize=32)
-def _devices(described: Target, count: int) -> tuple[Any, ...]:
+def _devices(described: Target, count: int) -> tuple[jax.Device, ...]:
     return _MAKERS[described.platform](described, count)
 
 
-def _absent_gpus(described: Target, count: int) -> tuple[Any, ...]:
+def _absent_gpus(described: Target, count: int) -> tuple[jax.Device, ...]:
     try:
         topology = topologies.get_topology_desc(
             platform="cuda", topology_name="", target_config=described.text, topology=f"1x1x{count}"
@@ -182,7 +182,7 @@ def _absent_gpus(described: Target, count: int) -> tuple[Any, ...]:
     return tuple(topology.devices)
 
 
-_MAKERS: dict[str, Callable[[Target, int], tuple[Any, ...]]] = {
+_MAKERS: dict[str, Callable[[Target, int], tuple[jax.Device, ...]]] = {
     CUDA.name: _absent_gpus,
     TPU.name: lambda described, count: tpu.absent_devices(described.text),
 }
@@ -356,7 +356,7 @@ def host_limit_bytes(platform: str) -> int | None:
     return int(asked) << 30 if asked.isdigit() else backend.host_pool_bytes
 
 
-def device_memory_bytes(device: Any) -> int | None:
+def device_memory_bytes(device: jax.Device) -> int | None:
     """The memory of a device, here or absent; None if nobody knows.
 
     Args:

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.stages import Compiled
 
 from coop_jax import aot, module, relowering
 from coop_jax.errors import UnsupportedError
@@ -51,7 +52,7 @@ class Part:
 
     jaxpr: ClosedJaxpr
     is_plain: bool
-    plains: Callable[[], Sequence[Any]]
+    plains: Callable[[], Sequence[ClosedJaxpr]]
 
 
 def baseline(
@@ -94,7 +95,7 @@ def _of_a_part(part: Part, facts: module.ModuleFacts, request: JaxprRequest) -> 
     """The total of a part: where it is compiled alone, as by an eager `vjp`, it is the program."""
     alone = is_whole(part.jaxpr, facts)
     if alone and part.is_plain:
-        plains: Sequence[Any] = (part.jaxpr,)
+        plains: Sequence[ClosedJaxpr] = (part.jaxpr,)
     else:
         plains = (*part.plains(), *([part.jaxpr] if part.is_plain else []))
     exact = next((plain for plain in plains if is_whole(plain, facts)), None)
@@ -114,7 +115,7 @@ def _of_a_part(part: Part, facts: module.ModuleFacts, request: JaxprRequest) -> 
 
 
 def _compiled(
-    plain: Any, facts: module.ModuleFacts, request: JaxprRequest, donated: tuple[int, ...]
+    plain: ClosedJaxpr, facts: module.ModuleFacts, request: JaxprRequest, donated: tuple[int, ...]
 ) -> tuple[aot.Memory, int] | None:
     """What XLA says a jaxpr needs; None where it cannot be compiled by itself."""
     try:
@@ -124,7 +125,7 @@ def _compiled(
 
 
 @compat.cached_by_jaxpr
-def joined_programs(forward: Any, backward: Any, n_outs: int) -> tuple[Any, ...]:
+def joined_programs(forward: ClosedJaxpr, backward: ClosedJaxpr, n_outs: int) -> tuple[ClosedJaxpr, ...]:
     """args -> (*outs, *gradients) and args -> gradients for a cotangent of one, if there is one scalar
     cotangent; and (*args, *cotangents) -> (*outs, *gradients)."""
     n_args = len(forward.in_avals)
@@ -143,7 +144,7 @@ def joined_programs(forward: Any, backward: Any, n_outs: int) -> tuple[Any, ...]
     return value_and_grad, grad, anything
 
 
-def is_whole(plain: Any, facts: module.ModuleFacts) -> bool:
+def is_whole(plain: ClosedJaxpr, facts: module.ModuleFacts) -> bool:
     """True if the enclosing program has just this program's arguments and results."""
     return (
         tuple(map(compat.aval_nbytes, plain.in_avals)) == facts.argument_nbytes
@@ -153,7 +154,7 @@ def is_whole(plain: Any, facts: module.ModuleFacts) -> bool:
 
 @compat.cached_by_jaxpr
 def _compiled_plain(
-    plain: Any, device: Any, donated: tuple[int, ...], model: DeviceModel
+    plain: ClosedJaxpr, device: jax.Device, donated: tuple[int, ...], model: DeviceModel
 ) -> tuple[aot.Memory, int]:
     """What XLA says the plain program needs, and the estimated time of its kernels."""
     compiled = _compile_plain(plain, device, donated)
@@ -161,12 +162,12 @@ def _compiled_plain(
 
 
 @compat.cached_by_jaxpr
-def pinned_plain_bytes(plain: Any, device: Any, donated: tuple[int, ...]) -> int:
+def pinned_plain_bytes(plain: ClosedJaxpr, device: jax.Device, donated: tuple[int, ...]) -> int:
     """What the plain program needs when it is pinned."""
     return aot.memory(pin(_compile_plain(plain, device, donated))).total_bytes
 
 
-def _compile_plain(plain: Any, device: Any, donated: tuple[int, ...]) -> Any:
+def _compile_plain(plain: ClosedJaxpr, device: jax.Device, donated: tuple[int, ...]) -> Compiled:
     specs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in plain.in_avals]
     run: Callable[..., Sequence[Any]] = lambda *values: compat.evaluate(plain, values)  # noqa: E731
     with warnings.catch_warnings(), jax.debug_key_reuse(False):

@@ -145,7 +145,7 @@ class _Search:
 
     def __init__(
         self,
-        fn: Any,
+        fn: Callable[..., Any],
         specs: Sequence[Any],
         options: dict[str, Any],
         plain: Plain,
@@ -204,7 +204,9 @@ def _resolved(budget: int | float | str, plain_bytes: int) -> int:
     return Budget.of(budget).resolve(device_bytes=None, baseline_bytes=lambda: plain_bytes)
 
 
-def _point(fn: Any, specs: Sequence[Any], budget: int, options: dict[str, Any], plain: Plain) -> ParetoPoint:
+def _point(
+    fn: Callable[..., Any], specs: Sequence[Any], budget: int, options: dict[str, Any], plain: Plain
+) -> ParetoPoint:
     try:
         compiled = compile_within(fn, *specs, budget=budget, **options)
     except CoopError as error:

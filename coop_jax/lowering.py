@@ -104,7 +104,7 @@ def lower(ctx: Any, *operands: Any, jaxpr: ClosedJaxpr, config: RematConfig, pla
 
 def _planned_and_marked(
     ctx: Any, jaxpr: ClosedJaxpr, config: RematConfig, planned: Planned | None, asked: Wish | None
-) -> Any:
+) -> ClosedJaxpr:
     """The jaxpr to write in the place of `jaxpr`, in a program that is marked."""
     facts = module.module_facts(ctx)
     _refuse_what_cannot_be_kept(ctx, facts)
@@ -184,7 +184,7 @@ def _at_most_the_devices(budget_bytes: int, facts: module.ModuleFacts) -> int:
     return min(budget_bytes, memory_bytes)
 
 
-def _host_budget_bytes(config: RematConfig, facts: module.ModuleFacts, written: Any) -> int:
+def _host_budget_bytes(config: RematConfig, facts: module.ModuleFacts, written: ClosedJaxpr) -> int:
     """What the user gives of the host's memory, as far as JAX can use it; all of that for a program, as it
     is written, with values that must wait there."""
     limit_bytes = aot.host_limit_bytes(facts.platforms[0]) or UNLIMITED_BYTES
@@ -229,7 +229,7 @@ def _program_key(unplanned: Sequence[Any], facts: module.ModuleFacts, record: Re
 
 def plan_pair(
     forward: ClosedJaxpr, backward: ClosedJaxpr, n_outs: int, config: RematConfig
-) -> tuple[tuple[Any, Any], Planned]:
+) -> tuple[tuple[ClosedJaxpr, ClosedJaxpr], Planned]:
     """Plan a forward and a backward part together, for a program that holds nothing else.
 
     Args:
@@ -269,7 +269,7 @@ def plan_pair(
     return parts, Planned(outcome=outcome, forward=forward, backward=backward, n_outs=n_outs)
 
 
-def _constrained(plain: ClosedJaxpr, config: RematConfig) -> Any:
+def _constrained(plain: ClosedJaxpr, config: RematConfig) -> ClosedJaxpr:
     """`plain` with what the user asked about single values; the same object if that is nothing."""
     try:
         return constrain_program(plain, config.constraints)
@@ -284,7 +284,7 @@ def _plan_whole(
     facts: module.ModuleFacts,
     config: RematConfig,
     asked: Wish | None,
-) -> tuple[Any, StageOutcome | None]:
+) -> tuple[ClosedJaxpr, StageOutcome | None]:
     """Plan a whole function. The outcome is of one device; None for a partition that stays as it is."""
     budget_bytes = request.budget_bytes
     request = as_wished(request, asked, lambda: plan_program(plain, unlimited(request))[1], devices.parts)
@@ -370,7 +370,7 @@ def _expected_model(config: RematConfig, avals: Sequence[Any]) -> DeviceModel:
     return aot.model_for(device.platform, device.device_kind)
 
 
-def _expected_device(avals: Sequence[Any]) -> Any:
+def _expected_device(avals: Sequence[Any]) -> jax.Device:
     """A device like the one that arguments of these abstract values live on, present or absent."""
     kind = compat.device_kind(avals)
     present = jax.devices()[0]
@@ -380,12 +380,12 @@ def _expected_device(avals: Sequence[Any]) -> Any:
 
 
 @compat.cached_by_jaxpr
-def _inlined(jaxpr: ClosedJaxpr) -> Any:
+def _inlined(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     """`jaxpr` as straight-line code; the same object every time."""
     return inline_calls(jaxpr)
 
 
-def _plain_programs(planned: Planned) -> tuple[Any, ...]:
+def _plain_programs(planned: Planned) -> tuple[ClosedJaxpr, ...]:
     """Programs that the enclosing one may be: value and gradient, gradient alone, or some other."""
     return joined_programs(planned.forward, planned.backward, planned.n_outs)
 

@@ -15,8 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 from jaxlib.mlir import ir
 
@@ -42,8 +40,6 @@ class ModuleFacts:
         num_devices: over how many devices the program is partitioned.
         platforms: such as ("cuda",); more than one only when exporting.
         device: a device that the program is compiled for; None if not known.
-        argument_shardings, output_shardings: how each is split over several devices; None for an output that
-            says nothing; both empty if that is not known.
     """
 
     argument_nbytes: tuple[int, ...]
@@ -56,8 +52,6 @@ class ModuleFacts:
     num_devices: int
     platforms: tuple[str, ...]
     device: Any
-    argument_shardings: tuple[NamedSharding, ...]
-    output_shardings: tuple[NamedSharding | None, ...]
 
     @property
     def device_argument_nbytes(self) -> tuple[int, ...]:
@@ -117,7 +111,6 @@ def module_facts(ctx: Any) -> ModuleFacts:
         backend = module.backend or _present_backend(module)
         devices = () if backend is None else backend.devices()
     text = _mesh_text(module.module, [ir.DictAttr(a) for a in (*main.arg_attrs, *main.result_attrs)])
-    mesh = _mesh(text, devices)
     arguments = [_axes(ir.DictAttr(a)) for a in main.arg_attrs]
     outputs = [_axes(ir.DictAttr(a)) for a in main.result_attrs]
     axis_sizes = {axis: int(n) for axis, n in re.findall(r'"([^"]+)"=(\d+)', text)}
@@ -138,10 +131,6 @@ def module_facts(ctx: Any) -> ModuleFacts:
         num_devices=int(getattr(axis, "num_devices", 0) or getattr(getattr(axis, "mesh", None), "size", 1)),
         platforms=tuple(module.platforms),
         device=devices[0] if len(devices) else None,
-        argument_shardings=() if mesh is None else tuple(_sharding(mesh, axes or ()) for axes in arguments),
-        output_shardings=()
-        if mesh is None
-        else tuple(None if axes is None else _sharding(mesh, axes) for axes in outputs),
     )
 
 
@@ -151,16 +140,6 @@ def _mesh_text(module: Any, attributes: Sequence[Any]) -> str:
     return " ".join([*meshes, *(str(a["sdy.sharding"]) for a in attributes if "sdy.sharding" in a)])
 
 
-def _mesh(text: str, devices: Sequence[Any]) -> Mesh | None:
-    """The one mesh over `devices`; None where there is none, or its devices are in another order."""
-    meshes = {tuple(re.findall(r'"([^"]+)"=(\d+)', axes)) for axes in re.findall(r'<\[("[^\]]*)\]', text)}
-    if len(meshes) != 1 or "device_ids" in text:
-        return None
-    names, sizes = zip(*meshes.pop(), strict=True)
-    shape = tuple(map(int, sizes))
-    return None if math.prod(shape) != len(devices) else Mesh(np.array(devices).reshape(shape), names)
-
-
 def _axes(attributes: Any) -> tuple[tuple[str, ...], ...] | None:
     """For every dimension the axes that it is split over; None for a value that says nothing."""
     if "sdy.sharding" not in attributes:
@@ -168,13 +147,6 @@ def _axes(attributes: Any) -> tuple[tuple[str, ...], ...] | None:
     dimensions = re.search(r"\[(\{.*?\})\]", str(attributes["sdy.sharding"]))
     named = re.findall(r"\{(.*?)\}", "" if dimensions is None else dimensions[1])
     return tuple(tuple(re.findall(r'"([^"]+)"', dimension)) for dimension in named)
-
-
-def _sharding(mesh: Mesh, axes: Sequence[tuple[str, ...]]) -> NamedSharding:
-    """Without the last dimensions that are not split: a random key has one more here than in a jaxpr."""
-    split = max((n + 1 for n, names in enumerate(axes) if names), default=0)
-    spec = PartitionSpec(*(names or None for names in axes[:split]))
-    return NamedSharding(mesh, spec)
 
 
 def _parts(
@@ -238,7 +210,7 @@ def python_calls_of(lowered: Lowered) -> list[Any]:
     return list(lowered._lowering.compile_args["host_callbacks"])
 
 
-def with_own_module(lowered: Lowered) -> Any:
+def with_own_module(lowered: Lowered) -> Lowered:
     """A lowered program with a module of its own: JAX remembers what it lowered, and what it made of it."""
     own, lowering = copy.copy(lowered), copy.copy(lowered._lowering)
     whole = lowering._hlo.operation

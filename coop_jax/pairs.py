@@ -105,7 +105,7 @@ class Pullback:
     cotangents: tuple[bool, ...]
     references: tuple[int, ...] = ()
 
-    def __call__(self, closed: ClosedJaxpr) -> Any:
+    def __call__(self, closed: ClosedJaxpr) -> ClosedJaxpr:
         """The pullback of `closed`, with all rules of derivatives that are in it."""
         return pull_jaxpr(closed, self)[0]
 
@@ -121,13 +121,13 @@ class Primal:
     differentiated: tuple[bool, ...]
     cotangents: tuple[bool, ...]
 
-    def __call__(self, closed: ClosedJaxpr) -> Any:
+    def __call__(self, closed: ClosedJaxpr) -> ClosedJaxpr:
         """args -> outs, with the rules of derivatives that are in these rules."""
         return _primal_jaxpr(closed, self)
 
 
 @compat.cached_by_jaxpr
-def _primal_jaxpr(jaxpr: ClosedJaxpr, asked: Primal) -> Any:
+def _primal_jaxpr(jaxpr: ClosedJaxpr, asked: Primal) -> ClosedJaxpr:
     def run(*args: Any) -> list[Any]:
         outs, _, rest = _vjp(jaxpr, asked.differentiated, asked.cotangents, args)
         return _in_order(outs, rest, asked.cotangents)
@@ -135,7 +135,7 @@ def _primal_jaxpr(jaxpr: ClosedJaxpr, asked: Primal) -> Any:
     return compat.trace(run, jaxpr.in_avals)
 
 
-def once_more(jaxpr: ClosedJaxpr) -> Any:
+def once_more(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     """`jaxpr` where it is recomputed, to compute anew what it gave: see `passes.jaxpr.quiet`.
 
     Raises:
@@ -151,7 +151,7 @@ def once_more(jaxpr: ClosedJaxpr) -> Any:
 
 
 @compat.cached_by_jaxpr
-def pull_jaxpr(jaxpr: ClosedJaxpr, asked: Pullback) -> tuple[Any, Any]:
+def pull_jaxpr(jaxpr: ClosedJaxpr, asked: Pullback) -> tuple[ClosedJaxpr, Any]:
     """The jaxpr of a pullback and the tree of its logs.
 
     Forward is run once more: on copies of the references that it uses, with what these held at first.
@@ -346,7 +346,7 @@ def _in_order(outs: Sequence[Any], rest: Sequence[Any], cotangents: Sequence[boo
     return [next(first if ct else second) for ct in cotangents]
 
 
-def _forwarded(forward: ClosedJaxpr, n_outs: int) -> tuple[Any, tuple[int, ...]]:
+def _forwarded(forward: ClosedJaxpr, n_outs: int) -> tuple[ClosedJaxpr, tuple[int, ...]]:
     """`forward` without saved results that are arguments or results already, and where all come from."""
     jaxpr, consts = compat.open_jaxpr(forward)
     outvars = list(jaxpr.outvars[:n_outs])
@@ -370,7 +370,7 @@ def _forwarded(forward: ClosedJaxpr, n_outs: int) -> tuple[Any, tuple[int, ...]]
 
 def _forward_on_references(
     forward: ClosedJaxpr, saved: Sequence[int], jaxpr: ClosedJaxpr, halves: _Halves
-) -> tuple[Any, tuple[int, ...]]:
+) -> tuple[ClosedJaxpr, tuple[int, ...]]:
     """`forward` with references as such, and where saved values and what references held come from."""
     n_outs, used = len(jaxpr.out_avals), halves.used_forward
 
@@ -386,7 +386,9 @@ def _forward_on_references(
     return compat.trace(run, jaxpr.in_avals), tuple(range(n_outs, n_outs + len(saved) + len(used)))
 
 
-def _backward_with_arguments(backward: ClosedJaxpr, n_saved: int, jaxpr: ClosedJaxpr, halves: _Halves) -> Any:
+def _backward_with_arguments(
+    backward: ClosedJaxpr, n_saved: int, jaxpr: ClosedJaxpr, halves: _Halves
+) -> ClosedJaxpr:
     """`backward` with all arguments as its first operands, and references as such."""
     refs, n_args, held = halves.used_backward, len(jaxpr.in_avals), halves.used_forward
     if not halves.references:

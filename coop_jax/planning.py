@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.stages import Lowered
+from jax.stages import Compiled, Lowered
 
 from coop_jax import aot
 from coop_jax.errors import BudgetExceededError, InfeasibleBudgetError, error_from_text
@@ -119,7 +119,7 @@ def compile_within(
     static_argnums: Sequence[int] = (),
     kwargs: Mapping[str, Any] | None = None,
     **options: Any,
-) -> Any:
+) -> Compiled:
     """The compiled program that `plan` reports on; arguments and errors are `plan`'s.
 
     Where passes that follow the planning (XLA:TPU has some) make more of a program than was foreseen, it is
@@ -218,7 +218,7 @@ def _cost_model(device: str | aot.Target | None) -> str | None:
     return (device if isinstance(device, aot.Target) else aot.target(device)).name
 
 
-def _compile(lowered: Lowered) -> Any:
+def _compile(lowered: Lowered) -> Compiled:
     """Compile; an error of ours that arrives as XLA's text is raised as what it was."""
     try:
         return lowered.compile()

@@ -19,6 +19,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
+from jax.stages import Compiled, Lowered
 
 from coop_jax import aot, mark, module
 from coop_jax.record import UNLIMITED_BYTES, Record, with_hlo
@@ -169,17 +170,18 @@ def variant(
     return Variant(record=with_hlo(record, trial.outcome), module=trial.module, calls=calls)
 
 
-def compiled(program: BeingLowered, asked: Wish, record: Record) -> Any:
+def compiled(program: BeingLowered, asked: Wish, record: Record) -> Compiled:
     """The program of a wish, whose variant has this record, compiled to the end.
 
     Raises:
         jax.errors.JaxRuntimeError: as any compile.
     """
     lowered = _lowered(program, asked)
+    assert lowered is not None, "it was lowered so when it was looked at"
     return _quietly(lambda: mark.compile_alone(lowered, dataclasses.replace(record, hlo=None)))
 
 
-def _lowered(program: BeingLowered, asked: Wish) -> Any:
+def _lowered(program: BeingLowered, asked: Wish) -> Lowered | None:
     """The program lowered with a wish; None where that fails: it is only an alternative.
 
     Its jaxpr is lowered once more, so that all that is known of it counts; it is traced once more where plans

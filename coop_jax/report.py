@@ -110,32 +110,12 @@ class Report(Printable):
         }
 
     def __str__(self) -> str:
-        asked = format_bytes(self.budget_bytes)
-        given = "" if self.budget == asked else f": {self.budget}"
-        lines = [
-            f"budget {asked}{given}" + (f" and {self.constraints}" if self.constraints else ""),
-            format_table(("", "bytes", "", "of budget"), self._byte_rows()),
-            self._recompute_text(),
-            *self.host.lines(),
+        """The blocks, their tables in Markdown."""
+        texts = [
+            block.lines if isinstance(block, Lines) else [format_table(block.header, block.rows)]
+            for block in self._parts()
         ]
-        if self.compiled_cost_ns is not None:
-            lines.append(self._kernels_text(self.compiled_cost_ns))
-        lines += map(_timed_text, self.timed)
-        if self.recomputed:
-            lines.append(
-                format_table(("recomputed", "times", "bytes", "cost", "stage"), _grouped(self.recomputed))
-            )
-        if table := self.host.table():
-            lines.append(format_table(table.header, table.rows))
-        stages = ", ".join(f"{name} {value:.2f} s" for name, value in self.seconds.items())
-        lines.append(str(self.offsets))
-        if self.looks:
-            times = "once" if self.looks == 1 else f"{self.looks} times"
-            stages += f", in which the program was planned and compiled {times} more"
-        if self.limited:
-            stages += "; the search ended at its limit, the time of one compile"
-        lines.append(f"planning: {stages or 'none'} (costs are estimates for {self.device_name})")
-        return "\n".join(lines)
+        return "\n".join(line for text in texts for line in text)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Report:
@@ -158,22 +138,36 @@ class Report(Printable):
 
     def blocks(self) -> list[Block]:
         """For `coop_jax.screen`."""
+        return list(self._parts())
+
+    def _parts(self) -> list[Lines | Table]:
+        asked = format_bytes(self.budget_bytes)
+        given = "" if self.budget == asked else f": {self.budget}"
+        budget = f"budget {asked}{given}" + (f" and {self.constraints}" if self.constraints else "")
         rows = self._byte_rows()
-        table = Table(
-            header=("budget " + format_bytes(self.budget_bytes), "bytes", "", "of budget"), rows=tuple(rows),
-            shares=tuple(min(1.0, max(0, int(row[1])) / self.budget_bytes / 1.2) for row in rows),
-        )  # fmt: skip
-        tail = [self._recompute_text(), *self.host.lines()]
-        if self.compiled_cost_ns is not None:
-            tail.append(self._kernels_text(self.compiled_cost_ns))
-        tail += map(_timed_text, self.timed)
-        blocks: list[Block] = [table, Lines(lines=(*tail, str(self.offsets)))]
+        parts: list[Lines | Table] = [
+            Lines(lines=(budget,)),
+            Table(
+                header=("", "bytes", "", "of budget"), rows=tuple(rows),
+                shares=tuple(min(1.0, max(0, int(row[1])) / self.budget_bytes / 1.2) for row in rows),
+            ),
+            Lines(lines=(self._recompute_text(), *self.host.lines(), *self._times())),
+        ]  # fmt: skip
         if self.recomputed:
             header = ("recomputed", "times", "bytes", "cost", "stage")
-            blocks.append(Table(header=header, rows=tuple(_grouped(self.recomputed))))
+            parts.append(Table(header=header, rows=tuple(_grouped(self.recomputed))))
         if host := self.host.table():
-            blocks.append(host)
-        return blocks
+            parts.append(host)
+        return [*parts, Lines(lines=(str(self.offsets), self._planning_text()))]
+
+    def _planning_text(self) -> str:
+        stages = ", ".join(f"{name} {value:.2f} s" for name, value in self.seconds.items())
+        if self.looks:
+            times = "once" if self.looks == 1 else f"{self.looks} times"
+            stages += f", in which the program was planned and compiled {times} more"
+        if self.limited:
+            stages += "; the search ended at its limit, the time of one compile"
+        return f"planning: {stages or 'none'} (costs are estimates for {self.device_name})"
 
     def _byte_rows(self) -> list[tuple[str, str, str, str]]:
         rows = (
@@ -190,13 +184,16 @@ class Report(Printable):
             for name, n in rows
         ]
 
-    def _kernels_text(self, compiled_ns: int) -> str:
-        text = f"all kernels as compiled: estimated {format_ns(compiled_ns)}"
-        plain_ns = self.baseline_cost_ns
-        if not plain_ns:
-            return text
-        change = 100 * (compiled_ns / plain_ns - 1)
-        return f"{text}, without rematerialization {format_ns(plain_ns)} ({change:+.2f} %)"
+    def _times(self) -> list[str]:
+        """What is known of the program's time."""
+        runs = [_timed_text(timed) for timed in self.timed]
+        if self.compiled_cost_ns is None:
+            return runs
+        text = f"all kernels as compiled: estimated {format_ns(self.compiled_cost_ns)}"
+        if plain_ns := self.baseline_cost_ns:
+            change = 100 * (self.compiled_cost_ns / plain_ns - 1)
+            text += f", without rematerialization {format_ns(plain_ns)} ({change:+.2f} %)"
+        return [text, *runs]
 
     def _recompute_text(self) -> str:
         if not self.recomputed and not self.changed:

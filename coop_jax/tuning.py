@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.stages import Compiled
 
 from coop_jax.errors import UnsupportedError
 from coop_jax.record import Timed
@@ -35,12 +36,12 @@ class Candidate:
         total_bytes: what it is expected to need.
     """
 
-    build: Callable[[], Any]
+    build: Callable[[], Compiled]
     estimated_ns: int
     total_bytes: int
 
 
-def refuse_what_cannot_run(device: Any) -> None:
+def refuse_what_cannot_run(device: jax.Device | None) -> None:
     """Refuse programs whose devices are not here, or not all.
 
     Args:
@@ -65,7 +66,7 @@ def refuse_what_cannot_run(device: Any) -> None:
         )
 
 
-def refuse_what_acts(effects: Sequence[Any], calls: Sequence[Any]) -> None:
+def refuse_what_acts(effects: Sequence[object], calls: Sequence[object]) -> None:
     """Refuse programs that do more than compute their results.
 
     Raises:

@@ -11,6 +11,7 @@ from passes.backend import Backend
 from passes.ir import Status
 from passes.outcome import StageOutcome
 
+# A prediction that is over the budget by no more is close.
 SAFE_SIDE_RATIO = 1.15
 
 

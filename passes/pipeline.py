@@ -26,11 +26,10 @@ emits kernels as the first four do equations.
 
 from __future__ import annotations
 
-from typing import Any
-
 from passes.counts import check
 from passes.hlo.enforce import enforce
 from passes.jaxpr.candidate import JaxprRequest
+from passes.jaxpr.compat import ClosedJaxpr
 from passes.jaxpr.stage import Work, emit, lift, plan, prepare, prepare_parts
 from passes.outcome import StageOutcome
 
@@ -39,7 +38,7 @@ __all__ = ["STAGES", "check", "emit", "enforce", "lift", "plan", "plan_joint", "
 STAGES = (prepare, lift, plan, emit, enforce, check)
 
 
-def plan_program(closed_jaxpr: Any, request: JaxprRequest) -> tuple[Any, StageOutcome]:
+def plan_program(closed_jaxpr: ClosedJaxpr, request: JaxprRequest) -> tuple[ClosedJaxpr, StageOutcome]:
     """Rewrite one whole program so that it needs less memory.
 
     Args:
@@ -53,8 +52,8 @@ def plan_program(closed_jaxpr: Any, request: JaxprRequest) -> tuple[Any, StageOu
 
 
 def plan_joint(
-    forward: Any, backward: Any, n_outs: int, request: JaxprRequest
-) -> tuple[tuple[Any, Any], StageOutcome]:
+    forward: ClosedJaxpr, backward: ClosedJaxpr, n_outs: int, request: JaxprRequest
+) -> tuple[tuple[ClosedJaxpr, ClosedJaxpr], StageOutcome]:
     """Plan a forward and a backward program as one.
 
     Args:
@@ -68,7 +67,7 @@ def plan_joint(
     return _walk(prepare_parts(forward, backward, n_outs), request)
 
 
-def _walk(work: Work, request: JaxprRequest) -> tuple[Any, StageOutcome]:
+def _walk[Written](work: Work[Written], request: JaxprRequest) -> tuple[Written, StageOutcome]:
     with work.context():
         lifted = lift(work.jaxpr, request)
         planned = plan(lifted, request)

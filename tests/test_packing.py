@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from itertools import permutations
 from pathlib import Path
@@ -17,6 +18,9 @@ from passes.offsets.packers import PACKERS
 from passes.offsets.packers import pack as placed
 from passes.offsets.packing import Item, Problem, Span, apart, check_packing, height_bytes, live_bytes
 from passes.offsets.solver import LimitError, Sweep
+from passes.offsets.tight import live_bound, pack_tight
+from passes.offsets.xla_heap import Interval
+from passes.offsets.xla_heap import pack as pack_as_xla
 from passes.planners.exact.rectangles import model_of, pack
 
 
@@ -100,6 +104,22 @@ def test_where_no_packer_keeps_the_capacity_best_fit_is_taken():
     assert placed(Problem(items=items, capacity_bytes=99)) == PACKERS[0].pack(
         Problem(items=items, capacity_bytes=None)
     )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_intervals_are_packed_tighter_than_xla_does(seed: int):
+    generator = random.Random(seed)
+    lives = [(start := generator.randrange(60), start + generator.randrange(1, 20)) for _ in range(60)]
+    intervals = [
+        Interval(key=k, nbytes=generator.randint(1, 4096), start=start, end=end, group=k, leads=True)
+        for k, (start, end) in enumerate(lives)
+    ]
+    tight, bound_bytes = pack_tight(intervals, 64), live_bound(intervals, 64)
+    items = [(Span(start=i.start, stop=i.end + 1, nbytes=i.nbytes),) for i in intervals]
+    check_packing(items, [tight.offsets[i.group] for i in intervals], tight.size)
+    assert not any(offset % 64 for offset in tight.offsets.values())
+    assert bound_bytes <= tight.size <= 1.01 * bound_bytes
+    assert tight.size < pack_as_xla(intervals, 64).size
 
 
 def test_items_that_are_apart_are_packed_apart():

@@ -85,7 +85,7 @@ def test_least_peak_and_the_working_set_bound_do_not_contradict_the_oracle(progr
 @given(programs(max_ops=5), st.integers(0, 30))
 def test_nothing_possible_is_proved_impossible(program: Program, budget_bytes: int):
     if least_cost_ns(program, budget_bytes) is not None:
-        assert not is_impossible(Graph.of(program), budget_bytes, 2000)
+        assert not is_impossible(Graph.of(program), budget_bytes, 2000, 400)
 
 
 def test_what_walking_backwards_proves_is_the_least_peak_of_most_tiny_programs():
@@ -96,8 +96,8 @@ def test_what_walking_backwards_proves_is_the_least_peak_of_most_tiny_programs()
         program = random_program(generator, n_ops=6)
         least = least_peak_bytes(program)
         graph = Graph.of(program)
-        assert not is_impossible(graph, least, 4000)
-        proved += is_impossible(graph, least - 1, 4000)
+        assert not is_impossible(graph, least, 4000, 400)
+        proved += is_impossible(graph, least - 1, 4000, 400)
         above += least > working_set_bytes(program)
     assert proved >= 28
     assert above >= 4

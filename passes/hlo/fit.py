@@ -23,10 +23,23 @@ from passes.planners import PlannerConfig, least_peak, plan, working_set_bytes
 from passes.planners.schedule import HOLE, Schedule, reverse_delete
 from passes.simulate import simulate
 
-MAX_ROUNDS = 7
-MAX_RELAXED = 4
-MAX_LOWEST = 4
-PACKING_ROUNDS = 16
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitConfig:
+    """How often a plan is written and its heap predicted; set by `benchmarks.promise`.
+
+    Attributes:
+        most_rounds: from above, each tighter by what the one before was over.
+        most_relaxed: of the lowest plan with fewer recomputes.
+        most_lowest: of the lowest plan, while values come into the heap that were in results.
+    """
+
+    most_rounds: int = 7
+    most_relaxed: int = 4
+    most_lowest: int = 4
+
+
+CONFIG = FitConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -93,7 +106,7 @@ class Task:
         view = graph.read(module, self.lifted.module)
         assigner = self.assigner(view)
         prediction = predict_assigned(assigner)
-        saved = packing_saves(assigner, rounds=PACKING_ROUNDS) if self.pinned else 0
+        saved = packing_saves(assigner) if self.pinned else 0
         return Written(
             plan=made, module=module, view=view, prediction=prediction,
             needed_bytes=prediction.total_bytes - saved, displaced=self._displaced(assigner),
@@ -158,7 +171,7 @@ def fit(task: Task) -> Written:
     target = task.budget_bytes - task.fixed_bytes
     bound_ratio = 0.0
     tried: list[Written] = []
-    for n in range(MAX_ROUNDS):
+    for n in range(CONFIG.most_rounds):
         if target < task.bound_bytes(program):
             break
         written = task.write(plan(program, target, config))
@@ -207,7 +220,7 @@ def lowest(task: Task) -> tuple[Program, Written]:
     program, displaced = task.lifted.program, frozenset[int]()
     tried: list[tuple[Program, Written]] = []
     config = task.for_retries()
-    for _ in range(MAX_LOWEST):
+    for _ in range(CONFIG.most_lowest):
         written = task.write(least_peak(program, config))
         tried.append((program, written))
         less = config.host_bytes - task.host_excess_bytes(written)
@@ -229,7 +242,7 @@ def _from_below(task: Task, program: Program, best: Written) -> Written:
         return best
     low, limit = least.peak_bytes, task.budget_bytes - task.fixed_bytes
     high = limit
-    for _ in range(MAX_RELAXED):
+    for _ in range(CONFIG.most_relaxed):
         if limit <= low:
             break
         written = task.write(_relaxed(program, least, limit))

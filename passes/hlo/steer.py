@@ -23,7 +23,6 @@ from passes.hlo.heap import Moment, moments
 from passes.offsets.tight import pack_tight
 from passes.offsets.xla_heap import Holes, Interval, best_fit
 
-PACKING_ROUNDS = 16
 _F32 = 11
 _LANES, _ROWS = 128, 8
 _ROW_BYTES = 4 * _LANES
@@ -174,7 +173,7 @@ def _goal(intervals: Sequence[Interval], alignment: int) -> _Goal:
     zone_bytes = best_fit(small, alignment, sorted((i for i in small if i.leads), key=lambda i: i.start)).size
     zone_bytes = -(-zone_bytes // alignment) * alignment
     large = [i for i in intervals if nbytes[i.group] > alignment]
-    offsets = pack_tight(large, alignment, rounds=PACKING_ROUNDS).offsets
+    offsets = pack_tight(large, alignment).offsets
     return _Goal(
         nbytes=nbytes, zone_bytes=zone_bytes, places={g: zone_bytes + at for g, at in offsets.items()}
     )

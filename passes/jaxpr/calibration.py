@@ -1,26 +1,39 @@
 """What XLA made of candidates that it compiled, and what to expect of the others.
 
-A candidate is known again by its recipe and its estimate. Of one that was not compiled, XLA is expected to
-need as much more or less than estimated as of the one of its kind whose estimate is nearest.
+All that is known are the candidates that were compiled. One with rewritten scans is known again by its recipe
+and its estimate; of one that was not compiled XLA is expected to need as much more or less than estimated as
+of the one of its recipe whose estimate is nearest. Of candidates whose scans are as they were all count.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from passes.outcome import StageOutcome
 from passes.recipe import Recipe, Scans
 
-# A repair by the enforcing stage that costs no more of the program's time is as good as a better plan.
-CHEAP_REPAIR_RATIO = 0.02
-# Where XLA makes this much more of a plan than was planned, it is first left less freedom.
-STRICT_RATIO = 1.5
-# Every correction is at least so much stronger than the one before it.
-STRONGER_RATIO = 1.05
-# Estimates of all devices' bytes are told apart from one device's times their number.
-SAME_RATIO = 1e-3
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationConfig:
+    """What follows from what XLA made of a plan; set by `benchmarks.promise` for the H200.
+
+    Attributes:
+        cheap_repair_ratio: a repair by the enforcing stage that costs no more of the program's time is as
+            good as a better plan.
+        strict_ratio: where XLA makes this much more of a plan than was planned, it is first left less
+            freedom: LSTM steps, whose small dots it merges.
+        stronger_ratio: every correction is at least so much stronger than the one before it.
+        same_ratio: what estimates of all devices' bytes differ by from one device's times their number.
+    """
+
+    cheap_repair_ratio: float = 0.02
+    strict_ratio: float = 1.5
+    stronger_ratio: float = 1.05
+    same_ratio: float = 1e-3
+
+
+CONFIG = CalibrationConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,65 +51,84 @@ class Trial:
     temp_bytes: int
 
 
-def tried(trials: Sequence[Trial], recipe: Recipe, estimated_bytes: int) -> Trial | None:
-    """The candidate with this recipe and estimate, if it was compiled."""
-    alike = (m for m in trials if m.recipe == recipe)
-    same = (m for m in alike if abs(m.estimated_bytes - estimated_bytes) <= SAME_RATIO * estimated_bytes)
-    return next(same, None)
-
-
-def expected_ratio(
-    trials: Sequence[Trial], recipe: Recipe, estimated_bytes: int, prior_ratio: float = 1.0
-) -> float:
-    """XLA's bytes over an estimate: the nearest one's of the same recipe, `prior_ratio` if there is none."""
-    alike = [m for m in trials if m.recipe == recipe]
-    if not alike:
-        return prior_ratio
-    nearest = min(alike, key=lambda m: abs(math.log(max(m.estimated_bytes, 1) / max(estimated_bytes, 1))))
-    return nearest.temp_bytes / max(nearest.estimated_bytes, 1)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
     """What is known of XLA and one program when it is planned once more. Hashable.
 
     Attributes:
-        bytes_ratio: XLA's bytes of temporaries over the jaxpr stage's estimate.
-        strict: True to leave XLA no freedom to merge small dots or to reorder recomputes: every such kernel
-            is behind a barrier of its own, which costs time and is for programs that do not fit without.
-        trials: candidates with rewritten scans.
+        trials: what was compiled, in that order.
+        starts_strict: True where the first plan is strict, too.
     """
 
-    bytes_ratio: float = 1.0
-    strict: bool = False
     trials: tuple[Trial, ...] = ()
+    starts_strict: bool = False
+
+    @property
+    def bytes_ratio(self) -> float:
+        """XLA's bytes of temporaries over the jaxpr stage's estimate, where scans are as they were."""
+        return self._as_they_were()[0]
+
+    @property
+    def strict(self) -> bool:
+        """True to leave XLA no freedom to merge small dots or to reorder recomputes: every such kernel is
+        behind a barrier of its own, which costs time and is for programs that do not fit without."""
+        return self._as_they_were()[1]
+
+    def _as_they_were(self) -> tuple[float, bool]:
+        """What follows from candidates whose scans are as they were: each was asked for what the one before
+        was too large by."""
+        bytes_ratio, strict = 1.0, self.starts_strict
+        for trial in self.trials:
+            if trial.recipe.scans is Scans.NONE:
+                ratio = trial.temp_bytes / max(trial.estimated_bytes, 1)
+                if ratio > CONFIG.strict_ratio and trial.recipe.recompute is not None and not strict:
+                    bytes_ratio, strict = 1.0, True
+                else:
+                    bytes_ratio = max(ratio, CONFIG.stronger_ratio * bytes_ratio)
+        return bytes_ratio, strict
+
+    def alike(self, recipe: Recipe) -> list[Trial]:
+        """The candidates of a recipe that were compiled, if it is one of rewritten scans."""
+        return [t for t in self.trials if t.recipe == recipe and recipe.scans is not Scans.NONE]
+
+    def tried(self, recipe: Recipe, estimated_bytes: int) -> Trial | None:
+        """The candidate with this recipe and estimate, if it was compiled."""
+        most = CONFIG.same_ratio * estimated_bytes
+        return next((t for t in self.alike(recipe) if abs(t.estimated_bytes - estimated_bytes) <= most), None)
+
+    def expected_ratio(self, recipe: Recipe, estimated_bytes: int, prior_ratio: float = 1.0) -> float:
+        """XLA's bytes over an estimate: the nearest one's of the same recipe, `prior_ratio` if there is
+        none."""
+
+        def distance(trial: Trial) -> float:
+            return abs(math.log(max(trial.estimated_bytes, 1) / max(estimated_bytes, 1)))
+
+        nearest = min(self.alike(recipe), key=distance, default=None)
+        return prior_ratio if nearest is None else nearest.temp_bytes / max(nearest.estimated_bytes, 1)
 
     def after(self, planned: StageOutcome, verdict: StageOutcome) -> Calibration | None:
         """With what the enforcing stage said of a plan; None if no other plan follows from that."""
-        if planned.recipe.scans is not Scans.NONE:
-            return replace(self, trials=(*self.trials, _trial(planned, verdict)))
-        if _is_cheaply_repaired(verdict):
+        if planned.recipe.scans is Scans.NONE and _is_cheaply_repaired(verdict):
             return None
-        ratio = verdict.before_temp_bytes / max(planned.planned_temp_bytes, 1)
-        if ratio > STRICT_RATIO and planned.changed and not self.strict:
-            return replace(self, strict=True, bytes_ratio=1.0)
-        return replace(self, bytes_ratio=max(ratio, STRONGER_RATIO * self.bytes_ratio))
+        return replace(self, trials=(*self.trials, _trial(planned, verdict)))
 
     def of_parts(self, parts: int) -> Calibration:
         """What is known of one device's bytes, for all of them."""
         scaled = [
-            replace(m, estimated_bytes=parts * m.estimated_bytes, temp_bytes=parts * m.temp_bytes)
-            for m in self.trials
+            replace(t, estimated_bytes=parts * t.estimated_bytes, temp_bytes=parts * t.temp_bytes)
+            for t in self.trials
         ]
         return replace(self, trials=tuple(scaled))
 
 
 UNCALIBRATED = Calibration()
 """Nothing is known: estimates are taken as they are."""
+STRICT = Calibration(starts_strict=True)
+"""Nothing is known, and XLA is left no freedom."""
 
 
 def _is_cheaply_repaired(verdict: StageOutcome) -> bool:
-    return verdict.status.found and verdict.recompute_ns <= CHEAP_REPAIR_RATIO * verdict.cost_ns
+    return verdict.status.found and verdict.recompute_ns <= CONFIG.cheap_repair_ratio * verdict.cost_ns
 
 
 def _trial(planned: StageOutcome, verdict: StageOutcome) -> Trial:

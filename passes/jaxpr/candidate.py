@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from passes.cost import DeviceModel
 from passes.ir import OpId, Plan
 from passes.jaxpr.calibration import UNCALIBRATED, Calibration
+from passes.jaxpr.compat import Jaxpr
 from passes.jaxpr.emit import EmitConfig
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.scans.choice import Level
@@ -71,7 +71,7 @@ class Candidate:
     lifted: LiftedJaxpr
     steps: tuple[OpId, ...]
     config: EmitConfig
-    emitted: Any
+    emitted: Jaxpr
     peak_bytes: int
     cost_ns: int
     plan: Plan | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -126,10 +126,6 @@ def splice(
         traced = consts_as_literals(compat.trace(run, [v.aval for v in variables]))
     new = renewed(traced, dict(zip(traced.invars, variables, strict=True)))
     return [_named_as(like, eqn) for eqn in new.eqns], list(new.outvars)
-
-
-def _value_of(v: Atom, env: Mapping[Var, Any]) -> Any:
-    return jnp.asarray(v.val, array_of(v).dtype) if isinstance(v, compat.Literal) else env[v]
 
 
 def _named_as(like: JaxprEqn, eqn: JaxprEqn) -> JaxprEqn:

@@ -10,7 +10,7 @@ import math
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from passes.cost import DeviceModel
 from passes.dump import dump
@@ -33,34 +33,34 @@ from passes.outcome import StageOutcome, recomputed_by, tightest_values
 from passes.planners import cut_bound
 
 
-class Work(Protocol):
+class Work[Written](Protocol):
     """What is planned of a program, and how what is made of it is written in the program's place."""
 
     @property
-    def jaxpr(self) -> Any:
+    def jaxpr(self) -> Jaxpr:
         """The open jaxpr that is planned: dead code removed; the same object every time, so that requests
         share work."""
 
     @property
-    def source(self) -> Any:
+    def source(self) -> Written:
         """The program as it came, a closed jaxpr, or its parts."""
 
     def context(self) -> AbstractContextManager[None]:
         """What the jaxpr is lifted and planned in."""
 
-    def written(self, made: Candidate) -> Any:
+    def written(self, made: Candidate) -> Written:
         """As `source`, with a candidate that changes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Whole:
-    source: Any
+    source: ClosedJaxpr
     jaxpr: Jaxpr
 
     def context(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def written(self, made: Candidate) -> Any:
+    def written(self, made: Candidate) -> ClosedJaxpr:
         return compat.close_jaxpr(made.emitted, compat.open_jaxpr(self.source)[1])
 
 
@@ -68,17 +68,17 @@ class _Whole:
 class _InShardMap:
     """The body of a `shard_map`, with the bytes of one device."""
 
-    source: Any
+    source: ClosedJaxpr
     inside: Inside
     jaxpr: Jaxpr
 
     def context(self) -> AbstractContextManager[None]:
         return compat.inside_shard_map(self.inside.eqn)
 
-    def written(self, made: Candidate) -> Any:
+    def written(self, made: Candidate) -> ClosedJaxpr:
         return compat.close_jaxpr(self._emitted(made), compat.open_jaxpr(self.source)[1])
 
-    def _emitted(self, made: Candidate) -> Any:
+    def _emitted(self, made: Candidate) -> Jaxpr:
         inside = self.inside
         if inside.pair is None:
             return inside.written(made.emitted)
@@ -92,7 +92,7 @@ class _InShardMap:
 class _Parts:
     """A forward and a backward part as one program."""
 
-    source: tuple[Any, Any]
+    source: tuple[ClosedJaxpr, ClosedJaxpr]
     joined: Joined
     jaxpr: Jaxpr
     n_outs: int
@@ -100,7 +100,7 @@ class _Parts:
     def context(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def written(self, made: Candidate) -> tuple[Any, Any]:
+    def written(self, made: Candidate) -> tuple[ClosedJaxpr, ClosedJaxpr]:
         n_arguments = self.joined.n_consts + self.joined.n_arguments
         return closed_halves(self.joined, _split(made, n_arguments, self.n_outs))
 
@@ -111,7 +111,7 @@ def _split(made: Candidate, n_arguments: int, n_forward_results: int) -> Split:
     )
 
 
-def prepare(closed_jaxpr: ClosedJaxpr) -> Work:
+def prepare(closed_jaxpr: ClosedJaxpr) -> Work[ClosedJaxpr]:
     """What is planned of a whole program, calls inlined."""
     if (inside := enter(closed_jaxpr)) is None:
         return _Whole(source=closed_jaxpr, jaxpr=_simplified(compat.open_jaxpr(closed_jaxpr)[0]))
@@ -119,7 +119,9 @@ def prepare(closed_jaxpr: ClosedJaxpr) -> Work:
         return _InShardMap(source=closed_jaxpr, inside=inside, jaxpr=_simplified(inside.body))
 
 
-def prepare_parts(forward: ClosedJaxpr, backward: ClosedJaxpr, n_outs: int) -> Work:
+def prepare_parts(
+    forward: ClosedJaxpr, backward: ClosedJaxpr, n_outs: int
+) -> Work[tuple[ClosedJaxpr, ClosedJaxpr]]:
     """What is planned of a forward and a backward part, see `passes.pipeline.plan_joint`."""
     joined = _joined(forward, backward, n_outs)
     return _Parts(source=(forward, backward), joined=joined, jaxpr=_simplified(joined.jaxpr), n_outs=n_outs)
@@ -131,7 +133,7 @@ def _joined(forward: ClosedJaxpr, backward: ClosedJaxpr, n_outs: int) -> Joined:
 
 
 @compat.cached_by_jaxpr
-def _simplified(jaxpr: Jaxpr) -> ClosedJaxpr:
+def _simplified(jaxpr: Jaxpr) -> Jaxpr:
     live = compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     return without_literal_barriers(scatter_in_place(live))
 
@@ -141,7 +143,7 @@ def lift(jaxpr: Jaxpr, request: JaxprRequest) -> LiftedJaxpr:
     return lift_jaxpr(jaxpr, request.device, as_xla=True)
 
 
-def emit(work: Work, planned: Planned) -> Any:
+def emit[Written](work: Work[Written], planned: Planned) -> Written:
     """The program with what was planned; the very same objects where that changes nothing."""
     return work.written(planned.candidate) if planned.outcome.changed else work.source
 

@@ -9,6 +9,7 @@ traffic.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from passes.cost import DeviceModel
 from passes.ir import OpId, Plan
@@ -20,8 +21,21 @@ from passes.jaxpr.lifted import LiftedJaxpr
 from passes.planners import PlannerConfig, plan
 from passes.simulate import simulate
 
-LEVEL_RATIO = 0.97
-MAX_CANDIDATES = 8
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StraightConfig:
+    """The depths that are looked at; set by `benchmarks.gpt12`.
+
+    Attributes:
+        level_ratio: the bytes of a depth as a share of those of the one above it.
+        most_candidates: how many plans are evaluated for one budget.
+    """
+
+    level_ratio: float = 0.97
+    most_candidates: int = 8
+
+
+CONFIG = StraightConfig()
 
 
 def as_it_is(as_is: LiftedJaxpr) -> Candidate:
@@ -50,8 +64,8 @@ def search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate
     config = PlannerConfig(planner=request.planner, bound=False, quick=True)
     best: Candidate | None = None
     level = _levels_down(target_bytes / max(peak_bytes, 1))
-    for _ in range(MAX_CANDIDATES):
-        level_bytes = int(peak_bytes * LEVEL_RATIO**level)
+    for _ in range(CONFIG.most_candidates):
+        level_bytes = int(peak_bytes * CONFIG.level_ratio**level)
         made = plan(lifted.program, level_bytes, config)
         candidate = evaluate(lifted, made, written, request.device)
         if best is None or candidate.peak_bytes < best.peak_bytes:
@@ -69,7 +83,7 @@ def search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate
 
 def _levels_down(ratio: float) -> int:
     """How many levels of the frontier lie between 1 and `ratio`, at least none."""
-    return max(0, math.ceil(math.log(ratio) / math.log(LEVEL_RATIO) - 1e-9))
+    return max(0, math.ceil(math.log(ratio) / math.log(CONFIG.level_ratio) - 1e-9))
 
 
 def evaluate(lifted: LiftedJaxpr, made: Plan, config: EmitConfig, device: DeviceModel) -> Candidate:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from passes.cost import DeviceModel
 from passes.jaxpr import compat
 from passes.jaxpr.bodies import fit_bodies
-from passes.jaxpr.calibration import expected_ratio, tried
 from passes.jaxpr.candidate import Candidate, JaxprRequest
 from passes.jaxpr.compat import Jaxpr
 from passes.jaxpr.lift import lift
@@ -29,17 +28,33 @@ from passes.recipe import Recipe, Scans
 # (open jaxpr of a body, bytes for its temporaries, request) -> an open jaxpr.
 type PlanBody = Callable[[Jaxpr, int, JaxprRequest], Jaxpr]
 
-LEVELS_ABOVE = 2
-LEVELS_BELOW = 3
-# How many levels, spread over the frontier, are looked at with stacks on the host.
-LEVELS_SENT = 6
 WAYS = (ALONE, RECOMPUTES, BODIES, TIGHTER) = (0, 1, 2, 3)
-# Bodies are planned for no more than this of what the program needs without.
-BODIES_RATIO = 0.9
-# An estimate may be off by as much, if XLA has seen nothing of the kind, or something.
-UNKNOWN_RATIO, KNOWN_RATIO = 1.25, 1.05
-# What is expected to cost more than this of the best is not worth another compile.
-CHEAPER_RATIO = 0.95
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredConfig:
+    """What is looked at beside the first level that fits; set by `benchmarks.scan` and `benchmarks.promise`.
+
+    Attributes:
+        levels_above: how many levels of more bytes, with one thing more done beside the scans.
+        levels_below: how many levels of fewer bytes, which may be cheaper.
+        levels_sent: how many, spread over the frontier, with stacks on the host.
+        bodies_ratio: bodies are planned for no more than this share of what the program needs without.
+        unknown_ratio, known_ratio: by how much an estimate may be off, if XLA has seen nothing of the
+            kind, or something.
+        cheaper_ratio: what is expected to cost more than this share of the best is not worth another compile.
+    """
+
+    levels_above: int = 2
+    levels_below: int = 3
+    levels_sent: int = 6
+    bodies_ratio: float = 0.9
+    unknown_ratio: float = 1.25
+    known_ratio: float = 1.05
+    cheaper_ratio: float = 0.95
+
+
+CONFIG = StructuredConfig()
 
 
 def search_structured(jaxpr: Jaxpr, request: JaxprRequest, scale: float, plan_body: PlanBody) -> Candidate:
@@ -161,8 +176,8 @@ class _Search:
                 else:
                     high = middle
             if low < len(levels):
-                above = range(max(0, low - LEVELS_ABOVE), low)
-                below = range(low, min(low + 1 + LEVELS_BELOW, len(levels)))
+                above = range(max(0, low - CONFIG.levels_above), low)
+                below = range(low, min(low + 1 + CONFIG.levels_below, len(levels)))
                 for k in below:
                     look(k, way)
                 for k in above:
@@ -182,7 +197,7 @@ class _Search:
         """
         last = len(levels) - 1
         looks: dict[int, _Look] = {}
-        for k in sorted({round(n * last / (LEVELS_SENT - 1)) for n in range(LEVELS_SENT)}):
+        for k in sorted({round(n * last / (CONFIG.levels_sent - 1)) for n in range(CONFIG.levels_sent)}):
             if not here.over and levels[k].lifted.program.cost_ns >= here.candidate.cost_ns:
                 continue
             if (look := self._sent(levels[k], ALONE)) is not None:
@@ -238,7 +253,7 @@ class _Search:
 
         alone = named(as_it_is(as_is))
         ratio = self._ratio(alone.recipe, alone.peak_bytes, 1 / self.scale)
-        expected = self._expect(alone, 1 / self.scale / UNKNOWN_RATIO if lowest else ratio)
+        expected = self._expect(alone, 1 / self.scale / CONFIG.unknown_ratio if lowest else ratio)
         if way == ALONE or not expected.over:
             return expected
         beside = replace(alone.recipe, recompute=request.planner)
@@ -250,7 +265,7 @@ class _Search:
         """A program with its bodies planned, and lifted; a second aim is lower by what the first missed."""
         device = self.request.device
         target_bytes = max(int(self.request.temp_budget_bytes * self.scale), 1)
-        aim_bytes = min(target_bytes, int(BODIES_RATIO * as_it_is(as_is).peak_bytes))
+        aim_bytes = min(target_bytes, int(CONFIG.bodies_ratio * as_it_is(as_is).peak_bytes))
         for _ in range(aims):
             planned = fit_bodies(
                 program,
@@ -266,13 +281,13 @@ class _Search:
         return planned, lifted
 
     def _expect(self, made: Candidate, ratio: float) -> _Look:
-        known = tried(self.request.calibration.trials, made.recipe, made.peak_bytes)
+        known = self.request.calibration.tried(made.recipe, made.peak_bytes)
         nbytes = round(made.peak_bytes * ratio) if known is None else known.temp_bytes
         over = nbytes > self.request.temp_budget_bytes
         return _Look(candidate=made, expected_bytes=nbytes, over=over, tried=known is not None)
 
     def _ratio(self, recipe: Recipe, estimated_bytes: int, prior_ratio: float) -> float:
-        return expected_ratio(self.request.calibration.trials, recipe, estimated_bytes, prior_ratio)
+        return self.request.calibration.expected_ratio(recipe, estimated_bytes, prior_ratio)
 
 
 def _next(looks: Sequence[_Look], request: JaxprRequest) -> _Look:
@@ -282,11 +297,12 @@ def _next(looks: Sequence[_Look], request: JaxprRequest) -> _Look:
         return best
 
     def may_fit(look: _Look) -> bool:
-        known = any(m.recipe == look.candidate.recipe for m in request.calibration.trials)
-        return look.expected_bytes <= (KNOWN_RATIO if known else UNKNOWN_RATIO) * request.temp_budget_bytes
+        known = request.calibration.alike(look.candidate.recipe)
+        ratio = CONFIG.known_ratio if known else CONFIG.unknown_ratio
+        return look.expected_bytes <= ratio * request.temp_budget_bytes
 
     def is_worth_it(look: _Look) -> bool:
-        cheaper = look.candidate.cost_ns <= CHEAPER_RATIO * best.candidate.cost_ns
+        cheaper = look.candidate.cost_ns <= CONFIG.cheaper_ratio * best.candidate.cost_ns
         return not look.tried and cheaper and may_fit(look)
 
     return min(filter(is_worth_it, looks), key=lambda look: look.expected_bytes, default=best)

@@ -13,8 +13,21 @@ from passes.offsets.packing import Problem, height_bytes
 from passes.offsets.skyline import stack
 from passes.offsets.solver import search
 
-PASSES = 24
-MOST_TRIES = 1_000_000
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackerConfig:
+    """How long each packer may take; set by `benchmarks.planners`.
+
+    Attributes:
+        passes: from the ground up.
+        tries: of the search, shared by the items: each takes longer where there are more.
+    """
+
+    passes: int = 24
+    tries: int = 1_000_000
+
+
+CONFIG = PackerConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +46,7 @@ class Packer:
 
 
 def _searched(problem: Problem) -> list[int] | None:
-    return search(problem.items, problem.room_bytes, MOST_TRIES // max(1, len(problem.items)))
+    return search(problem.items, problem.room_bytes, CONFIG.tries // max(1, len(problem.items)))
 
 
 PACKERS = (
@@ -45,7 +58,7 @@ PACKERS = (
     Packer(
         name="ground up",
         does="what can lie lowest, by a rule of job shops, in a few passes",
-        pack=lambda problem: stack(problem.items, problem.room_bytes, PASSES).offsets,
+        pack=lambda problem: stack(problem.items, problem.room_bytes, CONFIG.passes).offsets,
     ),
     Packer(name="search", does="depth first, section by section, in a few tries", pack=_searched),
 )

@@ -23,13 +23,30 @@ from passes.offsets.packing import Item, Span
 
 FloatArray = npt.NDArray[np.float64]
 
-MOST_LOOKS = 6
-LOUDER = 1.2
-NOISE = 0.03
 LOOK_UNITS, ROWS_PER_UNIT = 30, 500
 NOTHING = 1 << 60
-MOST_STACKED = 4000
-PASS_UNITS = 1_200_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkylineConfig:
+    """How a pass looks ahead, and for how long; set by the GPT of `benchmarks.planners`.
+
+    Attributes:
+        looks: how many items, the most urgent first, are tried at a step.
+        louder: what an item that was left over counts more in the next pass.
+        noise: by how much weights vary from pass to pass.
+        most_items: more are not packed this way.
+        units: of work, shared by the passes.
+    """
+
+    looks: int = 6
+    louder: float = 1.2
+    noise: float = 0.03
+    most_items: int = 4000
+    units: int = 1_200_000
+
+
+CONFIG = SkylineConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +80,10 @@ class Stacked[Offsets]:
 
 def stack(items: Sequence[Item], capacity_bytes: int, passes: int) -> Stacked[list[int]]:
     """Pack items from the ground up: in fewer passes where there are many, in none where too many."""
-    if len(items) > MOST_STACKED:
+    if len(items) > CONFIG.most_items:
         return Stacked(offsets=None, bottlenecks=(), work=0)
     skyline = Skyline(items)
-    affordable = PASS_UNITS // max(1, len(skyline.items) * skyline.look_units)
+    affordable = CONFIG.units // max(1, len(skyline.items) * skyline.look_units)
     offsets = skyline.solve(capacity_bytes, min(passes, affordable))
     return Stacked(offsets=offsets, bottlenecks=tuple(skyline.bottlenecks), work=skyline.work)
 
@@ -132,8 +149,8 @@ class Skyline:
                 for i, offset in zip(self.items, offsets.tolist(), strict=True):
                     best[i] = offset
                 return best
-            weight[left & self._meets(self.bottlenecks[-1])] *= LOUDER
-            weight *= random_number.uniform(1 - NOISE, 1 + NOISE, len(weight))
+            weight[left & self._meets(self.bottlenecks[-1])] *= CONFIG.louder
+            weight *= random_number.uniform(1 - CONFIG.noise, 1 + CONFIG.noise, len(weight))
         return None
 
     def _meets(self, bottleneck: Bottleneck) -> BoolArray:
@@ -155,7 +172,7 @@ class Skyline:
                 fits = fits[low[fits] < (low[fits] + self.size[fits]).min()]
             urgent = most[fits] * weight[fits] - low[fits]
             bottlenecks: list[tuple[int, int]] = []
-            for i in fits[np.argsort(-urgent, kind="stable")[:MOST_LOOKS]].tolist():
+            for i in fits[np.argsort(-urgent, kind="stable")[: CONFIG.looks]].tolist():
                 a, b = self.first[i], self.first[i] + len(self.heights[i])
                 before = sky[a:b].copy()
                 sky[a:b] = low[i] + self.heights[i]

@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -32,9 +33,6 @@ from passes.offsets.infer import ALL, Left, Rules, RuleSet
 from passes.offsets.packing import Item
 from passes.offsets.sweep import NONE_LEFT, Sections
 
-MOST_ITEMS = 400
-FIRST_TRIES = 300
-MORE = 5
 # Keys of `Sweep._keys`, and whether parts that come apart during the search are ordered anew.
 ORDERS = (
     (("total", "time", "space"), False),
@@ -44,11 +42,31 @@ ORDERS = (
     (("total", "time", "space"), True),
     (("failures", "space", "time"), False),
 )
-ROUND_TRIES = len(ORDERS) * FIRST_TRIES
-# What a round's failures still count after each later round.
-FADING = 0.9
-FIRST_LOOK = 8
-MOST_REMEMBERED = 20_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolverConfig:
+    """How long each order is tried, and what is learned; set by the rows A to K of `benchmarks.pack`.
+
+    Attributes:
+        most_items: what `search` takes: tables grow with their square.
+        first_tries: of every order in the first round.
+        more: how many times as many each round has.
+        fading: what a round's failures still count after each later round.
+        first_look: how many candidates of a node are judged together at first.
+        most_remembered: how many states that failed are remembered.
+    """
+
+    most_items: int = 400
+    first_tries: int = 300
+    more: int = 5
+    fading: float = 0.9
+    first_look: int = 8
+    most_remembered: int = 20_000
+
+
+SOLVER = SolverConfig()
+ROUND_TRIES = len(ORDERS) * SOLVER.first_tries
 
 
 class LimitError(Exception):
@@ -57,7 +75,7 @@ class LimitError(Exception):
 
 def search(items: Sequence[Item], capacity: int, max_tries: int) -> list[int] | None:
     """Offsets within a capacity; None if there are none, or too many items, or the tries do not suffice."""
-    if len(items) > MOST_ITEMS:
+    if len(items) > SOLVER.most_items:
         return None
     try:
         return Sweep(items, capacity).solve(max_tries)
@@ -126,7 +144,7 @@ class Sweep:
         """Whether a part that was apart from the start can be placed; `_offsets` then says how."""
         for n_rounds in itertools.count(first_round):
             for self._order, self._reorders in ORDERS:
-                self._limit = min(max_tries, self.tries + FIRST_TRIES * MORE**n_rounds)
+                self._limit = min(max_tries, self.tries + SOLVER.first_tries * SOLVER.more**n_rounds)
                 self._failed.clear()
                 self._found.clear()
                 try:
@@ -140,7 +158,7 @@ class Sweep:
     def _learn(self) -> None:
         """Weigh the sections by the failures of a round, and of those before."""
         failures = self._rules.failures
-        self._weights = FADING * self._weights + failures / max(1, int(failures.sum()))
+        self._weights = SOLVER.fading * self._weights + failures / max(1, int(failures.sum()))
         failures[:] = 0
 
     def _keys(self, left: Left) -> dict[str, IntArray | npt.NDArray[np.float64]]:
@@ -204,7 +222,7 @@ class Sweep:
     def _rests(self, left: Left, chosen: IntArray) -> Iterator[Left]:
         """What is left after each of the candidates: one by one at first, later several at a time."""
         count = 1
-        for look in (chosen[:FIRST_LOOK], chosen[FIRST_LOOK:]):
+        for look in (chosen[: SOLVER.first_look], chosen[SOLVER.first_look :]):
             if not len(look):
                 break
             chosen = self._rules.leaves_slack(left, look)
@@ -214,7 +232,7 @@ class Sweep:
                 if self.tries > self._limit or self.stop():
                     raise LimitError
                 yield from self._rules.after(left, now)
-                count = min(2 * count, FIRST_LOOK)
+                count = min(2 * count, SOLVER.first_look)
 
     def _solved(self, part: Left, *, among: bool) -> Generator[Left, bool | None, bool]:
         """Whether a part can be placed, searched once; offsets are kept if it is one `among` others."""
@@ -229,7 +247,7 @@ class Sweep:
         if self._rules.on.memory and failed is not None and failed <= at:
             return False
         if not (yield part):
-            if len(self._failed) < MOST_REMEMBERED:
+            if len(self._failed) < SOLVER.most_remembered:
                 self._failed[key] = at
             return False
         if among:

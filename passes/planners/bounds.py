@@ -16,6 +16,8 @@ least of that price and the cut's together, which prices a kept byte at no more 
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from passes.ir import Program
@@ -24,7 +26,14 @@ from passes.liveness import Graph
 from passes.planners.flow import COST_UNITS, CutProblem, Cutter, cheapest_within, cut_problem_at
 from passes.planners.schedule import Schedule
 
-HELD_MOMENTS = 6
+ROUNDING_NS = 1e-3
+# At how many positions it is asked what must be held; set by column "least" of `benchmarks.planners`.
+HELD_POSITIONS = 6
+
+
+def at_least_ns(base_ns: int, bound_ratio: float) -> int:
+    """What every plan costs at least, by a bound on the overhead; costs are integers, so it is rounded up."""
+    return base_ns + math.ceil(base_ns * bound_ratio - ROUNDING_NS)
 
 
 def working_set_bytes(program: Program) -> int:
@@ -41,7 +50,7 @@ def least_bytes(graph: Graph, schedule: Schedule) -> int:
     if all(op.recomputable and op.deadline is None for op in ops):
         return least
     order = sorted(range(len(ops)), key=lambda t: (-forced[t], t))
-    for t in spread(order, HELD_MOMENTS):
+    for t in spread(order, HELD_POSITIONS):
         if schedule.live[t] > least:
             problem = cut_problem_at(schedule, t, slot=t + 1)
             if problem.demanded:

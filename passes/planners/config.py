@@ -13,10 +13,30 @@ from passes.link import Link
 from passes.registry import PLANNERS as PLANNERS
 
 SEARCHING = tuple(name for name, planner in PLANNERS.items() if planner.searches)
-UNITS_PER_OP = 100
-LEAST_UNITS = 1_000_000
-QUICK_UNITS = 200_000
-FEWEST_MOMENTS, MOST_MOMENTS, MOMENT_OPS = 8, 32, 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitsConfig:
+    """How long a search takes, in units of work; set by `benchmarks.scale` and `benchmarks.planners`.
+
+    Attributes:
+        units_per_op: of a large program.
+        least_units: of a small one.
+        quick_units: of a small one, where someone waits.
+        fewest_cuts: positions at which the bound is looked for.
+        most_cuts: such positions of a small program, where nobody waits.
+        cut_ops: the ops of a program times those positions, between the two.
+    """
+
+    units_per_op: int = 100
+    least_units: int = 1_000_000
+    quick_units: int = 200_000
+    fewest_cuts: int = 8
+    most_cuts: int = 32
+    cut_ops: int = 10_000
+
+
+LIMITS = LimitsConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,14 +120,14 @@ class PlannerConfig:
         if self.bound_cuts is not None:
             return self.bound_cuts
         return (
-            FEWEST_MOMENTS
+            LIMITS.fewest_cuts
             if self.quick
-            else max(FEWEST_MOMENTS, min(MOST_MOMENTS, MOMENT_OPS // max(1, n_ops)))
+            else max(LIMITS.fewest_cuts, min(LIMITS.most_cuts, LIMITS.cut_ops // max(1, n_ops)))
         )
 
     def units(self, n_ops: int) -> int:
         """The work limit for a program of `n_ops` ops."""
         if self.work_limit is not None:
             return self.work_limit
-        quick_units = QUICK_UNITS * (2 if self.host_bytes else 1)
-        return max(quick_units if self.quick else LEAST_UNITS, UNITS_PER_OP * n_ops)
+        quick_units = LIMITS.quick_units * (2 if self.host_bytes else 1)
+        return max(quick_units if self.quick else LIMITS.least_units, LIMITS.units_per_op * n_ops)

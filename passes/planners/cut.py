@@ -16,7 +16,6 @@ from passes.planners.candidate import Candidate, WorkLimit
 from passes.planners.flow import cheapest_within, cut_problem_at, filled_up, missing_runs
 from passes.planners.schedule import Schedule, prune, reverse_delete
 
-BEND_RATIO = 0.02
 DELETE_UNITS = 20
 CUT_UNITS = 400
 SCHEDULE_UNITS = 300
@@ -24,29 +23,31 @@ SCHEDULE_UNITS = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
-    """How a candidate cuts.
+    """How a candidate cuts. `benchmarks.planners` set what is the same in all styles.
 
     Attributes:
         stages: through how many geometric levels it goes.
         reserve_ratio: share of the level left free at every cut, for the recomputes' own needs.
         tilt_ratio: see `passes.planners.flow.cut_problem_at`.
         below_ratio: how far below the budget it goes before it takes recomputes out up to the budget.
-        filled: whether small excesses are made up by single values, see `passes.planners.flow.filled_up`.
+        filled: how many single values make up a small excess, see `passes.planners.flow.filled_up`.
         fitting: whether values that could not come back within the level are kept.
         patience: after how many cuts in a row that did not lower the peak it gives up.
+        bend_ratio: by how much each of these raises the reserve.
     """
 
     stages: int = 1
     reserve_ratio: float = 0.0
     tilt_ratio: float = 0.0
     below_ratio: float = 0.0
-    filled: bool = True
+    filled: int = 5
     fitting: bool = True
     patience: int = 12
+    bend_ratio: float = 0.02
 
     def bent(self, stale: int) -> Style:
         """The style after `stale` cuts in vain: more reserve, so that the same state is cut differently."""
-        return dataclasses.replace(self, reserve_ratio=self.reserve_ratio + BEND_RATIO * stale)
+        return dataclasses.replace(self, reserve_ratio=self.reserve_ratio + self.bend_ratio * stale)
 
 
 PLAIN = Style()
@@ -75,7 +76,7 @@ def cut_once(schedule: Schedule, level_bytes: int, style: Style, work: WorkLimit
         if hull.bound_ns is not None:
             break
     work.done += len(problem.tails) if style.filled else 0
-    chosen = filled_up(schedule.graph, problem, hull, capacity_bytes) if style.filled else hull.fits
+    chosen = filled_up(schedule.graph, problem, hull, capacity_bytes, style.filled)
     inserts = missing_runs(schedule, position, problem, chosen.ops)
     return insert(schedule.steps, dict(inserts)) if inserts else None
 

@@ -26,7 +26,6 @@ SCALE = 10**12
 INFINITE = 4 * SCALE
 SOURCE, SINK = 0, 1
 COST_UNITS = 1000
-MAX_FILLED = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,17 +313,17 @@ def cheapest_within(problem: CutProblem, capacity_bytes: int, max_flows: int = 2
     return Hull(fits=below, over=above, bound_ns=bound_ns, flows=cutter.solved)
 
 
-def filled_up(graph: Graph, problem: CutProblem, hull: Hull, capacity_bytes: int) -> Cut:
-    """A choice between the hull's vertices, where a few small values make up what is missing cheaply.
+def filled_up(graph: Graph, problem: CutProblem, hull: Hull, capacity_bytes: int, most: int) -> Cut:
+    """A choice between the hull's vertices, where at most so many values make up what is missing cheaply.
 
     The next vertex may let go of far more than a small excess asks for, and be far dearer.
     """
-    if hull.over is None:
+    if hull.over is None or not most:
         return hull.fits
     prices = _Prices(graph, problem)
     recomputed = set(hull.over.ops)
     cost, kept_bytes = hull.over.cost, hull.over.kept_bytes
-    for _ in range(MAX_FILLED):
+    for _ in range(most):
         if kept_bytes <= capacity_bytes:
             return Cut(kept_bytes=kept_bytes, cost=cost, ops=tuple(sorted(recomputed)))
         best: tuple[float, int, list[int]] | None = None

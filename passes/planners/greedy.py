@@ -16,17 +16,18 @@ from passes.planners.cut import insert
 from passes.planners.flow import CutProblem, cut_problem_at, missing_runs
 from passes.planners.schedule import Schedule, prune, reverse_delete
 
-TRIED = 8
-MAX_EVICTIONS = 400
 
+def evict_one_by_one(
+    graph: Graph, start: Candidate, budget_bytes: int, work: WorkLimit, tried: int
+) -> Candidate:
+    """Lower the peak to the budget by single evictions; the lowest state if none helps any more.
 
-def evict_one_by_one(graph: Graph, start: Candidate, budget_bytes: int, work: WorkLimit) -> Candidate:
-    """Lower the peak to the budget by single evictions; the lowest state if none helps any more."""
+    Args:
+        tried: how many evictions are looked at each time, those of most bytes for their cost.
+    """
     schedule = Schedule(graph, start.steps)
-    for _ in range(MAX_EVICTIONS):
-        if schedule.peak_bytes <= budget_bytes or not work.left:
-            break
-        eviction = _best_eviction(schedule, budget_bytes, work)
+    while schedule.peak_bytes > budget_bytes and work.left:
+        eviction = _best_eviction(schedule, budget_bytes, work, tried)
         if eviction is None:
             break
         schedule = eviction
@@ -34,7 +35,7 @@ def evict_one_by_one(graph: Graph, start: Candidate, budget_bytes: int, work: Wo
     return Candidate.of(schedule)
 
 
-def _best_eviction(schedule: Schedule, budget_bytes: int, work: WorkLimit) -> Schedule | None:
+def _best_eviction(schedule: Schedule, budget_bytes: int, work: WorkLimit, tried: int) -> Schedule | None:
     """The eviction that takes off the most excess for its cost; None if none takes off any."""
     graph = schedule.graph
     position = schedule.peak_position
@@ -45,7 +46,7 @@ def _best_eviction(schedule: Schedule, budget_bytes: int, work: WorkLimit) -> Sc
     order = sorted(problem.demanded, key=lambda b: (-graph.nbytes[b] / (1 + cost_ns[b]), b))
     before = _excess_bytes(schedule, budget_bytes)
     best: tuple[float, Schedule] | None = None
-    for b in order[:TRIED]:
+    for b in order[:tried]:
         alone = dataclasses.replace(problem, demanded={b: problem.demanded[b]})
         inserts = missing_runs(schedule, position, alone, closures[b])
         if not inserts:

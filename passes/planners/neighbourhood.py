@@ -9,17 +9,32 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from passes.liveness import Graph
 from passes.planners.candidate import Candidate, WorkLimit, rank
 from passes.planners.cut import SCHEDULE_UNITS, Style, lower_to
 from passes.planners.schedule import HOLE, Schedule, prune
 
-USUAL_DROP = 8
-PATIENCE = 100
-KINDS = 5
-WHOLE_RATIO = 0.5
-ALIKE_DEPTH = 3
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NeighbourhoodConfig:
+    """What is taken out, and when to give up; set by the overheads of `benchmarks.planners`.
+
+    Attributes:
+        usual_drop: how many recomputes are taken out on average.
+        patience: after how many neighbours in vain the search ends.
+        whole_ratio: how often all recomputes of like ops are taken out, not a range of them.
+        alike_depth: how many reads away the surroundings of like ops are alike, too.
+    """
+
+    usual_drop: int = 8
+    patience: int = 100
+    whole_ratio: float = 0.5
+    alike_depth: int = 3
+
+
+CONFIG = NeighbourhoodConfig()
 
 
 def improve(
@@ -41,7 +56,9 @@ def improve(
     random_number = random.Random(seed)
     current = best
     stale = 0
-    while work.left and stale < PATIENCE and (best.cost_ns > floor_ns or best.peak_bytes > budget_bytes):
+    while (
+        work.left and stale < CONFIG.patience and (best.cost_ns > floor_ns or best.peak_bytes > budget_bytes)
+    ):
         schedule = Schedule(graph, current.steps)
         work.done += 2 * SCHEDULE_UNITS + len(current.steps)
         recomputes = schedule.recompute_positions()
@@ -69,7 +86,7 @@ def improve(
 def alike(graph: Graph) -> list[int]:
     """A number for every op; ops with the same one look alike, as do their surroundings; O(edges).
 
-    They have the same cost and sizes, and so do the ops that are up to `ALIKE_DEPTH` reads away.
+    They have the same cost and sizes, and so do the ops that are up to `CONFIG.alike_depth` reads away.
     """
     readers: list[list[int]] = [[] for _ in graph.nbytes]
     for op, inputs in enumerate(graph.inputs):
@@ -80,7 +97,7 @@ def alike(graph: Graph) -> list[int]:
         (cost_ns, tuple([nbytes[b] for b in inputs]), tuple([nbytes[b] for b in outputs]))
         for cost_ns, inputs, outputs in zip(graph.cost_ns, graph.inputs, graph.outputs, strict=True)
     )
-    for _ in range(ALIKE_DEPTH):
+    for _ in range(CONFIG.alike_depth):
         kinds = _numbered(
             (
                 kinds[op],
@@ -101,8 +118,8 @@ def pick(
     schedule: Schedule, recomputes: list[int], kinds: Sequence[int], random_number: random.Random
 ) -> list[int]:
     """Which recomputes to take out: a few scattered ones, neighbours, those of a range or of like ops."""
-    count = min(len(recomputes), 1 + int(random_number.expovariate(1 / USUAL_DROP)))
-    way = random_number.randrange(KINDS)
+    count = min(len(recomputes), 1 + int(random_number.expovariate(1 / CONFIG.usual_drop)))
+    way = random_number.randrange(5)  # two of five: recomputes of like ops
     if way == 0:
         return sorted(random_number.sample(recomputes, count))
     if way == 1:
@@ -114,7 +131,7 @@ def pick(
         return sorted(by_op[first : first + count])
     chosen = kinds[schedule.steps[recomputes[random_number.randrange(len(recomputes))]]]
     same = [p for p in recomputes if kinds[schedule.steps[p]] == chosen]
-    if random_number.random() < WHOLE_RATIO:
+    if random_number.random() < CONFIG.whole_ratio:
         return same
     first, last = sorted(random_number.randrange(len(same)) for _ in range(2))
     return same[first : last + 1]

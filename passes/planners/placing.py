@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,14 +25,33 @@ from passes.planners.pool_run import Walked
 from passes.planners.schedule import Schedule, reverse_delete
 from passes.planners.window import walk
 
-WINDOW_EXPONENTS = (0.0, 1.0, 0.5)
-WINDOW_EXCESS = (1.0, 1.06, 1.2, 1.5)
-PASSES = 10
-UNITS_PER_STEP = 10
-MOST_ROUNDS = 60
-PATIENCE = 24
-ROOM_RATIO = 0.005
-AROUND_UNITS = 60_000
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacingConfig:
+    """Walks, and where slack is left; set by the random layered graphs and the GPT of `benchmarks.planners`.
+
+    Attributes:
+        exponents: of the distance to the next use, of every walk.
+        excesses: shares of the budget that walks have for a pool, until one keeps it.
+        passes: of packing from the ground up.
+        units_per_step: work of packing, for every step.
+        most_rounds: how often slack is added.
+        patience: after how many tries in vain no slack is taken back any more.
+        slack_ratio: what is added at once at most, as a share of the budget.
+        around_units: work of a search around a plan with slack.
+    """
+
+    exponents: tuple[float, ...] = (0.0, 1.0, 0.5)
+    excesses: tuple[float, ...] = (1.0, 1.06, 1.2, 1.5)
+    passes: int = 10
+    units_per_step: int = 10
+    most_rounds: int = 60
+    patience: int = 24
+    slack_ratio: float = 0.005
+    around_units: int = 60_000
+
+
+CONFIG = PlacingConfig()
 
 
 def end_of(graph: Graph, placed: Candidate | Plan) -> int:
@@ -78,8 +98,8 @@ class PlacedPool(CandidatePool):
 
 def walks(graph: Graph, pool: CandidatePool, work: WorkLimit) -> Iterator[Candidate]:
     """A few walks over an address-ordered pool; a larger one only if the budget's own is too small."""
-    for excess in WINDOW_EXCESS:
-        for exponent in WINDOW_EXPONENTS:
+    for excess in CONFIG.excesses:
+        for exponent in CONFIG.exponents:
             walked = walk(graph, int(pool.budget_bytes * excess), exponent, work)
             if walked is not None:
                 yield _with_offsets(graph, walked, pool.budget_bytes)
@@ -121,7 +141,7 @@ def with_slack(
     """
     slack_bytes: IntArray = np.zeros(len(graph.cost_ns) + 1, dtype=np.int64)
     kinds = alike(graph)
-    for rounds in range(MOST_ROUNDS):
+    for rounds in range(CONFIG.most_rounds):
         if not work.left:
             break
         stacked = _stacked(graph, candidate, budget_bytes, work)
@@ -158,7 +178,7 @@ def _with_less_slack(
     random_number = random.Random(0)
     slots = np.flatnonzero(slack_bytes).tolist()
     stale = 0
-    while work.left and slots and stale < PATIENCE:
+    while work.left and slots and stale < CONFIG.patience:
         count = max(1, random_number.randrange(len(slots) + 1) // 2)
         first = random_number.randrange(len(slots) - count + 1)
         less_bytes = slack_bytes.copy()
@@ -184,7 +204,7 @@ def _around(
     seed: int = 0,
 ) -> Candidate:
     """The best of a short search around a sequence."""
-    part = WorkLimit(max(0, min(AROUND_UNITS, work.limit - work.done)))
+    part = WorkLimit(max(0, min(CONFIG.around_units, work.limit - work.done)))
     candidate = improve(slackened, candidate, budget_bytes, 0, part, kinds, seed)
     work.done += part.done
     return candidate
@@ -192,8 +212,8 @@ def _around(
 
 def _stacked(graph: Graph, candidate: Candidate, budget_bytes: int, work: WorkLimit) -> Stacked[StepOffsets]:
     """What packing a sequence from the ground up comes to."""
-    stacked = stack_graph(graph, candidate.steps, budget_bytes, PASSES)
-    work.done += stacked.work + SCHEDULE_UNITS + UNITS_PER_STEP * len(candidate.steps)
+    stacked = stack_graph(graph, candidate.steps, budget_bytes, CONFIG.passes)
+    work.done += stacked.work + SCHEDULE_UNITS + CONFIG.units_per_step * len(candidate.steps)
     return stacked
 
 
@@ -216,7 +236,7 @@ def _more_slack(
     for start, stop in sorted(lacking, key=lambda section: (-len(lacking[section]), section))[:most]:
         lacks = sorted(lacking[start, stop])
         lacking_bytes = lacks[len(lacks) // 2]
-        more_bytes = max(1, min(lacking_bytes, int(ROOM_RATIO * budget_bytes)))
+        more_bytes = max(1, min(lacking_bytes, int(CONFIG.slack_ratio * budget_bytes)))
         slots = np.asarray(schedule.slots[start:stop])
         live = schedule.live[start:stop]
         full = live >= live.max() - lacking_bytes // 2

@@ -17,21 +17,20 @@ from collections.abc import Iterable
 from passes.liveness import Graph
 from passes.planners.bounds import last_needs
 
-STATES_PER_TARGET = 400
 
-
-def is_impossible(graph: Graph, budget_bytes: int, max_states: int) -> bool:
+def is_impossible(graph: Graph, budget_bytes: int, max_states: int, op_states: int) -> bool:
     """True if it is proved that no plan's peak is within `budget_bytes`; False says nothing.
 
     Args:
         max_states: how many states to visit for all ops together, those that hold most bytes first.
+        op_states: how many of them for one op.
     """
     walk = Backwards(graph, budget_bytes)
     left = max_states
     for target in _targets(graph):
         if left <= 0:
             break
-        visited, reached = walk.run(target, min(left, STATES_PER_TARGET))
+        visited, reached = walk.run(target, min(left, op_states))
         if not reached:
             return True
         left -= visited

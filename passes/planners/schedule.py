@@ -18,6 +18,7 @@ import numpy as np
 from passes.liveness import BoolArray, Graph, IntArray
 
 HOLE = -1
+# Positions this close to the peak are all but equal (`benchmarks.planners`).
 NEARLY_RATIO = 0.002
 SHORT = 1 << 16
 

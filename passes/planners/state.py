@@ -6,19 +6,16 @@ Strategies (`passes.planners.strategies`) read it; nothing in it depends on one 
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 
 from passes.ir import Program
 from passes.liveness import Graph
-from passes.planners.bounds import Bound, least_bytes
+from passes.planners.bounds import Bound, at_least_ns, least_bytes
 from passes.planners.candidate import Candidate, CandidatePool, WorkLimit
 from passes.planners.config import PlannerConfig
 from passes.planners.neighbourhood import alike
 from passes.planners.proof import is_impossible
 from passes.planners.schedule import Schedule
-
-ROUNDING_NS = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +29,8 @@ class SearchConfig:
             of the bound. `benchmarks.gpt12`, `benchmarks.planners`: less costs time and gains nothing.
         large_ops, large_near_overhead: where one step of the search takes long, the last 0.18 points above
             the bound are not looked for. `benchmarks.scale`: a second instead of three.
-        proof_states, state_units: how many states a proof of impossibility visits, and what each takes.
+        proof_states, op_states: how many states a proof of impossibility visits, and for one op.
+        state_units: what each takes.
             `benchmarks.planners`: enough for the least budgets of the published graphs.
     """
 
@@ -42,6 +40,7 @@ class SearchConfig:
     large_ops: int = 400
     large_near_overhead: float = 0.0018
     proof_states: int = 2000
+    op_states: int = 400
     state_units: int = 25
 
 
@@ -127,8 +126,8 @@ class SearchState:
         return self.at_least_ns(bound_ratio + near_ratio)
 
     def at_least_ns(self, bound_ratio: float) -> int:
-        """What every sequence costs at least; costs are integers, so the bound may be rounded up."""
-        return self.start.cost_ns + math.ceil(self.start.cost_ns * bound_ratio - ROUNDING_NS)
+        """What every sequence costs at least."""
+        return at_least_ns(self.start.cost_ns, bound_ratio)
 
     def is_near(self, pool: CandidatePool) -> bool:
         """True if the best candidate keeps the budget and is cheap enough."""
@@ -140,6 +139,6 @@ class SearchState:
             clock = self.work(1.0)
             states = min(SEARCH.proof_states, (clock.limit - clock.done) // SEARCH.state_units)
             clock.done += states * SEARCH.state_units
-            if states and is_impossible(self.graph, budget_bytes, states):
+            if states and is_impossible(self.graph, budget_bytes, states, SEARCH.op_states):
                 self.impossible_bytes = budget_bytes
         return budget_bytes <= self.impossible_bytes

@@ -29,6 +29,7 @@ class StrategyConfig:
         first_cuts_limits, other_cuts_limits: what the first style may take, and each of the others.
         evict_units_per_op, evict_limits: one-by-one evictions need so much work to be left, and take this
             share of it.
+        evict_tried: how many evictions are looked at each time.
         low_styles: those of the bisection for the lowest peak. `benchmarks.planners`, column "least".
         near_ratio: where the bisection ends.
         restarts: from how many of the other candidates neighbourhoods are searched, too.
@@ -41,17 +42,17 @@ class StrategyConfig:
 
     portfolio: tuple[Style, ...] = (
         Style(tilt_ratio=0.1),
-        Style(tilt_ratio=0.1, filled=False, fitting=False),
-        Style(stages=4, filled=False, fitting=False),
+        Style(tilt_ratio=0.1, filled=0, fitting=False),
+        Style(stages=4, filled=0, fitting=False),
         Style(reserve_ratio=0.06),
-        Style(tilt_ratio=-0.3, filled=False),
+        Style(tilt_ratio=-0.3, filled=0),
         Style(stages=3, tilt_ratio=0.1, fitting=False),
         Style(tilt_ratio=0.1, below_ratio=0.04),
         Style(stages=4),
-        Style(reserve_ratio=0.1, filled=False, fitting=False),
+        Style(reserve_ratio=0.1, filled=0, fitting=False),
         Style(stages=2),
         Style(stages=12, tilt_ratio=0.1),
-        Style(stages=6, filled=False),
+        Style(stages=6, filled=0),
         Style(stages=4, reserve_ratio=0.1),
         Style(reserve_ratio=0.2),
     )
@@ -59,6 +60,7 @@ class StrategyConfig:
     other_cuts_limits: float = 1 / 3
     evict_units_per_op: int = 1000
     evict_limits: float = 1 / 2
+    evict_tried: int = 8
     low_styles: tuple[Style, ...] = (
         Style(tilt_ratio=0.1),
         Style(reserve_ratio=0.06),
@@ -93,7 +95,7 @@ def evictions(state: SearchState, pool: CandidatePool, work: WorkLimit) -> Itera
     left = work.limit - work.done
     if CONFIG.evict_units_per_op * state.n_ops <= left and not state.is_near(pool):
         part = WorkLimit(int(CONFIG.evict_limits * left))
-        yield evict_one_by_one(state.graph, state.start, pool.budget_bytes, part)
+        yield evict_one_by_one(state.graph, state.start, pool.budget_bytes, part, CONFIG.evict_tried)
         work.done += part.done
 
 
@@ -233,10 +235,8 @@ _AUTO = (
 STRATEGIES = {"auto": _AUTO, "cut": _AUTO[:-1], "window": (Strategy(name="walks", run=pool_walks),)}
 DEEPEST = (
     Strategy(name="cuts", run=cuts, own=True),
-    Strategy(name="evictions", run=evictions, limits=_none, after=("cuts",)),
     Strategy(name="small steps", run=small_steps, when="missed", limits=lambda state: 1 / 3, own=True),
     Strategy(name="bisection", run=bisection, when="missed", own=True),
-    Strategy(name="neighbourhoods", run=neighbourhoods, limits=_none, after=("bisection", "cuts")),
 )
 # How a plan is made again where its live bytes keep the budget, and its addresses do not.
 PLACING = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,13 +26,29 @@ from passes.jaxpr.scans.segments import Segments, segment_counts, segment_progra
 
 Site = Callable[[float], Choice | Inside]
 
-# Prices of a byte, in units of the time that the device takes to move one.
-FIRST_PRICE = 0.02
-GROWTH = 1.35
-PRICES = 45
-REFINEMENTS = 5
-STEP_RATIO = 0.04
-SEGMENT_LEVELS = 4
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontierConfig:
+    """At how many prices choices are made; set by `benchmarks.scan`.
+
+    Attributes:
+        first_price: of a byte, in units of the time that the device takes to move one.
+        growth: how many times as high the next price is.
+        prices: how many there are.
+        refinements: how often prices are halved between two levels that are far from each other.
+        step_ratio: how far: their bytes differ by more than this share of those of the first level.
+        segment_levels: how many levels, the lowest among them, are also run in segments.
+    """
+
+    first_price: float = 0.02
+    growth: float = 1.35
+    prices: int = 45
+    refinements: int = 5
+    step_ratio: float = 0.04
+    segment_levels: int = 4
+
+
+CONFIG = FrontierConfig()
 
 
 def frontier(jaxpr: Jaxpr, device: DeviceModel) -> list[Level]:
@@ -47,9 +64,9 @@ def frontier(jaxpr: Jaxpr, device: DeviceModel) -> list[Level]:
         ns_per_byte = price * 1e9 / device.bytes_per_second
         return tuple(site(ns_per_byte * (1 + TILT_RATIO * k / len(sites))) for k, site in enumerate(sites))
 
-    prices = [0.0, *(FIRST_PRICE * GROWTH**k for k in range(PRICES))]
+    prices = [0.0, *(CONFIG.first_price * CONFIG.growth**k for k in range(CONFIG.prices))]
     at_price = {price: level(price) for price in prices}
-    step_bytes = STEP_RATIO * _bytes(at_price[0.0])
+    step_bytes = CONFIG.step_ratio * _bytes(at_price[0.0])
     for low, high in itertools.pairwise(prices):
         _refine(at_price, low, high, step_bytes, level)
     levels = [at_price[price] for price in sorted(at_price)]
@@ -62,7 +79,7 @@ def _refine(
     high: float,
     step_bytes: float,
     level: Callable[[float], Level],
-    depth: int = REFINEMENTS,
+    depth: int = CONFIG.refinements,
 ) -> None:
     """Look between two prices while their choices lie far apart."""
     if depth and _bytes(levels[low]) - _bytes(levels[high]) > step_bytes:
@@ -134,7 +151,7 @@ def _in_segments(pair: ScanPair, count: int, device: DeviceModel) -> list[Choice
             inner=level,
             segments=Segments(count=count, iterations=iterations, body=rewrite(program, level)),
         )
-        for level in levels[-1 :: -max(1, len(levels) // SEGMENT_LEVELS)]
+        for level in levels[-1 :: -max(1, len(levels) // CONFIG.segment_levels)]
     ]
 
 

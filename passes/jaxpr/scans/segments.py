@@ -25,6 +25,7 @@ from passes.jaxpr.compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn
 from passes.jaxpr.rewrite import consts_as_literals, run_scan, splice
 from passes.jaxpr.scans.pairs import Body, ScanPair, body_of
 
+# Two levels of a scan need least with as many segments as each has iterations (Chen 2016).
 MOST_COUNTS = 2
 
 

@@ -14,6 +14,7 @@ from passes.jaxpr.primitives import Kind, kind_of
 from passes.jaxpr.purity import has_effect
 from passes.jaxpr.rewrite import consts_as_literals, renewed, run_scan, splice
 
+# By how much a value must be larger than what it is made of.
 GROWTH = 8
 
 

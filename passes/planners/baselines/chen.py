@@ -16,6 +16,7 @@ import numpy as np
 from passes.liveness import Graph
 from passes.planners.schedule import Schedule
 
+# Numbers of segments besides the square root of the length.
 SEGMENTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 

@@ -15,6 +15,7 @@ from passes.liveness import Graph
 from passes.offsets.pool import FREE, Pool
 from passes.planners.pool_run import NoRoomError, PoolRun, Walked
 
+# A runtime that takes more is lost in recomputes of recomputes, and is ended.
 MOST_STEPS_PER_OP = 100
 
 

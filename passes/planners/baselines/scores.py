@@ -21,6 +21,7 @@ from passes.offsets.pool import FREE
 from passes.planners.baselines.runtime import Policy, Runtime, adjacent_free_bytes
 from passes.union_find import UnionFind
 
+# MegEngine's own factor, see above.
 RECOMPUTE_FACTOR = 1.1
 
 

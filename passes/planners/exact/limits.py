@@ -14,6 +14,7 @@ from ortools.sat.python import cp_model
 
 REPORT_AFTER_S = 2.0
 LP_SUBSOLVERS = ("max_lp", "reduced_costs")
+# A solver that ends with less of its limit used, and nothing proved, was stopped by the user.
 EARLY_RATIO = 0.9
 
 

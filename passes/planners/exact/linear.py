@@ -25,10 +25,25 @@ from passes.planners.exact.frame import Frame, unit_bytes
 from passes.planners.exact.retention import Retention, build
 from passes.simulate import simulate_graph
 
-LEVELS = (1, 2, 4, 8)
-MOST_OPS = 1000
-UNITS = 10**6
-PRICE_BITS = 60
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearConfig:
+    """Size and precision; set by `benchmarks.planners`, below .4 of the peak.
+
+    Attributes:
+        levels: breakpoints of each frame, ascending.
+        most_ops: of a program; above them the bound is the cut bound.
+        units: the budget in units of the program.
+        price_bits: of a price, after the point.
+    """
+
+    levels: tuple[int, ...] = (1, 2, 4, 8)
+    most_ops: int = 1000
+    units: int = 10**6
+    price_bits: int = 60
+
+
+CONFIG = LinearConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +67,10 @@ class LinearProgram:
     rows: tuple[Row, ...]
 
 
-def lp_bound(program: Program, budget_bytes: int, levels: Sequence[int] = LEVELS) -> float:
+def lp_bound(program: Program, budget_bytes: int, levels: Sequence[int] = CONFIG.levels) -> float:
     """A lower bound on the overhead ratio of every plan within `budget_bytes`, never below the cut bound.
 
-    Above `MOST_OPS` ops it is the cut bound.
+    Above `CONFIG.most_ops` ops it is the cut bound.
 
     Args:
         levels: how many breakpoints each frame has, ascending.
@@ -67,10 +82,10 @@ def lp_bound(program: Program, budget_bytes: int, levels: Sequence[int] = LEVELS
     base_ns = program.cost_ns
     graph = Graph.of(program)
     breakpoints = tight_ops(graph, budget_bytes, max(levels))
-    if math.isinf(bound_ratio) or not base_ns or not breakpoints or len(program.ops) > MOST_OPS:
+    if math.isinf(bound_ratio) or not base_ns or not breakpoints or len(program.ops) > CONFIG.most_ops:
         return bound_ratio
     frames = [Frame.of(graph, tuple(sorted(breakpoints[:count]))) for count in levels]
-    relaxed = joined(frames, budget_bytes, unit_bytes(graph, budget_bytes, UNITS))
+    relaxed = joined(frames, budget_bytes, unit_bytes(graph, budget_bytes, CONFIG.units))
     return max(bound_ratio, proved_ns(relaxed, prices_of(relaxed)) / base_ns)
 
 
@@ -201,7 +216,7 @@ def prices_of(relaxed: LinearProgram) -> list[float]:
 
 def proved_ns(relaxed: LinearProgram, prices: Sequence[float]) -> int:
     """A lower bound on the program's optimum over whole columns, from any prices; in integers, so exact."""
-    scale = 1 << PRICE_BITS
+    scale = 1 << CONFIG.price_bits
     reduced = [cost_ns * scale for cost_ns in relaxed.cost_ns]
     total = 0
     for row, price in zip(relaxed.rows, prices, strict=True):

@@ -37,6 +37,7 @@ from passes.simulate import simulate
 
 Literal = cp_model.IntVar
 STATES = ("device", "leaving", "away", "arriving")
+# One for each buffer, state and moment; larger models are not built.
 MOST_LITERALS = 60_000
 PROVED = "exact, proved for plans that recompute an op once a slot"
 

@@ -11,6 +11,7 @@ of the first plan; the search's placed plan is always among them.
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 
 from passes.ir import OpId, Plan, Program, Status
 from passes.liveness import Graph, live_ranges
@@ -25,13 +26,33 @@ from passes.planners.exact.solve import bound_ns, solve_within
 from passes.planners.search import plan
 from passes.simulate import simulate_graph
 
-MOST_BUDGETS = 6
-FIRST_PARTS = 4
-# What the first three stages leave of the limit to those behind them.
-FIRST_KEEP, LOWERED_KEEP, PLACED_KEEP = 0.6, 0.45, 0.3
-PACKING_SHARE = 0.25
-WHOLE_SHARE = 0.5
-MOST_RECOMPUTES = 1000
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointConfig:
+    """How the limit is shared; set by the rows "exact" of `benchmarks.planners`.
+
+    Attributes:
+        most_budgets: how many budgets of live bytes are tried.
+        first_parts: the first is lower by this part of what the packing lacks, each other by twice as much.
+        first_keep: what the cheapest plan leaves of the limit to what comes after it.
+        lowered_keep: what plans for lower budgets leave.
+        placed_keep: what leading a plan into the budget leaves.
+        packing_share: of the seconds that are left, for one packing.
+        whole_share: of what is left, for one model of all slots.
+        most_recomputes: that such a model offers.
+    """
+
+    most_budgets: int = 6
+    first_parts: int = 4
+    first_keep: float = 0.6
+    lowered_keep: float = 0.45
+    placed_keep: float = 0.3
+    packing_share: float = 0.25
+    whole_share: float = 0.5
+    most_recomputes: int = 1000
+
+
+CONFIG = JointConfig()
 
 
 def solve_jointly(program: Program, budget_bytes: int, hint: Plan, config: ExactConfig) -> Plan:
@@ -74,13 +95,13 @@ class _Joint:
         """From the cheap ways to the dear ones."""
         whole = self.clock.left
         self.first = solve_within(
-            self.graph, self.budget_bytes, self.hint, self.clock, keep=FIRST_KEEP * whole
+            self.graph, self.budget_bytes, self.hint, self.clock, keep=CONFIG.first_keep * whole
         )
         if not self.first.status.found:
             return
-        start = self._lower_budgets(keep=LOWERED_KEEP * whole)
+        start = self._lower_budgets(keep=CONFIG.lowered_keep * whole)
         if self.best is None or start.cost_ns < self.best.cost_ns:
-            keep, most_ns = PLACED_KEEP * whole, None if self.best is None else self.best.cost_ns - 1
+            keep, most_ns = CONFIG.placed_keep * whole, None if self.best is None else self.best.cost_ns - 1
             self._offer(lower(self.graph, self.budget_bytes, start, self.clock, most_ns=most_ns, keep=keep))
         if self._is_done() or self._solve_whole(self.best or start):
             return
@@ -110,13 +131,15 @@ class _Joint:
         """Cheapest plans for ever fewer live bytes, until one is packed; returns the first of them."""
         made, target_bytes = self.first, self.budget_bytes
         first = _with(self.graph, made, place_graph(self.graph, made.steps).offsets)
-        for tries in range(MOST_BUDGETS):
+        for tries in range(CONFIG.most_budgets):
             placed = self._packed(made)
             self._offer(placed)
             if heap_bytes(self.graph, placed) <= self.budget_bytes:
                 break
             lacking_bytes = heap_bytes(self.graph, placed) - self.budget_bytes
-            target_bytes = min(target_bytes, made.peak_bytes) - -(-(lacking_bytes << tries) // FIRST_PARTS)
+            target_bytes = min(target_bytes, made.peak_bytes) - -(
+                -(lacking_bytes << tries) // CONFIG.first_parts
+            )
             if self.clock.left <= keep:
                 break
             hint = plan(self.graph.program, target_bytes, PlannerConfig(quick=True))
@@ -134,7 +157,7 @@ class _Joint:
             return placed
         group, items = range_groups(self.graph, made.steps, live_ranges(self.graph, made.steps))
         capacity_bytes = self.budget_bytes - self.graph.argument_bytes
-        limit_s = None if self.clock.config.time_limit_s is None else PACKING_SHARE * self.clock.left
+        limit_s = None if self.clock.config.time_limit_s is None else CONFIG.packing_share * self.clock.left
         packed = pack(items, capacity_bytes, limit_s)
         if not packed.fits:
             return placed
@@ -145,7 +168,7 @@ class _Joint:
         slots = range(len(self.graph.cost_ns) + 1)
         most_ns = None if self.best is None else self.best.cost_ns
         axis = Axis.around(self.graph, start.steps, slots)
-        if len(axis.steps) - len(self.graph.cost_ns) > MOST_RECOMPUTES:
+        if len(axis.steps) - len(self.graph.cost_ns) > CONFIG.most_recomputes:
             return False
         answer, is_solved = solve_slots(
             self.graph,
@@ -154,7 +177,7 @@ class _Joint:
             slots,
             self.clock,
             most_ns=most_ns,
-            keep=(1 - WHOLE_SHARE) * self.clock.left,
+            keep=(1 - CONFIG.whole_share) * self.clock.left,
         )
         if answer is not None:
             self._offer(answer)

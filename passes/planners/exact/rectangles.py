@@ -11,18 +11,32 @@ import itertools
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
 
 from passes.offsets.packing import Item, Packing, apart, check_packing, live_bytes
-from passes.offsets.solver import MORE, ROUND_TRIES, LimitError, Sweep
+from passes.offsets.solver import ROUND_TRIES, SOLVER, LimitError, Sweep
 
-# The sweep's tables grow with the square of the items.
-MOST_ITEMS = 2000
-# About as long as the sweep's first round.
-FIRST_WORK = 0.02
-MOST_ROUNDS = 3
 MOST_AREA = 2**62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RectanglesConfig:
+    """Rounds of both methods; set by the rows A to K of `benchmarks.pack`.
+
+    Attributes:
+        most_items: of the sweep, whose tables grow with their square.
+        first_work: of CP-SAT in the first round, about as long as the sweep's.
+        most_rounds: without a wall clock.
+    """
+
+    most_items: int = 2000
+    first_work: float = 0.02
+    most_rounds: int = 3
+
+
+CONFIG = RectanglesConfig()
 
 
 def pack(items: Sequence[Item], capacity_bytes: int, time_limit_s: float | None = None) -> Packing:
@@ -92,10 +106,10 @@ def _pack_group(
     end = math.inf if time_limit_s is None else time.perf_counter() + time_limit_s
     sweep = Sweep(items, capacity_bytes, lambda: time.perf_counter() > end)
     solver: _Solver | None = None
-    for n_rounds in itertools.count() if time_limit_s is not None else range(MOST_ROUNDS):
-        if len(items) <= MOST_ITEMS:
+    for n_rounds in itertools.count() if time_limit_s is not None else range(CONFIG.most_rounds):
+        if len(items) <= CONFIG.most_items:
             try:
-                offsets = sweep.solve(sweep.tries + ROUND_TRIES * MORE**n_rounds, n_rounds)
+                offsets = sweep.solve(sweep.tries + ROUND_TRIES * SOLVER.more**n_rounds, n_rounds)
                 return offsets is not None, offsets or [], "sweep"
             except LimitError:
                 pass
@@ -124,7 +138,7 @@ class _Solver:
         solver.parameters.num_workers = 1
         solver.parameters.use_dynamic_precedence_in_disjunctive = True
         solver.parameters.random_seed = n_rounds
-        solver.parameters.max_deterministic_time = FIRST_WORK * MORE**n_rounds
+        solver.parameters.max_deterministic_time = CONFIG.first_work * SOLVER.more**n_rounds
         solver.parameters.max_time_in_seconds = left_s
         code = solver.solve(self.model)
         if code in (cp_model.OPTIMAL, cp_model.FEASIBLE):

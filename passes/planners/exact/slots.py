@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
 
@@ -23,15 +24,35 @@ from passes.planners.placing import end_of
 from passes.planners.schedule import slots_of
 from passes.simulate import simulate_graph
 
-FIRST_WORK = 0.1
-MORE_WORK = 3.0
-FIRST_SLOTS = 6
-FEWEST_SLOTS = 2
-PATIENCE = 30
-LOWER_PARTS = 16
-BUILD_WORK = 1e-4
-MOST_OFFERED = 400
-FEWEST_OFFERED = 30
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotsConfig:
+    """How large neighbourhoods are; set by the rows "exact" of `benchmarks.planners`.
+
+    Attributes:
+        first_work: of the solver for a neighbourhood, in its deterministic seconds.
+        more_work: how many times as much it gets where none helps any more.
+        first_slots: of a neighbourhood.
+        fewest_slots: of one that was too large to solve.
+        patience: after how many neighbourhoods in vain each gets more.
+        lower_parts: by which part of what is missing a placed plan is led lower at a time.
+        build_work: of making a model, for each of its steps.
+        most_offered: recomputes in a neighbourhood, all its slots together.
+        fewest_offered: recomputes in a slot, however many slots there are.
+    """
+
+    first_work: float = 0.1
+    more_work: float = 3.0
+    first_slots: int = 6
+    fewest_slots: int = 2
+    patience: int = 30
+    lower_parts: int = 16
+    build_work: float = 1e-4
+    most_offered: int = 400
+    fewest_offered: int = 30
+
+
+CONFIG = SlotsConfig()
 
 
 def improve(
@@ -46,12 +67,12 @@ def improve(
     """
     generator = random.Random(0)
     base_ns = max(1, sum(graph.cost_ns))
-    n_slots, stale, work = FIRST_SLOTS, 0, FIRST_WORK
+    n_slots, stale, work = CONFIG.first_slots, 0, CONFIG.first_work
     try:
         while clock.left > keep and best.cost_ns > floor_ns:
             clock.say(f"plan {best.cost_ns / base_ns - 1:+.3%}, {n_slots} slots anew")
             window = _window(best.steps, len(graph.cost_ns), n_slots, generator)
-            if stale > PATIENCE // 2:
+            if stale > CONFIG.patience // 2:
                 window |= _window(best.steps, len(graph.cost_ns), n_slots, generator)
             seed = generator.randrange(1 << 30)
             offered = _near(graph, best.steps, window)
@@ -67,14 +88,14 @@ def improve(
                 keep=keep,
                 seed=seed,
             )
-            n_slots = n_slots + 1 if is_best else max(FEWEST_SLOTS, n_slots - 1)
+            n_slots = n_slots + 1 if is_best else max(CONFIG.fewest_slots, n_slots - 1)
             is_better = better is not None and better.cost_ns < best.cost_ns
             stale = 0 if is_better else stale + 1
             best = better or best
             if is_best and min(len(window), len(offered) + 1) > len(graph.cost_ns):
                 break
-            if stale >= PATIENCE:
-                stale, n_slots, work = 0, n_slots + 2, MORE_WORK * work
+            if stale >= CONFIG.patience:
+                stale, n_slots, work = 0, n_slots + 2, CONFIG.more_work * work
     except KeyboardInterrupt:
         clock.stop()
     return best
@@ -91,11 +112,11 @@ def lower(
         keep: how much of the clock's limit is not for this.
     """
     generator = random.Random(0)
-    n_slots, work = FIRST_SLOTS, FIRST_WORK
+    n_slots, work = CONFIG.first_slots, CONFIG.first_work
     try:
         while clock.left > keep and (end_bytes := heap_bytes(graph, known)) > budget_bytes:
             clock.say(f"placed in {end_bytes} bytes, {end_bytes / budget_bytes - 1:.2%} too many")
-            target_bytes = max(budget_bytes, end_bytes - 1 - (end_bytes - budget_bytes) // LOWER_PARTS)
+            target_bytes = max(budget_bytes, end_bytes - 1 - (end_bytes - budget_bytes) // CONFIG.lower_parts)
             window = _window_above(graph, known, target_bytes, n_slots, generator)
             seed = generator.randrange(1 << 30)
             better, is_best = solve_slots(
@@ -112,7 +133,7 @@ def lower(
             )
             known = better or known
             if better is None:
-                n_slots = n_slots + 1 if is_best else max(FEWEST_SLOTS, n_slots - 1)
+                n_slots = n_slots + 1 if is_best else max(CONFIG.fewest_slots, n_slots - 1)
     except KeyboardInterrupt:
         clock.stop()
     return known
@@ -169,7 +190,7 @@ def _around(slot: int, n_slots: int, n_ops: int, generator: random.Random) -> fr
 def _near(graph: Graph, steps: Sequence[int], window: Collection[int]) -> frozenset[int]:
     """Ops to offer in a window: what its steps read, what passes through it, and what those are made from."""
     n_ops = len(graph.cost_ns)
-    most = max(FEWEST_OFFERED, MOST_OFFERED // len(window))
+    most = max(CONFIG.fewest_offered, CONFIG.most_offered // len(window))
     if most >= n_ops:
         return frozenset(range(n_ops))
     inside = [n for n, slot in enumerate(slots_of(steps)) if slot in window]
@@ -229,7 +250,7 @@ def solve_slots(
     add_hint(made, positions, offsets)
     if recompute_limit_ns is not None:
         made.model.add(recompute_ns(made) <= recompute_limit_ns)
-    clock.charge(BUILD_WORK * len(axis.steps))
+    clock.charge(CONFIG.build_work * len(axis.steps))
     solver = cp_model.CpSolver()
     solver.parameters.random_seed = seed
     solver.parameters.cp_model_probing_level = 0

@@ -9,14 +9,13 @@ a few slots at a time. Never returns worse than the hint, the search's plan.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
 
 from passes.ir import OpId, Plan, Program, Status
 from passes.liveness import Graph
-from passes.planners.bounds import working_set_bytes
+from passes.planners.bounds import at_least_ns, working_set_bytes
 from passes.planners.candidate import Candidate
 from passes.planners.exact.expand import breaks, hint_of, steps_of
 from passes.planners.exact.frame import Frame, unit_bytes
@@ -26,10 +25,23 @@ from passes.planners.exact.slots import improve
 from passes.planners.schedule import Schedule, reverse_delete
 from passes.simulate import simulate_graph
 
-UNITS = 10**6
-FINER = 64
-ROUNDING_NS = 1e-3
-SEARCH_RATIO = 0.5
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactSearchConfig:
+    """How fine models are; set by the rows "exact" of `benchmarks.planners`.
+
+    Attributes:
+        units: the budget in units of the first model.
+        finer: how many times as many the next one has.
+        search_ratio: what is left of the limit for neighbourhoods, where there is a plan to begin with.
+    """
+
+    units: int = 10**6
+    finer: int = 64
+    search_ratio: float = 0.5
+
+
+CONFIG = ExactSearchConfig()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,12 +106,13 @@ def solve_within(graph: Graph, budget_bytes: int, hint: Plan, clock: Clock, keep
 
 def bound_ns(graph: Graph, made: Plan) -> int:
     """What a plan says that the recomputes of every plan cost at least."""
-    return max(0, math.ceil(made.lower_bound_ratio * sum(graph.cost_ns) - ROUNDING_NS))
+    base_ns = sum(graph.cost_ns)
+    return max(0, at_least_ns(base_ns, made.lower_bound_ratio) - base_ns)
 
 
 def _search(graph: Graph, budget_bytes: int, known: _Known, clock: Clock, keep: float) -> None:
     """Models from coarse to fine, then the best plan's neighbourhoods."""
-    share = SEARCH_RATIO * max(0.0, clock.left - keep) if known.cost_ns is not None else 0.0
+    share = CONFIG.search_ratio * max(0.0, clock.left - keep) if known.cost_ns is not None else 0.0
     _Refinement(graph, budget_bytes, known, clock, keep + share).run()
     if known.cost_ns is not None and known.cost_ns > known.proved_ns:
         base_ns = sum(graph.cost_ns)
@@ -117,7 +130,7 @@ class _Refinement:
         self.known = known
         self.clock = clock
         self.keep = keep
-        self.units = UNITS
+        self.units = CONFIG.units
         self.frame = Frame.of(graph, ())
 
     def run(self) -> None:
@@ -141,7 +154,7 @@ class _Refinement:
             self.frame = Frame.of(self.graph, merged, (*self.frame.ordered, *ordered))
             return True
         if unit_bytes(self.graph, self.budget_bytes, self.units) > unit_bytes(self.graph, 0, 1):
-            self.units *= FINER
+            self.units *= CONFIG.finer
             return True
         return False
 

@@ -28,13 +28,33 @@ from passes.planners.paging.carried import carried, first_pages, relieved
 from passes.planners.paging.pager import Host, Paged, Pager
 from passes.planners.schedule import HOLE, Schedule, prune
 
-SHARES = (1.0, 1.15, 0.85, 1.3, 0.7, 2.0, 0.5)
-TILTS = (0.1, -0.1)
-LEVELS = (3 / 6, 4 / 6, 2 / 6, 5 / 6, 1 / 6)
-MADE_RATIO = 0.5
-ROUNDS = 4
-PATIENCE = 60
-STEP_UNITS, PAGE_UNITS = 7, 60
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectorConfig:
+    """Where pages are looked for; set by `benchmarks.paging`.
+
+    Attributes:
+        shares: of the link's rate, at which what it carries costs nothing.
+        tilts: of the cuts that a plan is repaired with.
+        levels: of the bytes over the budget, what recompute leaves to pages.
+        made_ratio: of the work, for making sequences; what is left is for their neighbourhoods.
+        rounds: of plans around what the best sequence pages.
+        patience: after how many neighbours in vain the search ends.
+        step_units: work of a look, for each step.
+        page_units: work of a look, for each page.
+    """
+
+    shares: tuple[float, ...] = (1.0, 1.15, 0.85, 1.3, 0.7, 2.0, 0.5)
+    tilts: tuple[float, ...] = (0.1, -0.1)
+    levels: tuple[float, ...] = (3 / 6, 4 / 6, 2 / 6, 5 / 6, 1 / 6)
+    made_ratio: float = 0.5
+    rounds: int = 4
+    patience: int = 60
+    step_units: int = 7
+    page_units: int = 60
+
+
+CONFIG = DirectorConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,10 +127,10 @@ class Director:
     def offer(self, candidate: Candidate, preferred: Collection[int] = ()) -> Mixed | None:
         """Page a sequence, and keep it if it is the best."""
         paged = Pager(self.graph, candidate.steps, self.host).within(self.budget_bytes, preferred)
-        self.work.done += SCHEDULE_UNITS + STEP_UNITS * len(candidate.steps)
+        self.work.done += SCHEDULE_UNITS + CONFIG.step_units * len(candidate.steps)
         if paged is None:
             return None
-        self.work.done += PAGE_UNITS * len(paged.pages)
+        self.work.done += CONFIG.page_units * len(paged.pages)
         mixed = Mixed(candidate=candidate, paged=paged)
         if self.energy is not None:
             mixed = self._with_energy(mixed, self.energy)
@@ -138,11 +158,11 @@ class Director:
         return graph if self.energy is None else replace(graph, cost_ns=self.energy.op_pj)
 
     def _ways(self) -> Iterator[None]:
-        yield from self._carried(SHARES[:1])
+        yield from self._carried(CONFIG.shares[:1])
         self.offer(self.start)
         yield
-        for _ in itertools.zip_longest(self._carried(SHARES[1:]), self._levels()):
-            if self.work.done > MADE_RATIO * self.work.limit:
+        for _ in itertools.zip_longest(self._carried(CONFIG.shares[1:]), self._levels()):
+            if self.work.done > CONFIG.made_ratio * self.work.limit:
                 break
             yield
         yield from self._around_pages()
@@ -153,7 +173,7 @@ class Director:
         seen: set[bytes] = set()
         for share in shares:
             rows = carried(self.pager, share)
-            self.work.done += STEP_UNITS * len(self.start.steps)
+            self.work.done += CONFIG.step_units * len(self.start.steps)
             if len(rows) and rows.tobytes() not in seen:
                 seen.add(rows.tobytes())
                 pages = self.pager.timed(rows, self.start.peak_bytes).pages
@@ -164,13 +184,13 @@ class Director:
     def _levels(self) -> Iterator[None]:
         """Recompute alone down to levels, pages from there."""
         over_bytes = self.start.peak_bytes - self.budget_bytes
-        for level in LEVELS:
+        for level in CONFIG.levels:
             level_bytes = self.budget_bytes + int(over_bytes * level)
             yield from self._lowered(self.graph, self.start, level_bytes, frozenset())
 
     def _around_pages(self) -> Iterator[None]:
         """Plan around what the best sequence pages, until that does not help any more."""
-        for _ in range(ROUNDS):
+        for _ in range(CONFIG.rounds):
             before = self.best
             if before is None or not before.paged.pages:
                 break
@@ -184,7 +204,7 @@ class Director:
     ) -> Iterator[None]:
         graph = self._priced(graph)
         begin = Candidate.of(Schedule(graph, start.steps))
-        for tilt_ratio in TILTS:
+        for tilt_ratio in CONFIG.tilts:
             lowered = begin
             if begin.peak_bytes > level_bytes:
                 part = WorkLimit(self.work.limit)
@@ -205,7 +225,7 @@ class Director:
         random_number = random.Random(0)
         kinds = alike(self.graph)
         current, stale = self.best, 0
-        while current is not None and stale < PATIENCE:
+        while current is not None and stale < CONFIG.patience:
             schedule = Schedule(self.graph, current.candidate.steps)
             recomputes = schedule.recompute_positions()
             if not recomputes:

@@ -8,7 +8,6 @@ without a host budget, so that a plan with one never costs more.
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Sequence
 
@@ -16,17 +15,16 @@ from passes.ir import OpId, Plan, Program, Status
 from passes.liveness import Graph
 from passes.offsets.placement import place_graph
 from passes.planners import search
-from passes.planners.bounds import Bound
+from passes.planners.bounds import Bound, at_least_ns
 from passes.planners.candidate import Candidate, WorkLimit
 from passes.planners.config import PlannerConfig
 from passes.planners.paging.director import Director, Mixed
 from passes.planners.paging.pager import Host, Pager
 from passes.planners.schedule import Schedule
+from passes.planners.state import SEARCH
+from passes.planners.strategies import CONFIG
 
-PLACED_RATIOS = (1.0, 0.995, 0.985, 0.97, 0.95, 0.92, 0.88)
-ROUNDING_NS = 1e-3
-NEAR_OVERHEAD = 0.0004
-NEAR_BOUND = 0.02
+# Halvings between what one op holds and the least without pages.
 LEAST_ROUNDS = 12
 
 
@@ -100,7 +98,7 @@ class _Paging:
     def plan(self, budget_bytes: int, alone: Plan) -> Plan:
         """The cheaper of recompute alone and of the best sequence with pages."""
         bound_ratio = self._bound.paged_ratio(budget_bytes, self.host.link, self.host.nbytes)
-        near_ratio = bound_ratio * (1 + NEAR_BOUND) + NEAR_OVERHEAD
+        near_ratio = bound_ratio * (1 + SEARCH.near_bound) + SEARCH.near_overhead
         mixed = self._directed(alone, budget_bytes, self.base_ns + int(near_ratio * self.base_ns))
         if not self.config.bound:
             bound_ratio = 0.0
@@ -133,7 +131,7 @@ class _Paging:
         candidate = Candidate.of(Schedule(self.graph, alone.steps))
         best: Mixed | None = None
         placed = self.config.placed if placed is None else placed
-        for ratio in PLACED_RATIOS if placed else (1.0,):
+        for ratio in (1.0, *(CONFIG.tighter_ratios if placed else ())):
             work = WorkLimit(self.config.units(len(self.graph.cost_ns)))
             director = Director(self.graph, int(ratio * budget_bytes), self.host, work)
             mixed = director.direct(candidate, floor_ns)
@@ -172,7 +170,7 @@ class _Paging:
 
     def _plan(self, mixed: Mixed, budget_bytes: int, bound_ratio: float) -> Plan:
         """A plan of what was found."""
-        proved = mixed.total_ns <= self.base_ns + math.ceil(self.base_ns * bound_ratio - ROUNDING_NS)
+        proved = mixed.total_ns <= at_least_ns(self.base_ns, bound_ratio)
         status = Status.OPTIMAL if proved else Status.FEASIBLE
         misses = max(mixed.paged.peak_bytes, mixed.end_bytes) > budget_bytes
         return Plan(
