@@ -181,9 +181,10 @@ ENTRY e {
 }"""
 
 
-def test_what_only_an_unread_output_of_a_fusion_read_is_dropped_with_it() -> None:
-    """Random program 97: copies to the host and back, for an output that nobody read."""
-    module = proto.parse(compat.hlo_of_text(FOR_NOTHING))
+@pytest.mark.parametrize("kind", ["kLoop", "kInput", "kOutput"])
+def test_what_only_an_unread_output_of_a_fusion_read_is_dropped_with_it(kind: str) -> None:
+    """Random program 97: copies to the host and back, for an output that nobody read; a TPU's are kOutput."""
+    module = proto.parse(compat.hlo_of_text(FOR_NOTHING.replace("kLoop", kind)))
     prune(module, module.entry_computation_id, once=())
     entry = next(c for c in module.computations if c.id == module.entry_computation_id)
     assert [i.opcode for i in entry.instructions] == ["parameter", "sine", "fusion", "negate"]

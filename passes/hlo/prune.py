@@ -51,7 +51,7 @@ def merge_operands(fusion: Any, fused: Any) -> None:
 
 
 def prune(module: Any, scope: int, once: Collection[int]) -> None:
-    """Remove from a computation what nothing reads, in place: runs, views, outputs of loop and input fusions.
+    """Remove from a computation what nothing reads, in place: runs, views, outputs of XLA's own fusions.
 
     Readers come later in the message than what they read, so that one way back through it is enough: a fusion
     that loses an output may lose operands, and what made these may then be read by nothing.
@@ -72,7 +72,7 @@ def prune(module: Any, scope: int, once: Collection[int]) -> None:
         operands = set(instruction.operand_ids)
         if instruction.id not in stays and not users[instruction.id]:
             replaced[instruction.id] = instruction.id
-        elif instruction.opcode == "fusion" and instruction.fusion_kind in ("kLoop", "kInput"):
+        elif instruction.opcode == "fusion" and instruction.fusion_kind != "kCustom":
             if instruction.id != entry.root_id:
                 _prune(instruction, list(users[instruction.id].values()), computations, replaced)
             operands -= set(instruction.operand_ids)
