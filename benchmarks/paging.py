@@ -10,13 +10,15 @@ which replays them on its own. A cell is the overhead in percent; "-" is no plan
 plan can cost less than. "least" is the lowest live peak that was found, as a share of the program's own,
 with its overhead; for the last link only.
 A link's number is what it carries in one step over the peak.
-"delta" is DELTA's filter and director (`passes.planners.baselines.delta`).
+"delta" is DELTA's filter and director (`passes.planners.baselines.delta`), for the last link, too.
 
     python -m benchmarks.paging --device v6e --links tpu-v6e
     python -m benchmarks.paging --only resnet --budgets 0.6,0.49,0.44,0.3     # DELTA's settings
+    python -m benchmarks.paging --only resnet18 --budgets 0.5,0.3 --energy    # POET's objective
 
 2.04 and 2.25 times the batch that fits (ResNet-50 and -101) are budgets of .49 and .44 of the peak, 40 to
-70 % of the memory saved are .6 to .3.
+70 % of the memory saved are .6 to .3. With --energy a cell is "time / energy", both over the program's own,
+and "least energy" asks for that within the time that recompute alone takes in the same bytes.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.kernels import Transformer, resnet, transformer
@@ -35,6 +38,7 @@ from passes.cost import DEVICES, DeviceModel
 from passes.ir import Plan, Program
 from passes.link import LINKS, Link
 from passes.planners import PlannerConfig, least_peak, plan
+from passes.planners.paging.energy import with_energy
 from passes.simulate import simulate
 from passes.validate import validate
 
@@ -51,7 +55,7 @@ def programs(device: DeviceModel = DEVICES["h200"]) -> dict[str, Callable[[], Pr
         for width in WIDTHS
     }
     bert = Transformer(width=1024, layers=24, seq=512, batch=32, head=64, vocab=30_522, flash=False)
-    found["bert large b32"] = lambda: dataclasses.replace(transformer(bert, device), name="bert large b32")
+    found["bert large b32"] = lambda: replace(transformer(bert, device), name="bert large b32")
     for depth in (18, 50, 101):
         found[f"resnet{depth} b256"] = lambda depth=depth: resnet(depth, 256, device=device)
     return found
@@ -63,9 +67,10 @@ class Row:
 
     Attributes:
         link: its name, "none" for recompute alone.
-        way: "alone", "pages" or "delta".
+        way: "alone", "pages", "delta" or "least energy".
         waiting_ratio: the part of the overhead that is waiting.
         link_ratio: what the link carries in a step without overhead, over the peak.
+        energy_ratio: energy of steps and copies over the program's own, less one; 0 where it is not known.
     """
 
     program: str
@@ -81,6 +86,7 @@ class Row:
     pages: int
     host_peak_bytes: int
     link_ratio: float
+    energy_ratio: float
     seconds: float
 
 
@@ -104,12 +110,20 @@ def row(
         pages=len(made.pages),
         host_peak_bytes=made.host_peak_bytes,
         link_ratio=carried / peak_bytes,
+        energy_ratio=_energy_ratio(program, link, made),
         seconds=made.seconds,
     )
 
 
-def measure(program: Program, links: Sequence[Link], budgets: Sequence[float]) -> list[Row]:
-    """Every budget alone, and on every link with pages and by DELTA's rules."""
+def _energy_ratio(program: Program, link: Link | None, made: Plan) -> float:
+    base_pj = sum(op.energy_pj for op in program.ops)
+    return with_energy(program, made, link).energy_pj / base_pj - 1 if base_pj else 0.0
+
+
+def measure(
+    program: Program, links: Sequence[Link], budgets: Sequence[float], energy: bool = False
+) -> list[Row]:
+    """Every budget alone; on every link with pages, by DELTA's rules, and for least energy if asked for."""
     peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
     rows = []
     for ratio in budgets:
@@ -117,8 +131,13 @@ def measure(program: Program, links: Sequence[Link], budgets: Sequence[float]) -
         alone = plan(program, budget_bytes, PlannerConfig(quick=True))
         rows.append(row(program, ratio, None, "alone", alone, peak_bytes))
         for link in links:
-            for way, planner in (("pages", "auto"), ("delta", "delta")):
-                config = PlannerConfig(planner=planner, quick=True, host_bytes=HOST_BYTES, link=link)
+            pages = PlannerConfig(quick=True, host_bytes=HOST_BYTES, link=link)
+            ways = {"pages": pages}
+            if link is links[-1]:
+                ways["delta"] = replace(pages, planner="delta")
+            if energy:
+                ways["least energy"] = replace(pages, objective="energy", max_overhead=alone.overhead_ratio)
+            for way, config in ways.items():
                 made = plan(program, budget_bytes, config)
                 rows.append(row(program, ratio, link, way, made, peak_bytes))
     return rows
@@ -136,6 +155,7 @@ def measure_least(program: Program, links: Sequence[Link]) -> list[Row]:
 
 def table(rows: Sequence[Row], device: str = "h200") -> str:
     """One Markdown table for each program."""
+    energy = any(r.way == "least energy" for r in rows)
     parts = [f"Simulated on roofline costs of {device}: nothing here is compiled or measured.\n"]
     for name in dict.fromkeys(r.program for r in rows):
         mine = [r for r in rows if r.program == name]
@@ -146,12 +166,14 @@ def table(rows: Sequence[Row], device: str = "h200") -> str:
         }
         lines = []
         for link in dict.fromkeys(r.link for r in mine):
-            ways = ("alone",) if link == "none" else ("pages", "bound", "delta")
+            there = {"bound", *(r.way for r in mine if r.link == link)} - {"bound" if link == "none" else ""}
+            ways = [way for way in ("alone", "pages", "bound", "least energy", "delta") if way in there]
             ratio = next(r.link_ratio for r in mine if r.link == link)
             for way in ways:
                 label = {"alone": "recompute alone", "pages": f"pages, {link} ({ratio:.2f})"}.get(way, way)
                 shown = [
-                    _cell(cells.get((link, "pages" if way == "bound" else way, b)), way) for b in budgets
+                    _cell(cells.get((link, "pages" if way == "bound" else way, b)), way, energy)
+                    for b in budgets
                 ]
                 lines.append([label, *shown, least.get(link, "") if way in ("alone", "pages") else ""])
         header = ["overhead %", *(f"{b:g}" for b in budgets), "least"]
@@ -159,12 +181,15 @@ def table(rows: Sequence[Row], device: str = "h200") -> str:
     return "\n".join(parts)
 
 
-def _cell(found: Row | None, way: str) -> str:
+def _cell(found: Row | None, way: str, energy: bool) -> str:
     if found is None:
         return ""
     if way == "bound":
         return f"{100 * found.lower_bound_ratio:.2f}"
-    return f"{100 * found.overhead_ratio:.2f}" if found.status in ("optimal", "feasible") else "-"
+    if found.status not in ("optimal", "feasible"):
+        return "-"
+    also = f" / {100 * found.energy_ratio:.2f}" if energy else ""
+    return f"{100 * found.overhead_ratio:.2f}{also}"
 
 
 def read(folder: Path) -> list[Program]:
@@ -172,7 +197,7 @@ def read(folder: Path) -> list[Program]:
     found = []
     for path in sorted(folder.glob("*.json")):
         program = Program.from_json(path.read_text(encoding="utf-8"))
-        found.append(dataclasses.replace(program, name=program.name or path.stem))
+        found.append(replace(program, name=program.name or path.stem))
     return found
 
 
@@ -196,6 +221,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="h200", choices=sorted(DEVICES), help="whose costs")
     parser.add_argument("--budgets", default=",".join(map(str, BUDGETS)))
     parser.add_argument("--graphs", type=Path, help="folder of coop-program/1 files")
+    parser.add_argument("--energy", action="store_true", help="least energy, too")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/paging.json"))
     args = parser.parse_args(argv)
     links = [LINKS[name] for name in args.links.split(",")]
@@ -206,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[Row] = []
     for program, some in made:
         begin = time.perf_counter()
-        rows += measure(program, some, budgets) + measure_least(program, some[-1:])
+        rows += measure(program, some, budgets, args.energy) + measure_least(program, some[-1:])
         sys.stdout.write(f"{program.name}: {time.perf_counter() - begin:.1f} s\n")
         sys.stdout.flush()
         args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -40,7 +40,7 @@ from tests.replay import predicted_addresses, replay
 HOST = "1GiB"
 PROGRAMS: dict[str, Callable[[], Problem]] = {
     "mlp": lambda: mlp.problem(MLPConfig(layers=8, width=128, batch=2048, classes=16)),
-    "gpt": lambda: gpt.problem(GPTConfig(layers=4, width=64, heads=2, seq=64, batch=16, vocab=64)),
+    "gpt": lambda: gpt.problem(GPTConfig(layers=2, width=64, heads=2, seq=64, batch=16, vocab=64)),
     "scanned gpt": lambda: scanned.problem(
         GPTConfig(layers=16, width=64, heads=2, seq=64, batch=16, vocab=64)
     ),

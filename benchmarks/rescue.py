@@ -1,11 +1,14 @@
 """Training steps that XLA refuses for a TPU's memory, under bare `coop.remat`.
 
-    python -m benchmarks.rescue                             # every program for a v5e; hours on 2 cores
+    python -m benchmarks.rescue                             # every program for a v5e; an hour on 2 cores
     python -m benchmarks.rescue --programs flax_scan lstm --chip v6e
+    python -m benchmarks.rescue --table                     # only the table of what was measured before
 
-Compiled, not run. The batch of each program is doubled from the one it has until XLA says that the plain step
-needs 1.2 times what the chip has; then the whole step is compiled under `@coop.remat` without arguments. A
-line for every program is added to `--out` at once.
+Compiled, not run. The batch of each program is multiplied by powers of two until XLA says that the plain step
+needs 1.2 to 3 times what the chip has; then the whole step is compiled under `@coop.remat` without
+arguments. Two programs have the sizes that they have for an H200; the others are of the same code with fewer
+and smaller layers, which a CPU compiles in seconds. A line for every program is added to a .jsonl beside
+`--out` at once, and the table is made of all lines.
 """
 
 from __future__ import annotations
@@ -13,9 +16,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -24,18 +29,27 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import jax
 
 import coop_jax as coop
-from benchmarks.models import Model, find, lower, program
-from benchmarks.tpu import PROGRAMS
+from benchmarks import promise
+from benchmarks.models import Blocks, Model, Net, find, lower, program
 from coop_jax import aot, tpu
 from coop_jax.errors import CoopError, error_from_text
+from coop_jax.text import format_table
+from examples.models import GPTConfig, Problem, scanned
 
-# The first eight are of packages from PyPI, or written after others; `gpt` and `gpt_scan` are of `examples`.
-NAMES = (
-    "flax_scan", "equinox_vit", "resnet50", "lstm", "bilstm", "unet", "densenet121", "llama_1b",
-    "gpt_scan", "gpt",
+# Of packages from PyPI, or written after others.
+LARGE = ("llama_1b", "flax_scan")
+SMALL = (
+    "lstm", "bilstm", "equinox_vit", "unet", "densenet121", "swin", "gpt2", "vit", "bert_large",
+    "penzai_llama", "resnet50",
 )  # fmt: skip
-LEAST_RATIO = 1.2
-MOST_DOUBLINGS = 8
+# The models of `examples`; their "batch" is what the batches of `benchmarks.promise` are multiplied with.
+EXAMPLES: dict[str, Callable[[int], Problem]] = {
+    **{f"example {name}": made for name, made in promise.MODELS.items()},
+    "example scanned gpt": lambda n: scanned.problem(GPTConfig(batch=8 * n)),
+}
+NAMES = (*LARGE, *EXAMPLES, *SMALL)
+LEAST_RATIO, AIM_RATIO, MOST_RATIO = 1.2, 1.9, 3.0
+MOST_STEPS = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +75,21 @@ class Rescue:
     error: str = ""
 
 
+def example(name: str) -> Model:
+    """A model of `examples` as one of the corpus."""
+
+    def net(blocks: Blocks, *, batch: int) -> Net:
+        problem = EXAMPLES[name](batch)
+        return Net(init=problem.init, batch=problem.batch, loss=problem.loss)
+
+    return Model(name=name, source="examples", net=net, sizes={"cpu": {"batch": promise.TPU_BATCHES**2}})
+
+
 def sized(name: str, chip: str, batch: int | None = None) -> Model:
-    """A program with an H200's sizes but for the batch, which is a fourth of that where it is None."""
-    model = PROGRAMS[name]() if name in ("gpt", "gpt_scan") else find(name)
-    sizes = dict(model.sizes.get("h200") or model.sizes[chip])
-    return dataclasses.replace(model, sizes={chip: {**sizes, "batch": batch or max(1, sizes["batch"] // 4)}})
+    """A program with another batch; None for the one it has."""
+    model = example(name) if name in EXAMPLES else find(name)
+    sizes = dict(model.sizes["h200" if name in LARGE else "cpu"])
+    return dataclasses.replace(model, sizes={chip: {**sizes, "batch": batch or sizes["batch"]}})
 
 
 def plain_bytes(model: Model, chip: str) -> int:
@@ -83,10 +107,11 @@ def too_large(name: str, chip: str) -> tuple[Model, int]:
     """A program whose plain step does not fit the chip, and what that needs."""
     model, memory_bytes = sized(name, chip), aot.target(chip).memory_bytes
     needed = plain_bytes(model, chip)
-    for _ in range(MOST_DOUBLINGS):
-        if needed >= LEAST_RATIO * memory_bytes:
+    for _ in range(MOST_STEPS):
+        if LEAST_RATIO <= needed / memory_bytes <= MOST_RATIO:
             break
-        model = sized(name, chip, 2 * model.sizes[chip]["batch"])
+        doublings = round(math.log2(AIM_RATIO * memory_bytes / needed)) or 1
+        model = sized(name, chip, int(model.sizes[chip]["batch"] * 2.0**doublings))
         needed = plain_bytes(model, chip)
     return model, needed
 
@@ -109,6 +134,20 @@ def rescue(name: str, chip: str) -> Rescue:
     return dataclasses.replace(found, seconds=time.perf_counter() - begin, total_bytes=total_bytes)
 
 
+def table(rows: list[Rescue]) -> str:
+    """The rows as a Markdown table."""
+    header = ("program", "chip", "batch", "plain GiB", "of the memory", "under remat GiB", "seconds", "")
+    cells = [
+        (
+            r.program, r.chip, str(r.batch), f"{r.plain_bytes / 2**30:.2f}",
+            f"{r.plain_bytes / r.memory_bytes:.2f}",
+            "" if r.total_bytes is None else f"{r.total_bytes / 2**30:.2f}", f"{r.seconds:.0f}", r.error,
+        )
+        for r in rows
+    ]  # fmt: skip
+    return format_table(header, cells)
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -116,14 +155,18 @@ def main() -> None:
     )
     parser.add_argument("--programs", nargs="*", default=list(NAMES), choices=NAMES)
     parser.add_argument("--chip", default="v5e", choices=list(tpu.CHIPS))
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/rescue.jsonl"))
+    parser.add_argument("--table", action="store_true", help="compile nothing")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/rescue.md"))
     args = parser.parse_args()
-    for name in args.programs:
+    lines = args.out.with_suffix(".jsonl")
+    for name in () if args.table else args.programs:
         line = json.dumps(dataclasses.asdict(rescue(name, args.chip)))
-        with args.out.open("a") as file:
+        with lines.open("a") as file:
             file.write(line + "\n")
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
+    rows = [Rescue(**json.loads(line)) for line in lines.read_text().splitlines()]
+    args.out.write_text(table(rows) + "\n")
 
 
 if __name__ == "__main__":

@@ -38,10 +38,10 @@ from coop_jax.registry import Choice
 from coop_jax.relowering import Plain, Variant, Wish
 from coop_jax.replacing import Calls, in_place_of, signature
 from coop_jax.text import format_bytes
-from passes.backend import BACKENDS
+from passes.backend import BACKENDS, Backend
 from passes.cost import DEVICES
 from passes.ir import Status
-from passes.jaxpr.calibration import UNCALIBRATED
+from passes.jaxpr.calibration import STRICT, UNCALIBRATED
 from passes.jaxpr.compat import BeingLowered
 from passes.outcome import StageOutcome
 
@@ -176,10 +176,12 @@ class _Search:
 
     def may_look(self, best: Choice) -> bool:
         """Whether one more look takes no longer than the compile that it is for, with those before it."""
-        backend = BACKENDS[DEVICES[self.record.device_name].platform]
-        allowed = not _hlo(best).status.found or self.asked < backend.looks
+        allowed = not _hlo(best).status.found or self.asked < self._backend().looks
         self.limited |= not allowed
         return allowed
+
+    def _backend(self) -> Backend:
+        return BACKENDS[DEVICES[self.record.device_name].platform]
 
     def tuned(self, first: Choice) -> Choice:
         """The best of the plans that follow one from the other from what XLA made of the first.
@@ -323,8 +325,16 @@ class _Search:
         return sorted(known, key=lambda k: (k.cost_ns is None, k.cost_ns or 0, k.total_bytes))
 
     def _wishes(self, refused: StageOutcome) -> list[Wish]:
-        """The program as it is, unless that breaks a constraint, then deeper plans."""
-        return [*([] if self.record.constraints else [relowering.PLAIN]), *self._deeper(refused)]
+        """The program as it is, unless that breaks a constraint, then deeper plans, the mildest first.
+
+        Then its own kernels, some of them recomputed. Last deeper plans with smaller kernels, where XLA makes
+        large ones.
+        """
+        plain = [] if self.record.constraints else [relowering.PLAIN]
+        own = [dataclasses.replace(asked, budget_bytes=self.record.budget_bytes) for asked in plain]
+        deeper = self._deeper(refused)
+        strict = [dataclasses.replace(asked, calibration=STRICT) for asked in deeper]
+        return [*plain, *deeper, *own, *(strict if self._backend().fuses_results else [])]
 
     def _deeper(self, refused: StageOutcome) -> list[Wish]:
         """Plans for fewer temporaries than the budget leaves, the mildest first."""

@@ -48,9 +48,7 @@ class Backend:
         pins_as_compiled: True if programs can be pinned by the compile that makes them.
         stores_shared: True if XLA stores an elementwise value that several kernels read.
         fuses_normalisation: True if XLA makes one kernel of a softmax, its reductions included.
-        looks: how often a program can be planned once more, and compiled as far as XLA's schedule, in the
-            time of one compile (in `benchmarks.side_by_side` once took .1 to .35 of a compile's CPU time on a
-            CPU, where most of that is code generation, .6 to 1.3 for an H200; XLA's part is .1 on a TPU).
+    limits_memory=True, fuses_results=True, library="libtpu", default_device="v5e", looks=3,
         splits_small_dots: True if XLA splits and merges dots that do not fill the device.
     """
 
@@ -79,6 +77,7 @@ class Backend:
     pins_as_compiled: bool = False
     stores_shared: bool = False
     fuses_normalisation: bool = False
+    fuses_results: bool = False
     splits_small_dots: bool = False
     looks: int = 1
 
@@ -97,7 +96,7 @@ TPU = Backend(
     name="tpu", alignment=16384, host_alignment=4096, host_multiple=4096, heap="in time order",
     sharing="elementwise or reduced", reuses_results=False, table_bytes=512, context_space=2,
     late_bytes=1 << 17, fast_bytes=128 << 20, runs_as_scheduled=False, temps_are_the_rest=True,
-    limits_memory=True, library="libtpu", default_device="v5e", looks=3,
+    limits_memory=True, fuses_results=True, library="libtpu", default_device="v5e", looks=3,
 )  # fmt: skip
 BACKENDS = {b.name: b for b in (CPU, CUDA, TPU)}
 _BY_ANY_NAME = {name: b for b in BACKENDS.values() for name in (b.name, *b.aliases)}

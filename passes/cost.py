@@ -21,6 +21,21 @@ _TPU_REACHED_RATIO = 0.62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SplitWeights:
+    """What XLA:GPU weighs when it splits a product along its depth (`passes.jaxpr.split_dots`), of no unit.
+
+    Attributes:
+        byte: a byte of operands and partial results, beside a flop.
+        sum_byte, sum_launch: a byte of the sum of the parts, and the kernel that it is.
+    """
+
+    flop: float = 100.0
+    byte: float
+    sum_byte: float
+    sum_launch: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceModel:
     """What the cost model knows of a device.
 
@@ -36,6 +51,8 @@ class DeviceModel:
         launch_ns: fixed time of a kernel.
         host_link: how it is joined to its host's memory; None where that is its own.
         watts: power under full load by the data sheet; 0 where the maker gives none.
+        cores: its multiprocessors.
+        split: how XLA splits products there; None where it does not.
         memory_picojoules_per_byte: energy of a byte of device memory, HBM2's 3.92 pJ a bit (O'Connor et al.,
             MICRO 2017) unless known better.
     """
@@ -52,6 +69,8 @@ class DeviceModel:
     launch_ns: int
     host_link: Link | None = PCIE5
     watts: float = 0.0
+    cores: int = 1
+    split: SplitWeights | None = None
     memory_picojoules_per_byte: float = 8 * 3.92
 
     def picojoules_per_flop(self, bits: int) -> float:
@@ -59,6 +78,11 @@ class DeviceModel:
         left = self.watts - self.bytes_per_second * self.memory_picojoules_per_byte * 1e-12
         peak = {16: self.flops_16bit, 64: self.flops_64bit}.get(bits, self.flops_32bit)
         return max(0.0, left) * 1e12 / peak
+
+
+_AMPERE = SplitWeights(byte=0.0666955, sum_byte=467.815, sum_launch=5.65307e7)
+_HOPPER = SplitWeights(byte=0.194136, sum_byte=193.1384, sum_launch=4.36e7)
+_BLACKWELL = SplitWeights(byte=0.0848863, sum_byte=189.711, sum_launch=1.21563e8)
 
 
 def _tpu(name: str, *kinds: str, flops: float, vector: float, bandwidth: float, link: float) -> DeviceModel:
@@ -82,25 +106,25 @@ DEVICES: dict[str, DeviceModel] = {
             name="h200", kinds=("h200",), watts=700,
             flops_16bit=989 * TERA, flops_32bit=494 * TERA, flops_64bit=67 * TERA,
             vector_flops=67 * TERA, bytes_per_second=4.8 * TERA, link_bytes_per_second=0.45 * TERA,
-            launch_ns=2000,
+            launch_ns=2000, cores=132, split=_HOPPER,
         ),
         DeviceModel(
             name="h100", kinds=("h100",), watts=700,
             flops_16bit=989 * TERA, flops_32bit=494 * TERA, flops_64bit=67 * TERA,
             vector_flops=67 * TERA, bytes_per_second=3.35 * TERA, link_bytes_per_second=0.45 * TERA,
-            launch_ns=2000,
+            launch_ns=2000, cores=132, split=_HOPPER,
         ),
         DeviceModel(
             name="a100", kinds=("a100",), watts=400,
             flops_16bit=312 * TERA, flops_32bit=156 * TERA, flops_64bit=19.5 * TERA,
             vector_flops=19.5 * TERA, bytes_per_second=2.039 * TERA, link_bytes_per_second=0.3 * TERA,
-            launch_ns=2500, host_link=PCIE4,
+            launch_ns=2500, cores=108, split=_AMPERE, host_link=PCIE4,
         ),
         DeviceModel(
             name="b200", kinds=("b200",), watts=1000,
             flops_16bit=2250 * TERA, flops_32bit=1125 * TERA, flops_64bit=37 * TERA,
             vector_flops=75 * TERA, bytes_per_second=8.0 * TERA, link_bytes_per_second=0.9 * TERA,
-            launch_ns=2000,
+            launch_ns=2000, cores=148, split=_BLACKWELL,
         ),
         DeviceModel(
             name="cpu", platform=CPU.name,

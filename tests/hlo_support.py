@@ -174,7 +174,7 @@ def random_pages(program: Program, steps: Sequence[OpId], seed: int, rate: float
         if not buffer.pageable or not buffer.nbytes or b in program.outputs:
             continue
         for before, after in itertools.pairwise(places):
-            if after - before > 1 and rng.random() < rate:
+            if rng.random() < rate:
                 moments = sorted(rng.randint(before + 1, after) for _ in range(3))
                 out_done, in_start, in_done = moments
                 pages.append(

@@ -21,6 +21,7 @@ from coop_jax.replacing import Calls, does_the_same, signature
 from passes.backend import BACKENDS
 from passes.hlo import proto
 from passes.ir import Status
+from passes.jaxpr.calibration import STRICT
 from passes.outcome import StageOutcome
 from passes.recipe import Recipe
 
@@ -108,7 +109,8 @@ def test_before_a_refusal_the_plain_program_and_every_deeper_plan_is_tried(
     choice = ways().choose(RECORD, REFUSED, MODULE)
     assert choice.record.hlo is not None
     assert not choice.record.hlo.status.found
-    ratios = [w.temp_ratio for w in asked]
+    assert asked[-1] == KERNELS
+    ratios = [w.temp_ratio for w in asked[:-1]]
     assert ratios == [r for r in TRIES.ratios if r <= (BUDGET - FIXED) / REFUSED.before_temp_bytes]
     assert {w.budget_bytes for w in asked} == {BUDGET}
 
@@ -192,7 +194,7 @@ def test_looks_take_no_longer_than_the_compile_once_something_keeps_the_budget(
         choice = ways().choose(planned(), paged, MODULE)
         assert choice.record.hlo is not None
         times[choice.record.hlo.limited] = len(asked)
-    assert times == {True: BACKENDS["cpu"].looks, False: 6 + len(TRIES.ratios) - 3}
+    assert times == {True: BACKENDS["cpu"].looks, False: 7 + len(TRIES.ratios) - 3}
 
 
 def test_a_plan_that_was_seen_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,6 +251,19 @@ def test_the_plain_program_is_taken_where_it_keeps_the_budget(monkeypatch: pytes
     choice = ways().choose(RECORD, REFUSED, MODULE)
     assert choice.module == MODULE
     assert choice.record.jaxpr is None
+
+
+def test_on_a_tpu_every_deeper_plan_is_tried_with_smaller_kernels_at_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = asked_of(monkeypatch)
+    ways().choose(dataclasses.replace(RECORD, device_name="v5e"), REFUSED, MODULE)
+    strict = [w.calibration.strict for w in asked]
+    assert strict == sorted(strict)
+    deeper = [w for w in asked if w.temp_ratio is not None and not w.calibration.strict]
+    assert [dataclasses.replace(w, calibration=STRICT) for w in deeper] == [
+        w for w in asked if w.calibration.strict
+    ]
 
 
 def test_the_plain_program_would_break_a_constraint(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,12 @@ from passes.validate import validate
 
 def test_rows_and_table_of_a_small_transformer():
     program = transformer(Transformer(width=4096, layers=2, vocab=1024))
-    rows = paging.measure(program, [PCIE5], [0.6]) + paging.measure_least(program, [PCIE5])
+    rows = paging.measure(program, [PCIE5], [0.6], energy=True) + paging.measure_least(program, [PCIE5])
     by_way = {row.way: row for row in rows if row.link == "pcie5"}
     alone = next(row for row in rows if row.way == "alone")
     assert by_way["pages"].overhead_ratio <= min(alone.overhead_ratio, by_way["delta"].overhead_ratio)
+    assert by_way["least energy"].energy_ratio <= min(alone.energy_ratio, by_way["pages"].energy_ratio)
+    assert by_way["least energy"].overhead_ratio <= alone.overhead_ratio
     text = paging.table(rows)
     assert "nothing here is compiled or measured" in text
     assert "recompute alone" in text

@@ -14,6 +14,7 @@ from jax import lax
 from coop_jax.remat import remat
 from passes.hlo import graph, proto
 from passes.hlo.barriers import BARRIERS, drop_barriers
+from passes.jaxpr import compat
 
 
 def _straight(x: Any, ws: Any) -> Any:
@@ -99,6 +100,30 @@ def test_no_kernel_reads_an_operand_twice_that_it_read_behind_a_barrier(example:
     for computation in module.computations:
         for i in computation.instructions:
             assert i.opcode != "fusion" or len({*i.operand_ids}) == len(i.operand_ids)
+
+
+TWINS = """HloModule m, is_scheduled=true
+ENTRY e {
+  p = f32[8] parameter(0)
+  a = f32[8] sine(p)
+  t = (f32[8], f32[8]) tuple(a, p)
+  o = (f32[8], f32[8]) opt-barrier(t)
+  first = f32[8] get-tuple-element(o), index=0
+  second = f32[8] get-tuple-element(o), index=1
+  s = f32[8] add(first, a)
+  ROOT r = f32[8] add(s, second)
+}"""
+
+
+def test_an_operand_that_no_fusion_reads_twice_is_read_once_through_a_bitcast() -> None:
+    """Through the tuple that a barrier leaves XLA looks after us, in 0.12: random program 58."""
+    module = proto.parse(compat.hlo_of_text(TWINS))
+    drop_barriers(module)
+    by_name = {i.name: i for i in module.computations[0].instructions}
+    assert {name: i.opcode for name, i in by_name.items()} == {
+        "p": "parameter", "a": "sine", "first": "bitcast", "s": "add", "r": "add"
+    }  # fmt: skip
+    assert [*by_name["s"].operand_ids] == [by_name["first"].id, by_name["a"].id]
 
 
 def test_a_third_derivative_through_barriers_is_right() -> None:

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from jax import lax
 
 from passes.hlo import proto
+from passes.hlo.prune import prune
 from passes.ir import OpId, Program
+from passes.jaxpr import compat
 from passes.planners import plan
 from passes.saved import SAVED
 from passes.simulate import simulate
@@ -156,6 +158,36 @@ def test_unread_outputs_of_re_run_fusions_are_dropped(h200: str) -> None:
     clones = [i for i in entry.instructions if ".remat" in i.name and i.opcode == "fusion"]
     assert len(clones) == 1
     assert len(clones[0].shape.tuple_shapes) < outputs[0]
+
+
+FOR_NOTHING = """HloModule m, is_scheduled=true
+two {
+  x = f32[8] parameter(0)
+  y = f32[8] parameter(1)
+  minus_x = f32[8] negate(x)
+  minus_y = f32[8] negate(y)
+  ROOT both = (f32[8], f32[8]) tuple(minus_x, minus_y)
+}
+ENTRY e {
+  p = f32[8] parameter(0)
+  a = f32[8] sine(p)
+  b = f32[8] cosine(p)
+  c = f32[8] exponential(b)
+  f = (f32[8], f32[8]) fusion(a, c), kind=kLoop, calls=two
+  first = f32[8] get-tuple-element(f), index=0
+  second = f32[8] get-tuple-element(f), index=1
+  unread = f32[8] negate(second)
+  ROOT r = f32[8] negate(first)
+}"""
+
+
+def test_what_only_an_unread_output_of_a_fusion_read_is_dropped_with_it() -> None:
+    """Random program 97: copies to the host and back, for an output that nobody read."""
+    module = proto.parse(compat.hlo_of_text(FOR_NOTHING))
+    prune(module, module.entry_computation_id, once=())
+    entry = next(c for c in module.computations if c.id == module.entry_computation_id)
+    assert [i.opcode for i in entry.instructions] == ["parameter", "sine", "fusion", "negate"]
+    assert [*module.schedule.sequences[0].value.instruction_ids] == [i.id for i in entry.instructions]
 
 
 def test_a_run_whose_every_use_was_taken_over_disappears() -> None:

@@ -161,3 +161,18 @@ def test_layer_norm_of_flax_is_planned_for_a_gpu():
     )
     outcome = plan_program(inline.inline_calls(jaxpr), request)[1]
     assert outcome.planned_temp_bytes < outcome.before_temp_bytes
+
+
+@pytest.mark.parametrize(("device", "strict", "stored"), [("v5e", True, 2), ("v5e", False, 0)])
+def test_a_strict_plan_for_a_tpu_parts_each_dot_from_what_follows(device: str, strict: bool, stored: int):
+    def chain(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.tanh(jnp.tanh(x @ w) @ w)
+
+    jaxpr = jax.make_jaxpr(chain)(np.ones((N, N)), np.ones((N, N))).jaxpr
+    as_xla, lifted = (lift(jaxpr, DEVICES[device], as_xla=as_xla) for as_xla in (True, False))
+    config = emit_config(lifted, as_xla, DEVICES[device], strict=strict)
+    made = emit(lifted, [op.id for op in lifted.program.ops], config)
+    dots = {v for eqn in made.eqns if eqn.primitive.name == "dot_general" for v in eqn.outvars}
+    barriers = [eqn for eqn in made.eqns if eqn.primitive is compat.optimization_barrier_p]
+    assert len(dots) == 2
+    assert sum(bool(dots & set(eqn.invars)) for eqn in barriers) == stored

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from coop_jax import aot
 from passes.cost import DEVICES
 from passes.jaxpr import compat
 from passes.jaxpr.inline import inline_calls
@@ -188,3 +190,21 @@ def test_a_loop_writes_its_carry_over_what_it_started_from():
 
 def test_what_a_result_is_reshaped_from_has_no_bytes_of_its_own():
     assert stored_bytes(lifted(lambda x: (x @ x).reshape(32, 128), WIDE)) == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "depth", "parts"),
+    [(1024, 1024, 4096, 2), (768, 768, 8192, 4), (64, 64, 16384, 64), (768, 3072, 8192, 1)],
+)
+def test_a_deep_product_of_few_tiles_needs_its_parts_on_a_gpu(
+    h200: str, rows: int, columns: int, depth: int, parts: int
+) -> None:
+    def product(x: Any, y: Any) -> Any:
+        return jnp.tanh(x).T @ jnp.tanh(y)
+
+    specs = [jax.ShapeDtypeStruct((depth, n), jnp.bfloat16) for n in (rows, columns)]
+    (dot,) = (op for op in lifted(product, *specs).program.ops if op.name == "dot_general")
+    assert dot.workspace_bytes == (4 * parts * rows * columns if parts > 1 else 0)
+    text = aot.lower_for(product, specs, device=h200).compile().as_text()
+    split = re.findall(rf"= \w+\[(\d+),{rows},{columns}\]", text)
+    assert {*map(int, split)} == ({parts} if parts > 1 else set())

@@ -21,7 +21,7 @@ from passes.hlo import proto
 from passes.hlo.graph import Computation
 from passes.hlo.lift import LiftedModule, is_view
 from passes.hlo.pages import CopyStyle, Moments, copy_done, copy_plain, copy_start, holders
-from passes.hlo.prune import drop_uncalled, prune_outputs
+from passes.hlo.prune import drop_uncalled, prune
 from passes.ir import OpId, Page
 
 _ID_BITS = 32
@@ -172,25 +172,9 @@ class _Writer:
             self._put(new)
         return self.views[key]
 
-    def _drop_dead(self, root: int) -> None:
-        """Forget runs that nothing reads: a recompute may have taken over every use of the first one."""
-        needed: set[int] = set()
-        work = [root, *self.once]
-        while work:
-            i = work.pop()
-            if i not in needed:
-                needed.add(i)
-                work.extend(self.written[i].operand_ids)
-        self.order = [i for i in self.order if i in needed or self.written[i].opcode == "parameter"]
-        for i in self.order:
-            instruction = self.written[i]
-            control = [c for c in instruction.control_predecessor_ids if c in needed]
-            instruction.control_predecessor_ids[:] = control
-
     def finish(self) -> Any:
         root = self.resolve(self.old.root)
         self.scope.root_id = root
-        self._drop_dead(root)
         made = [self.written[i] for i in self.order]
         kept = [type(i).FromString(i.SerializeToString()) for i in made]
         del self.scope.instructions[:]
@@ -203,7 +187,7 @@ class _Writer:
         after = [type(c).FromString(c.SerializeToString()) for c in self.module.computations[place + 1 :]]
         del self.module.computations[place:]
         self.module.computations.extend([*self.cloner.computations, scope, *after])
-        prune_outputs(self.module, scope.id)
+        prune(self.module, scope.id, self.once)
         drop_uncalled(self.module)
         return self.module
 

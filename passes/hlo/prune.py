@@ -1,10 +1,11 @@
-"""Drop outputs of multi-output fusions that nobody reads, and operands that a fusion has twice, as XLA does.
+"""Drop what nothing reads, down to outputs of fusions, and operands that a fusion has twice, as XLA does.
 
 A fusion left with one output stops being a tuple: its only get-tuple-element disappears.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 _OPERAND_NUMBERS = "xla.no_invariant_operands"
@@ -49,20 +50,36 @@ def merge_operands(fusion: Any, fused: Any) -> None:
     _drop_parameters(fusion, fused)
 
 
-def prune_outputs(module: Any, scope: int) -> None:
-    """Remove unread outputs of a computation's loop and input fusions, in place, and views nobody reads."""
+def prune(module: Any, scope: int, once: Collection[int]) -> None:
+    """Remove from a computation what nothing reads, in place: runs, views, outputs of loop and input fusions.
+
+    Readers come later in the message than what they read, so that one way back through it is enough: a fusion
+    that loses an output may lose operands, and what made these may then be read by nothing.
+
+    Args:
+        scope: the computation's id.
+        once: ids of instructions that stay, read or not; so do the parameters and the root.
+    """
     entry = next(c for c in module.computations if c.id == scope)
-    by_id = {i.id: i for i in entry.instructions}
-    users: dict[int, list[Any]] = {i: [] for i in by_id}
+    users: dict[int, dict[int, Any]] = {i.id: {} for i in entry.instructions}
     for instruction in entry.instructions:
         for operand in instruction.operand_ids:
-            users[operand].append(instruction)
+            users[operand][instruction.id] = instruction
     computations = {c.id: c for c in module.computations}
+    stays = {entry.root_id, *once, *(i.id for i in entry.instructions if i.opcode == "parameter")}
     replaced: dict[int, int] = {}
-    for instruction in entry.instructions:
-        is_loop = instruction.opcode == "fusion" and instruction.fusion_kind in ("kLoop", "kInput")
-        if is_loop and instruction.id != entry.root_id:
-            _prune(instruction, users[instruction.id], computations, replaced)
+    for instruction in reversed(entry.instructions):
+        operands = set(instruction.operand_ids)
+        if instruction.id not in stays and not users[instruction.id]:
+            replaced[instruction.id] = instruction.id
+        elif instruction.opcode == "fusion" and instruction.fusion_kind in ("kLoop", "kInput"):
+            if instruction.id != entry.root_id:
+                _prune(instruction, list(users[instruction.id].values()), computations, replaced)
+            operands -= set(instruction.operand_ids)
+        else:
+            continue
+        for operand in operands:
+            del users[operand][instruction.id]
     if replaced:
         _rewire(module, entry, replaced)
 
@@ -145,7 +162,7 @@ def _drop_parameters(fusion: Any, fused: Any) -> None:
 
 
 def _rewire(module: Any, entry: Any, replaced: dict[int, int]) -> None:
-    """Let users of the removed views read the fusions themselves."""
+    """Take out what is dead or replaced; users of removed views of a fusion read the fusion itself."""
     kept = [i for i in entry.instructions if i.id not in replaced]
     copies = [type(i).FromString(i.SerializeToString()) for i in kept]
     for copy in copies:

@@ -57,9 +57,11 @@ class Calibration:
 
     Attributes:
         trials: what was compiled, in that order.
+        starts_strict: True where the first plan is strict, too.
     """
 
     trials: tuple[Trial, ...] = ()
+    starts_strict: bool = False
 
     @property
     def bytes_ratio(self) -> float:
@@ -75,7 +77,7 @@ class Calibration:
     def _as_they_were(self) -> tuple[float, bool]:
         """What follows from candidates whose scans are as they were: each was asked for what the one before
         was too large by."""
-        bytes_ratio, strict = 1.0, False
+        bytes_ratio, strict = 1.0, self.starts_strict
         for trial in self.trials:
             if trial.recipe.scans is Scans.NONE:
                 ratio = trial.temp_bytes / max(trial.estimated_bytes, 1)
@@ -108,7 +110,7 @@ class Calibration:
         """With what the enforcing stage said of a plan; None if no other plan follows from that."""
         if planned.recipe.scans is Scans.NONE and _is_cheaply_repaired(verdict):
             return None
-        return Calibration(trials=(*self.trials, _trial(planned, verdict)))
+        return replace(self, trials=(*self.trials, _trial(planned, verdict)))
 
     def of_parts(self, parts: int) -> Calibration:
         """What is known of one device's bytes, for all of them."""
@@ -116,11 +118,13 @@ class Calibration:
             replace(t, estimated_bytes=parts * t.estimated_bytes, temp_bytes=parts * t.temp_bytes)
             for t in self.trials
         ]
-        return Calibration(trials=tuple(scaled))
+        return replace(self, trials=tuple(scaled))
 
 
 UNCALIBRATED = Calibration()
 """Nothing is known: estimates are taken as they are."""
+STRICT = Calibration(starts_strict=True)
+"""Nothing is known, and XLA is left no freedom."""
 
 
 def _is_cheaply_repaired(verdict: StageOutcome) -> bool:

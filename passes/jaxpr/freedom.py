@@ -20,6 +20,7 @@ from passes.saved import is_saved
 
 # Dots with results up to this size are small: XLA:GPU splits them along their depth, and merges them.
 SMALL_DOT_ELEMENTS = 2 << 20
+MATRIX = frozenset({"dot_general", "conv_general_dilated"})
 MOVES = frozenset({"slice", "dynamic_slice", "split", "gather", "convert_element_type"})
 
 
@@ -30,13 +31,18 @@ def emit_config(
 
     On a GPU a small dot is split along its depth, and XLA leaves the sum of the parts, which are several
     times the result, to the readers; small dots that share an operand are merged into one. Neither happens
-    through a barrier.
+    through a barrier. On a TPU what follows a dot or convolution is computed in its kernel, with all that
+    this reads: two full-size values more, for batch norm behind a residual connection. Where nothing fits,
+    `strict` has each of them stored by a kernel of its own.
     """
     wanted = {body[-1] for body in lifted.bodies}
     own = {body[-1] for body in as_is.bodies}
     saved = {i for i in wanted if is_saved(compat.checkpoint_name_of(lifted.jaxpr.eqns[i]))}
     apart, held_back = (wanted - own) | saved, set()
-    if BACKENDS[device.platform].splits_small_dots:
+    backend = BACKENDS[device.platform]
+    if strict and backend.fuses_results:
+        apart |= {i for i in wanted if lifted.jaxpr.eqns[i].primitive.name in MATRIX}
+    if backend.splits_small_dots:
         small = small_dots(lifted)
         last = _last_readers(lifted.program)
         reach = 0 if strict else EmitConfig().reach

@@ -37,6 +37,7 @@ from passes.jaxpr.primitives import CONTROL_FLOW, SLICING, Kind, is_expensive
 from passes.jaxpr.purity import eqn_kind, has_effect, is_on_host, moves_memory
 from passes.jaxpr.simplify import without_literal_barriers
 from passes.jaxpr.softmax import DataflowGraph, inside_softmax
+from passes.jaxpr.split_dots import split_bytes, split_ns
 from passes.simulate import simulate
 
 # A value with several readers is stored if reading its leaves costs more than this many times its own bytes;
@@ -367,6 +368,7 @@ class _Lift:
             bits=bits,
             vector_flops=sum(self.vector_flops[i] for i in body),
         )
+        kernel += sum(split_ns(self.jaxpr.eqns[i], self.device) for i in body)
         return kernel + round(1e9 * sent_bytes(eqn) / self.device.link_bytes_per_second)
 
     def _kernel_reads(self, eqn: JaxprEqn) -> dict[Var, int]:
@@ -395,9 +397,9 @@ class _Lift:
         return written_over(outvars, free, buffer_of)
 
     def _workspace(self, eqn: JaxprEqn) -> int:
-        """The inner peak of control flow: of its largest body."""
+        """The inner peak of control flow: of its largest body; the parts of a product that XLA splits."""
         bodies = _works(eqn, self.device) if eqn.primitive.name in CONTROL_FLOW else []
-        return max((work.peak_bytes for work in bodies), default=0)
+        return max((work.peak_bytes for work in bodies), default=split_bytes(eqn, self.device))
 
     def _inner_ns(self, eqn: JaxprEqn) -> int:
         """Time of control flow: its dearest body, as often as it is known to run."""
