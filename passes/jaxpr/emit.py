@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from passes.ir import BufferId, OpId
 from passes.jaxpr import compat
-from passes.jaxpr.compat import Atom, ClosedJaxpr, JaxprEqn, Var
+from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.halves import Split, split
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.primitives import Kind
@@ -47,7 +47,7 @@ class EmitConfig:
     one_at_a_time: bool = False
 
 
-def emit(lifted: LiftedJaxpr, steps: Sequence[OpId], config: EmitConfig) -> ClosedJaxpr:
+def emit(lifted: LiftedJaxpr, steps: Sequence[OpId], config: EmitConfig) -> Jaxpr:
     """The open jaxpr that runs `steps`, with the constvars, invars and results of `lifted.jaxpr`."""
     emitter = _Emitter(lifted, steps, config)
     emitter.run()
