@@ -18,7 +18,7 @@ from passes.jaxpr.lift import lift
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.scans.choice import Level
 from passes.jaxpr.scans.emit import rewrite
-from passes.jaxpr.scans.frontier import frontier, segment_frontier
+from passes.jaxpr.scans.frontier import frontier, hand_levels, segment_frontier
 from passes.jaxpr.scans.host_choice import sent_to_host
 from passes.jaxpr.scans.sink import sink_into_scans
 from passes.jaxpr.scans.views import view_inside_scans
@@ -61,9 +61,9 @@ def search_structured(jaxpr: Jaxpr, request: JaxprRequest, scale: float, plan_bo
     """The cheapest candidate that fits, among the scans' levels and what can be done beside them.
 
     A level alone, with recomputes beside the scans, with the bodies of control flow planned, too, and planned
-    tighter; then scans in segments; where there is a host budget with stacks on the host. What was compiled
-    counts as measured (`request.calibration`), the others as estimated times what their like turned out to
-    need.
+    tighter; what ready policies of `jax.checkpoint` keep; then scans in segments; where there is a host
+    budget with stacks on the host. What was compiled counts as measured (`request.calibration`), the others
+    as estimated times what their like turned out to need.
     """
     search_for = _Search(original=jaxpr, request=request, scale=scale, plan_body=plan_body)
     look_at = search_for.levels
@@ -71,7 +71,7 @@ def search_structured(jaxpr: Jaxpr, request: JaxprRequest, scale: float, plan_bo
         return _next(look_at(_Levels(jaxpr, [()], request.device), WAYS), request).candidate
     sunk = sink_into_scans(view_inside_scans(jaxpr))
     levels = _on_frontier(sunk, request.device)
-    looks = look_at(levels, WAYS)
+    looks = [*look_at(levels, WAYS), *search_for.alone(_by_hand(sunk, request.device))]
     if all(look.over for look in looks):
         looks += look_at(_in_segments(sunk, request.device), (ALONE, RECOMPUTES))
     if request.host_bytes:
@@ -116,6 +116,12 @@ def _frontier(jaxpr: Jaxpr, device: DeviceModel) -> tuple[Level, ...]:
 @compat.cached_by_jaxpr
 def _on_frontier(jaxpr: Jaxpr, device: DeviceModel) -> _Levels:
     return _Levels(jaxpr, _frontier(jaxpr, device), device)
+
+
+@compat.cached_by_jaxpr
+def _by_hand(jaxpr: Jaxpr, device: DeviceModel) -> _Levels:
+    """The program with what ready policies keep of its scans."""
+    return _Levels(jaxpr, hand_levels(jaxpr, device), device)
 
 
 @compat.cached_by_jaxpr
@@ -187,6 +193,10 @@ class _Search:
                     look(best[0], BODIES)
                 break
         return list(looks.values())
+
+    def alone(self, levels: _Levels) -> list[_Look]:
+        """Every level without anything beside it."""
+        return [self._look(levels[k], ALONE, lowest=False) for k in range(len(levels))]
 
     def sent(self, levels: _Levels, here: _Look) -> list[_Look]:
         """Candidates with stacks on the host: on some levels of the frontier, on the best also with its

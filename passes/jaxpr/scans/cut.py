@@ -11,7 +11,9 @@ alike. Pairs inside the bodies are cut first, for the same price.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from passes.cost import DeviceModel
 from passes.ir import Op
@@ -41,7 +43,7 @@ class Iteration:
     Attributes:
         pair: the scans.
         values: the first body's variables, inputs and then results of equations.
-        ops: its equations.
+        ops, eqns: its equations.
         kernels: what the report says of those that are kernels.
         demanded: indices of the values that the second body reads.
         stacked_bytes: for every value what a slice adds to the stacks if it is kept.
@@ -51,6 +53,7 @@ class Iteration:
     pair: ScanPair
     values: tuple[Var, ...]
     ops: tuple[Producer, ...]
+    eqns: tuple[JaxprEqn, ...]
     kernels: dict[int, Recomputed]
     demanded: tuple[int, ...]
     stacked_bytes: tuple[int, ...]
@@ -69,6 +72,7 @@ def iteration_of(pair: ScanPair, device: DeviceModel) -> Iteration:
         pair=pair,
         values=tuple(values),
         ops=tuple(ops),
+        eqns=tuple(eqn for eqn in producer.eqns if any(v in index for v in eqn.outvars)),
         kernels=kernels,
         demanded=tuple(sorted({index[v] for v in read if compat.is_variable(v) and v in index})),
         stacked_bytes=tuple(nbytes),
@@ -87,6 +91,21 @@ def choose(iteration: Iteration, ns_per_byte: float) -> Choice:
         round(PICO * ns_per_byte * (1 + TILT_RATIO * k / n_values) * nbytes) + traffic
         for k, (nbytes, traffic) in enumerate(sizes)
     ]
+    return _choice(iteration, prices)
+
+
+def choose_by_policy(iteration: Iteration, policy: Callable[..., Any]) -> Choice:
+    """What `jax.checkpoint` around an iteration keeps: its inputs, and what the policy saves."""
+    computed = {
+        v
+        for op, eqn in zip(iteration.ops, iteration.eqns, strict=True)
+        if op.cost is not None and not compat.policy_saves(policy, eqn)
+        for v in op.outputs
+    }
+    return _choice(iteration, [None if v in computed else 0 for v in range(len(iteration.values))])
+
+
+def _choice(iteration: Iteration, prices: Sequence[int | None]) -> Choice:
     kept = cheapest_to_keep(prices, iteration.ops, iteration.demanded)
     return Choice(
         pair=iteration.pair,

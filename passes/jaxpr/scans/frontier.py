@@ -13,18 +13,33 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import jax
+
 from passes.cost import DeviceModel
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Jaxpr
 from passes.jaxpr.primitives import Kind
 from passes.jaxpr.purity import eqn_kind
 from passes.jaxpr.scans.choice import Choice, Inside, Level
-from passes.jaxpr.scans.cut import TILT_RATIO, choose, iteration_of, joined_body, kernels_of
+from passes.jaxpr.scans.cut import (
+    TILT_RATIO,
+    Iteration,
+    choose,
+    choose_by_policy,
+    iteration_of,
+    joined_body,
+    kernels_of,
+)
 from passes.jaxpr.scans.emit import rewrite, with_inner
 from passes.jaxpr.scans.pairs import Enclosure, ScanPair, find_enclosures, find_pairs
 from passes.jaxpr.scans.segments import Segments, segment_counts, segment_program
 
-Site = Callable[[float], Choice | Inside]
+Choose = Callable[[Iteration], Choice]
+Site = Callable[[Choose], Choice | Inside]
+
+# What users write by hand, the deepest last.
+_READY = jax.checkpoint_policies
+POLICIES = (_READY.dots_saveable, _READY.dots_with_no_batch_dims_saveable, _READY.nothing_saveable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +77,11 @@ def frontier(jaxpr: Jaxpr, device: DeviceModel) -> list[Level]:
 
     def level(price: float) -> Level:
         ns_per_byte = price * 1e9 / device.bytes_per_second
-        return tuple(site(ns_per_byte * (1 + TILT_RATIO * k / len(sites))) for k, site in enumerate(sites))
+        tilts = (1 + TILT_RATIO * k / len(sites) for k in range(len(sites)))
+        return tuple(
+            site(partial(choose, ns_per_byte=ns_per_byte * tilt))
+            for site, tilt in zip(sites, tilts, strict=True)
+        )
 
     prices = [0.0, *(CONFIG.first_price * CONFIG.growth**k for k in range(CONFIG.prices))]
     at_price = {price: level(price) for price in prices}
@@ -71,6 +90,13 @@ def frontier(jaxpr: Jaxpr, device: DeviceModel) -> list[Level]:
         _refine(at_price, low, high, step_bytes, level)
     levels = [at_price[price] for price in sorted(at_price)]
     return [r for k, r in enumerate(levels) if k == 0 or _signatures(r) != _signatures(levels[k - 1])]
+
+
+def hand_levels(jaxpr: Jaxpr, device: DeviceModel) -> list[Level]:
+    """What ready policies of `jax.checkpoint` around every iteration keep; none without pairs of scans."""
+    sites = _sites(jaxpr, device)
+    levels = (tuple(site(partial(choose_by_policy, policy=p)) for site in sites) for p in POLICIES)
+    return [level for level in levels if level]
 
 
 def _refine(
@@ -156,7 +182,7 @@ def _in_segments(pair: ScanPair, count: int, device: DeviceModel) -> list[Choice
 
 
 def _sites(jaxpr: Jaxpr, device: DeviceModel) -> list[Site]:
-    """The places of an open jaxpr where something is chosen: (ns per byte) -> what is cheapest there."""
+    """The places of an open jaxpr where something is chosen: (how, of one iteration) -> what is chosen."""
     pairs = find_pairs(jaxpr)
     sites = [_pair_site(pair, device) for pair in pairs]
     for enclosure in find_enclosures(jaxpr, pairs):
@@ -168,18 +194,19 @@ def _sites(jaxpr: Jaxpr, device: DeviceModel) -> list[Site]:
 
 def _pair_site(pair: ScanPair, device: DeviceModel) -> Site:
     inner = _sites(joined_body(pair), device)
-    return (
-        partial(_choose_nested, pair, inner, device) if inner else partial(choose, iteration_of(pair, device))
-    )
+    if inner:
+        return partial(_choose_nested, pair, inner, device)
+    iteration = iteration_of(pair, device)
+    return lambda choose_one: choose_one(iteration)
 
 
-def _choose_inside(enclosure: Enclosure, sites: Sequence[Sequence[Site]], ns_per_byte: float) -> Inside:
-    bodies = tuple(tuple(site(ns_per_byte) for site in body) for body in sites)
+def _choose_inside(enclosure: Enclosure, sites: Sequence[Sequence[Site]], choose_one: Choose) -> Inside:
+    bodies = tuple(tuple(site(choose_one) for site in body) for body in sites)
     return Inside(enclosure=enclosure, bodies=bodies)
 
 
-def _choose_nested(pair: ScanPair, sites: Sequence[Site], device: DeviceModel, ns_per_byte: float) -> Choice:
-    """The choice for one pair after what is inside its bodies has been rewritten for the same price."""
-    inner = tuple(site(ns_per_byte) for site in sites)
+def _choose_nested(pair: ScanPair, sites: Sequence[Site], device: DeviceModel, choose_one: Choose) -> Choice:
+    """The choice for one pair after what is inside its bodies has been rewritten in the same way."""
+    inner = tuple(site(choose_one) for site in sites)
     pair = with_inner(pair, joined_body(pair), inner)
-    return dataclasses.replace(choose(iteration_of(pair, device), ns_per_byte), inner=inner)
+    return dataclasses.replace(choose_one(iteration_of(pair, device)), inner=inner)

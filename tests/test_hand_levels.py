@@ -1,0 +1,57 @@
+"""What ready policies of `jax.checkpoint` keep of scans is among the candidates."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+from jax import lax
+
+from passes.jaxpr import structured
+from passes.jaxpr.candidate import JaxprRequest
+from passes.jaxpr.compat import check
+from passes.jaxpr.lift import lift
+from passes.jaxpr.scans.emit import rewrite
+from passes.jaxpr.scans.frontier import POLICIES, frontier, hand_levels
+from passes.jaxpr.straight import as_it_is
+from passes.jaxpr.structured import search_structured
+from tests.test_scan import CPU, GRADIENTS, WS, X, layer, opened, plain, run, same, stack_bytes
+
+DOTS, NO_BATCH, NOTHING = range(3)
+
+
+@pytest.mark.parametrize("k", [DOTS, NO_BATCH, NOTHING])
+def test_a_policys_level_stacks_what_jax_stacks_under_it(k: int) -> None:
+    def by_hand(ws: jax.Array, x: jax.Array) -> jax.Array:
+        def body(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            return jax.checkpoint(layer, policy=POLICIES[k])(w, h), None
+
+        return (lax.scan(body, x, ws)[0] ** 2).mean()
+
+    jaxpr, _ = opened(jax.grad(plain), WS, X)
+    level = hand_levels(jaxpr, CPU)[k]
+    assert stack_bytes(rewrite(jaxpr, level)) == stack_bytes(opened(jax.grad(by_hand), WS, X)[0])
+
+
+@pytest.mark.parametrize("name", ["two carries", "random bits", "layers of layers", "branches", "effects"])
+def test_a_policys_level_computes_the_same(name: str) -> None:
+    jaxpr, consts = opened(jax.value_and_grad(GRADIENTS[name], argnums=(0, 1)), WS, X)
+    new = rewrite(jaxpr, hand_levels(jaxpr, CPU)[NO_BATCH])
+    check(new)
+    same(run(new, consts, WS, X), run(jaxpr, consts, WS, X))
+
+
+def test_a_policy_is_taken_where_the_frontier_has_nothing_as_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    jaxpr, _ = opened(jax.grad(plain), WS, X)
+    ends = frontier(jaxpr, CPU)[:: len(frontier(jaxpr, CPU)) - 1]
+    monkeypatch.setattr(structured, "_on_frontier", lambda j, d: structured._Levels(j, ends, d))
+    by_hand = hand_levels(jaxpr, CPU)[DOTS]
+    enough = as_it_is(lift(rewrite(jaxpr, by_hand), CPU, as_xla=True)).peak_bytes
+    request = JaxprRequest(budget_bytes=enough, argument_bytes=0, output_bytes=0, alias_bytes=0, device=CPU)
+    made = search_structured(jaxpr, request, 1.0, lambda body, nbytes, request: body)
+    assert made.peak_bytes <= enough
+    assert [c.stacked_bytes for c in made.scans] == [c.stacked_bytes for c in by_hand]
+
+
+def test_what_has_no_pairs_has_no_level() -> None:
+    jaxpr, _ = opened(plain, WS, X)
+    assert hand_levels(jaxpr, CPU) == []
