@@ -55,10 +55,10 @@ def planned(temp_bytes: int, host_bytes: int = 0, **changes: Any) -> StageOutcom
 
 
 def test_the_planner_sends_a_stack_to_the_host_where_recompute_alone_does_not_fit() -> None:
-    alone = planned(5 * SLICE)
-    assert alone.planned_temp_bytes > 5 * SLICE
-    found = planned(5 * SLICE, HOST_BYTES)
-    assert found.planned_temp_bytes <= 5 * SLICE
+    alone = planned(9 * SLICE)
+    assert alone.planned_temp_bytes > 9 * SLICE
+    found = planned(9 * SLICE, HOST_BYTES)
+    assert found.planned_temp_bytes <= 9 * SLICE
     assert [p.nbytes for p in found.paged] == [STACK]
     assert found.paged[0].source.startswith(__file__)
 

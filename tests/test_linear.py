@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -75,7 +77,7 @@ def test_joined_frames_prove_at_least_what_each_proves():
 
 
 def test_large_programs_have_the_cut_bound(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(linear, "MOST_OPS", 3)
+    monkeypatch.setattr(linear, "CONFIG", dataclasses.replace(linear.CONFIG, most_ops=3))
     program = small_gpt(2)
     budget_bytes = int(0.3 * peak_bytes(program))
     assert lp_bound(program, budget_bytes) == cut_bound(program, budget_bytes)

@@ -91,7 +91,7 @@ def test_every_grouping_sums_to_what_xla_counts(name: str, device: str | None) -
         assert sum(row.nbytes for row in found.by(label)) == memory.total_bytes
     alive = sum(v.nbytes for v in found.at(found.peak_step))
     assert 0 <= profile[PACKING][0] == memory.total_bytes - alive
-    assert profile[PACKING][0] < 0.05 * memory.total_bytes
+    assert profile[PACKING][0] < 0.2 * memory.total_bytes
 
 
 @pytest.mark.parametrize("name", NAMES)
