@@ -7,7 +7,6 @@ from typing import Any
 import hlo_support as h
 import jax
 import jax.numpy as jnp
-import pytest
 
 from passes.backend import TPU
 from passes.hlo import graph, proto
@@ -51,29 +50,6 @@ def _spoilt() -> graph.Module:
         (15, "custom-call", [13, 14], (128,)),
     ]  # fmt: skip
     return graph.read(_module(rows))
-
-
-def _recomputed(given: bool) -> graph.Module:
-    """A fusion whose result just fits the only hole; it reads an argument, or what is alive."""
-    rows = [
-        (10, "parameter", [], (128,)), (11, "broadcast", [10], TENFOLD), (12, "reverse", [11], TENFOLD),
-        (13, "fusion", [10 if given else 12], TENFOLD), (14, "custom-call", [12, 13], (128,)),
-    ]  # fmt: skip
-    module = _module(rows)
-    fused = module.computations.add(id=2)
-    _add(fused, 20, "parameter", [], (128,) if given else TENFOLD)
-    _add(fused, 21, "reverse", [20], TENFOLD)
-    fusion = module.computations[0].instructions[3]
-    fusion.fusion_kind = "kLoop"
-    fusion.called_computation_ids.append(2)
-    return graph.read(module)
-
-
-@pytest.mark.parametrize(("given", "slots"), [(True, 30), (False, 20)])
-def test_a_value_made_of_arguments_alone_is_not_trusted_to_fill_the_only_hole(
-    given: bool, slots: int
-) -> None:
-    assert _predicted(_recomputed(given)).temp_bytes == slots * SLOT
 
 
 def _predicted(view: graph.Module) -> HeapPrediction:

@@ -124,6 +124,22 @@ def test_what_is_free_at_the_end_is_no_hole() -> None:
     assert layout.size == 700
 
 
+def test_bytes_behind_a_value_are_lost_with_it_until_its_neighbour_is_free() -> None:
+    #   3 has 50 of the hole that 0 leaves, the next start is at 100; dead, it leaves 50 for 6, too few for 5
+    values = [
+        _interval(0, 400, 0, 2), _interval(1, 100, 1, 20), _interval(3, 50, 3, 5), _interval(4, 100, 4, 20),
+        _interval(5, 60, 6, 20), _interval(6, 50, 7, 20),
+    ]  # fmt: skip
+    assert pack_in_time(values, 100).offsets == {0: 0, 1: 400, 3: 0, 4: 100, 5: 200, 6: 0}
+
+
+def test_a_value_that_leaves_no_start_of_its_hole_has_all_of_it() -> None:
+    values = [
+        _interval(0, 100, 0, 2), _interval(1, 100, 1, 20), _interval(2, 10, 3, 4), _interval(3, 90, 5, 20),
+    ]  # fmt: skip
+    assert pack_in_time(values, 100).offsets == {0: 0, 1: 100, 2: 0, 3: 0}
+
+
 def test_the_hole_at_the_end_grows() -> None:
     layout = pack_in_time([_interval(0, 100, 0, 9), _interval(1, 100, 1, 2), _interval(2, 500, 3, 9)], 100)
     assert layout.offsets == {0: 0, 1: 100, 2: 100}

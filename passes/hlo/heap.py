@@ -15,9 +15,6 @@ from passes.hlo.liverange import Range
 from passes.offsets.tight import live_bound, pack_tight
 from passes.offsets.xla_heap import PACKERS, HeapLayout, Interval
 
-# Of what a kernel reads that was made before the program.
-_GIVEN = frozenset({"parameter", "constant"})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeapPrediction:
@@ -184,38 +181,7 @@ def layout(assigner: Assigner, space: int = 0) -> tuple[HeapLayout, int]:
     backend = assigner.backend
     if space == HOST:
         return PACKERS["largest first"](intervals, backend.host_alignment), events.peak
-    packed = PACKERS[backend.heap](intervals, backend.alignment)
-    if backend.heap == "in time order" and (scratch := _scratch(assigner, intervals)):
-        spoilt = PACKERS[backend.heap]([*intervals, *scratch], backend.alignment)
-        packed = max(packed, spoilt, key=lambda layout: layout.size)
-    return packed, events.peak
-
-
-def _scratch(assigner: Assigner, intervals: list[Interval]) -> list[Interval]:
-    """A slot for the moment in which a kernel that reads nothing but arguments makes a large value.
-
-    XLA:TPU was seen to leave out a hole that just fits, and was the only one, for convolutions that were
-    recomputed from a batch; in larger holes nothing shows. So what is predicted is the larger of both heaps.
-    """
-    alignment, flow = assigner.backend.alignment, assigner.flow
-    found: list[Interval] = []
-    for i in intervals:
-        home = flow.values[i.key].home
-        operands = assigner.module.computations[home.computation].by_id
-        instruction = flow.instruction(home)
-        kinds = {operands[o].opcode for o in instruction.operands}
-        if (
-            i.leads
-            and i.nbytes > alignment
-            and instruction.opcode == "fusion"
-            and kinds <= _GIVEN
-            and not home.index
-        ):
-            number = -1 - len(found)
-            found.append(
-                Interval(key=number, nbytes=alignment, start=i.start, end=i.start, group=number, leads=True)
-            )
-    return found
+    return PACKERS[backend.heap](intervals, backend.alignment), events.peak
 
 
 def heap_intervals(assigner: Assigner, space: int = 0) -> list[Interval]:

@@ -26,6 +26,7 @@ from passes.offsets.xla_heap import Holes, Interval, best_fit
 _F32 = 11
 _LANES, _ROWS = 128, 8
 _ROW_BYTES = 4 * _LANES
+_TILE_BYTES = _ROWS * _ROW_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,8 @@ class _Follower:
         if moment.defined and not self._place(moment):
             return False
         for group in moment.freed:
-            self.heap.give(self.places[group], self.goal.nbytes[group])
+            if self.goal.nbytes[group]:
+                self.heap.give(self.places[group])
         return True
 
     def _place(self, moment: Moment) -> bool:
@@ -106,14 +108,14 @@ class _Follower:
         if any(heap.take(p.nbytes) != p.start for p in pieces):
             return None
         _end(heap, [p for p in pieces if p.opens])
-        places = {g: heap.take(self.goal.nbytes[g]) for g in moment.defined}
+        places = {g: heap.take(n) if (n := self.goal.nbytes[g]) else 0 for g in moment.defined}
         return (heap, places) if all(self.goal.allows(*place) for place in places.items()) else None
 
     def _pieces(self, moment: Moment) -> list[_Piece]:
         """All that is free but for the places of the results, as best fit fills it: small holes first."""
         heap = self.heap
         large = [g for g in moment.defined if g in self.goal.places]
-        wanted = {self.goal.places[g]: heap.padded_bytes(self.goal.nbytes[g]) for g in large}
+        wanted = {self.goal.places[g]: heap.aligned(self.goal.nbytes[g]) for g in large}
         wanted |= dict.fromkeys(self._slots(len(moment.defined) - len(large)), heap.alignment)
         ranges = sorted(heap.holes, key=lambda hole: (hole[1] - hole[0], hole[0]))
         ranges.append((heap.tail, max([heap.tail, *(at + room for at, room in wanted.items())])))
@@ -131,21 +133,26 @@ def _cut(start: int, stop: int, wanted: dict[int, int]) -> Iterator[_Piece]:
     """What is free from `start` to `stop`, in pieces: wanted places, and what is between them."""
     for at, room in sorted(wanted.items()):
         if start <= at < stop:
-            if start < at:
-                yield _Piece(start=start, nbytes=at - start)
-            yield _Piece(start=at, nbytes=room, opens=True)
+            yield from _piece(start, at)
+            yield from _piece(at, min(at + room, stop), opens=True)
             start = at + room
-    if start < stop:
-        yield _Piece(start=start, nbytes=stop - start)
+    yield from _piece(start, stop)
+
+
+def _piece(start: int, stop: int, *, opens: bool = False) -> Iterator[_Piece]:
+    """A buffer there, of whole tiles; none where there is no room for one."""
+    nbytes = (stop - start) // _TILE_BYTES * _TILE_BYTES
+    if nbytes > 0:
+        yield _Piece(start=start, nbytes=nbytes, opens=opens)
 
 
 def _end(heap: Holes, pieces: Sequence[_Piece]) -> None:
     """Buffers die: the call that ends them has a slot of its own for that moment."""
     if pieces:
-        slot = heap.take(heap.alignment)
+        slot = heap.take(_TILE_BYTES)
         for piece in pieces:
-            heap.give(piece.start, piece.nbytes)
-        heap.give(slot, heap.alignment)
+            heap.give(piece.start)
+        heap.give(slot)
 
 
 def steered(assigner: Assigner) -> Any | None:
@@ -239,7 +246,7 @@ class _Writer:
         return made
 
     def _call(self, scope: Any, operands: Sequence[int]) -> Any:
-        made = self._buffer(scope, _ROWS * _ROW_BYTES)
+        made = self._buffer(scope, _TILE_BYTES)
         made.operand_ids.extend(operands)
         made.custom_call_has_side_effect = True
         return made

@@ -7,7 +7,6 @@ own time and that of its group, that holds it; on ties the lowest offset. Only s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -138,7 +137,7 @@ def pack_in_time(intervals: list[Interval], alignment: int) -> HeapLayout:
 
     Args:
         intervals: values on the event clock; every group has exactly one leader.
-        alignment: of starts and sizes, in bytes.
+        alignment: of starts, in bytes.
 
     Complexity: O(n * holes).
     """
@@ -156,8 +155,10 @@ def pack_in_time(intervals: list[Interval], alignment: int) -> HeapLayout:
     offsets: dict[int, int] = {}
     size = 0
     for _, is_end, group in sorted(events):
-        if is_end:
-            heap.give(offsets[group], nbytes[group])
+        if not nbytes[group]:
+            offsets[group] = 0
+        elif is_end:
+            heap.give(offsets[group])
         else:
             offsets[group] = heap.take(nbytes[group])
             size = max(size, offsets[group] + nbytes[group])
@@ -167,29 +168,37 @@ def pack_in_time(intervals: list[Interval], alignment: int) -> HeapLayout:
 class Holes:
     """What is free in a heap that is packed in time order.
 
+    Starts are aligned, sizes are not: between a value and the next start are bytes that nobody has. They are
+    lost when the value dies, unless its neighbour is free, too. Only a value that leaves no aligned start of
+    its hole has the whole hole, and leaves it as it was.
+
     Attributes:
-        alignment: of starts and sizes, in bytes.
+        alignment: of starts, in bytes.
         free: sorted ranges that nothing holds, neighbours joined; the last may be the heap's free end.
         end: of what was ever taken and not given back at the end.
+        stops: of every value that is there, by its start: where what it has ends.
     """
 
-    def __init__(self, alignment: int, free: Sequence[tuple[int, int]] = (), end: int = 0) -> None:
+    def __init__(self, alignment: int) -> None:
         self.alignment = alignment
-        self.free = list(free)
-        self.end = end
+        self.free: list[tuple[int, int]] = []
+        self.end = 0
+        self.stops: dict[int, int] = {}
 
     def copy(self) -> Holes:
         """The same holes, to try something with."""
-        return Holes(self.alignment, self.free, self.end)
+        other = Holes(self.alignment)
+        other.free, other.end, other.stops = list(self.free), self.end, dict(self.stops)
+        return other
 
-    def padded_bytes(self, nbytes: int) -> int:
-        """The bytes of the slot of a value."""
-        return -(-nbytes // self.alignment) * self.alignment
+    def aligned(self, at: int) -> int:
+        """The next place at which a value may start."""
+        return -(-at // self.alignment) * self.alignment
 
     @property
     def tail(self) -> int:
         """Where the free end starts."""
-        return self.free[-1][0] if self.free and self.free[-1][1] == self.end else self.end
+        return self.free[-1][0] if self.free and self.free[-1][1] == self.end else self.aligned(self.end)
 
     @property
     def holes(self) -> list[tuple[int, int]]:
@@ -198,31 +207,28 @@ class Holes:
 
     def take(self, nbytes: int) -> int:
         """Where XLA places a value: in the smallest hole that holds it, the lowest on ties, or at the end."""
-        padded_bytes = self.padded_bytes(nbytes)
-        fits = [(stop - start, start, stop) for start, stop in self.holes if padded_bytes <= stop - start]
+        fits = [(stop - start, start, stop) for start, stop in self.holes if nbytes <= stop - start]
         if not fits:
             start = self.tail
             if start < self.end:
                 self.free.pop()
-            self.end = start + padded_bytes
+            self.end = self.stops[start] = start + nbytes
             return start
         _, start, stop = min(fits)
         self.free.remove((start, stop))
-        if stop - start > padded_bytes:
-            self._add(start + padded_bytes, stop)
+        left = self.aligned(start + nbytes)
+        if left < stop:
+            self.free = sorted([*self.free, (left, stop)])
+        self.stops[start] = start + nbytes if left < stop else stop
         return start
 
-    def give(self, start: int, nbytes: int) -> None:
+    def give(self, start: int) -> None:
         """A value that started there is dead."""
-        if nbytes:
-            self._add(start, start + self.padded_bytes(nbytes))
-
-    def _add(self, start: int, stop: int) -> None:
-        kept = []
+        stop, kept = self.stops.pop(start), []
         for low, high in self.free:
-            if high == start:
+            if self.aligned(high) == start:
                 start = low
-            elif low == stop:
+            elif low == self.aligned(stop):
                 stop = high
             else:
                 kept.append((low, high))
