@@ -334,6 +334,8 @@ class _Search:
         own = [dataclasses.replace(asked, budget_bytes=self.record.budget_bytes) for asked in plain]
         deeper = self._deeper(refused)
         strict = [dataclasses.replace(asked, calibration=STRICT) for asked in deeper]
+        if self._is_planned_before(deeper[-1]):  # what was planned for more bytes is the deepest plan already
+            deeper = []
         return [*plain, *deeper, *own, *(strict if self._backend().fuses_results else [])]
 
     def _deeper(self, refused: StageOutcome) -> list[Wish]:
@@ -400,23 +402,41 @@ class _Search:
 
     def is_seen(self, record: Record, asked: Wish) -> bool:
         """True for a plan that was looked at before, asked for in other words."""
-        made = record.jaxpr
-        if made is None:
+        if record.jaxpr is None:
             return False
-        key = (
-            made.changed, made.recipe, made.planned_temp_bytes, made.recomputed, made.tightest,
-            record.budget_bytes, asked.calibration.strict,
-        )  # fmt: skip
+        key = _key(record, asked)
         if key in self.seen:
             return True
         self.seen.add(key)
         return False
+
+    def _is_planned_before(self, asked: Wish) -> bool:
+        """True if a wish is planned as something that was looked at; nothing is compiled for the answer."""
+        planned: list[Hashable] = []
+
+        def skip(record: Record) -> bool:
+            planned.append(_key(record, asked))
+            return True
+
+        self.tell("planning for as little as can be")
+        record = dataclasses.replace(self.record, jaxpr=None, budget_bytes=asked.budget_bytes)
+        relowering.variant(self.ways.program, asked, record, skip=skip)
+        return any(key is not None and key in self.seen for key in planned)
 
     def _choice(self, variant: Variant) -> Choice:
         """A way with the words of the user's own request."""
         outcome = dataclasses.replace(_hlo(variant), budget_bytes=self.record.budget_bytes)
         record = dataclasses.replace(self.record, jaxpr=variant.record.jaxpr, hlo=outcome)
         return Choice(record=record, module=variant.module)
+
+
+def _key(record: Record, asked: Wish) -> Hashable:
+    """Equal for two plans that are one, asked for in other words; None where nothing was planned."""
+    made = record.jaxpr
+    return made and (
+        made.changed, made.recipe, made.planned_temp_bytes, made.recomputed, made.tightest,
+        record.budget_bytes, asked.calibration.strict,
+    )  # fmt: skip
 
 
 def _rank(verdict: StageOutcome) -> tuple[bool, int]:

@@ -67,15 +67,18 @@ def asked_of(
     asked: list[Wish] = []
 
     def variant(program: Any, wish: Wish, plain: Record, *, skip: Any) -> Variant | None:
-        asked.append(wish)
         if wish == PLAIN:
+            asked.append(wish)
             temp_bytes = plain_bytes - FIXED
             needed = dataclasses.replace(OUTCOME, changed=False, planned_temp_bytes=temp_bytes)
             return Variant(record=dataclasses.replace(plain, hlo=needed), module=module, calls=calls)
         made = dataclasses.replace(OUTCOME, stage="jaxpr", planned_temp_bytes=len(asked))
         record = dataclasses.replace(RECORD, jaxpr=made, budget_bytes=wish.budget_bytes)
+        if skip(record):
+            return None
+        asked.append(wish)
         outcome = outcome_of(wish)
-        if skip(record) or outcome is None:
+        if outcome is None:
             return None
         return Variant(record=dataclasses.replace(record, hlo=outcome), module=module, calls=calls)
 
@@ -208,6 +211,21 @@ def test_a_plan_that_was_seen_is_not_looked_at_again(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(relowering, "variant", variant)
     ways().choose(planned(), dataclasses.replace(OUTCOME, before_temp_bytes=1080), MODULE)
     assert [w.calibration.strict for w in asked] == [False]
+
+
+def test_before_a_refusal_nothing_is_planned_between_a_plan_and_the_deepest_if_both_are_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Wish] = []
+
+    def variant(program: Any, wish: Wish, plain: Record, *, skip: Any) -> None:
+        asked.append(wish)
+        skip(planned())
+
+    asked_of(monkeypatch)
+    monkeypatch.setattr(relowering, "variant", variant)
+    ways().choose(planned(), REFUSED, MODULE)
+    assert [w.temp_ratio for w in asked if w.temp_ratio is not None] == [TRIES.ratios[-1]]
 
 
 def test_what_is_known_to_keep_a_budget_is_looked_at_though_a_plan_like_it_was_seen(

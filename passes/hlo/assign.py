@@ -7,6 +7,7 @@ argument's) allocation while that is free goes there; what is left is packed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from passes.backend import BACKENDS
@@ -69,6 +70,7 @@ class Assigner:
             self.flow.class_of[v] for v in self.flow.trees[module.entry.id, module.entry.root].values()
         }
         self._sizes = [max(self.flow.values[v].nbytes for v in g) for g in self.flow.classes]
+        self._spaces = [self._space(g) for g in self.flow.classes]
         for group in self._sorted():
             self._assign(group)
 
@@ -79,7 +81,10 @@ class Assigner:
 
     def space_of(self, group: int) -> int:
         """The memory space of an alias class: 0 is the device's default one, `HOST` is the host's."""
-        return next((s for v in self.flow.classes[group] if (s := self.flow.values[v].memory_space)), 0)
+        return self._spaces[group]
+
+    def _space(self, members: Sequence[int]) -> int:
+        return next((s for v in members if (s := self.flow.values[v].memory_space)), 0)
 
     def _sorted(self) -> list[int]:
         place = self._positions()
@@ -177,7 +182,7 @@ class Assigner:
         return candidates + self._reusable[::-1]
 
     def _fits(self, allocation: Allocation, group: int, lives_out: bool) -> bool:
-        if self._sizes[group] > allocation.nbytes or allocation.space != self.space_of(group):
+        if self._sizes[group] > allocation.nbytes or allocation.space != self._spaces[group]:
             return False
         if lives_out and allocation.nbytes != self._sizes[group]:
             return False

@@ -41,6 +41,12 @@ class Shape:
     memory_space: int
     element_bits: int
     nbytes: int = field(compare=False)
+    _leaves: tuple[tuple[tuple[int, ...], Shape], ...] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Say once what the shape is made of: there are few shapes, and every pass asks."""
+        below = [((i, *index), s) for i, part in enumerate(self.parts or ()) for index, s in part.leaves()]
+        object.__setattr__(self, "_leaves", (((), self), *below))
 
     @property
     def is_tuple(self) -> bool:
@@ -52,12 +58,9 @@ class Shape:
         """Number of elements of an array."""
         return prod(self.dims)
 
-    def leaves(self) -> list[tuple[tuple[int, ...], Shape]]:
+    def leaves(self) -> tuple[tuple[tuple[int, ...], Shape], ...]:
         """Every sub-shape with its index, this shape first."""
-        leaves: list[tuple[tuple[int, ...], Shape]] = [((), self)]
-        for i, part in enumerate(self.parts or ()):
-            leaves.extend(((i, *index), shape) for index, shape in part.leaves())
-        return leaves
+        return self._leaves
 
     def at(self, index: tuple[int, ...]) -> Shape:
         """The sub-shape at `index`."""

@@ -145,21 +145,34 @@ def least_with_waiting_ns(
 
 
 def forced_bytes(graph: Graph, last_need: list[int]) -> list[int]:
-    """For every op the bytes that are alive at its first run in every plan; O(ops * buffers) at worst."""
+    """For every op the bytes that are alive at its first run in every plan."""
     ops = graph.program.ops
-    pinned: list[int] = []
-    forced = []
+    held_from = _held_from(graph)
+    grows = [0] * (len(ops) + 1)
+    for b, begin in enumerate(held_from):
+        if begin < last_need[b]:
+            grows[begin] += graph.nbytes[b]
+            grows[last_need[b]] -= graph.nbytes[b]
+    held_bytes, forced = 0, []
     for t, op in enumerate(ops):
-        pinned = [b for b in pinned if last_need[b] > t]
+        held_bytes += grows[t]
         here = {*graph.inputs[t], *graph.outputs[t]}
-        held = [b for b in pinned if b not in here and not ops[graph.producer[b]].can_recompute(t + 1)]
-        total = sum(graph.nbytes[b] for b in sorted(here)) + sum(graph.nbytes[b] for b in held)
-        total += graph.argument_bytes + op.workspace_bytes
+        total = sum([graph.nbytes[b] for b in here if not held_from[b] <= t < last_need[b]])
+        total += held_bytes + graph.argument_bytes + op.workspace_bytes
         forced.append(total - _most_shared_bytes(graph, t, last_need))
-        for b in graph.outputs[t]:
-            if not op.recomputable or op.deadline is not None:
-                pinned.append(b)
     return forced
+
+
+def _held_from(graph: Graph) -> list[int]:
+    """For every buffer the first op at which it is alive in every plan, if an op from there on reads it."""
+    ops = graph.program.ops
+
+    def begin(op: int) -> int:
+        if op < 0 or (ops[op].recomputable and ops[op].deadline is None):
+            return len(ops)
+        return max(op + 1, ops[op].deadline or 0) if ops[op].recomputable else op + 1
+
+    return [begin(op) for op in graph.producer]
 
 
 def _most_shared_bytes(graph: Graph, t: int, last_need: list[int]) -> int:
