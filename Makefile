@@ -49,8 +49,10 @@ gpu:
 	JAX_PLATFORMS=cuda,cpu $(PY) -m pytest -m gpu
 	JAX_PLATFORMS=cuda,cpu $(PY) -m benchmarks.gpu
 
-# Random programs against the undecorated ones, for hours; EXAMPLES and SEED choose how many and which.
-nightly: env
+# The tests with kernels as users have them, then random programs against the undecorated ones, for hours;
+# EXAMPLES and SEED choose how many and which.
+nightly: env $(TPU_STAMP)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --optimized
 	$(BIN)/python -m tests.nightly --examples $(or $(EXAMPLES),5000) --seed $(or $(SEED),0)
 
 lint: env

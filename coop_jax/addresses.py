@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.stages import Compiled
 
-from coop_jax import serialized
+from coop_jax import aot, serialized
 from passes.hlo import graph, proto
 from passes.hlo.assign import Assigner
 from passes.hlo.heap import packing_saves, predict_assigned
@@ -49,10 +49,20 @@ def address_view(compiled: Compiled) -> AddressView:
     XLA tells where it put them: on a CPU with the program's memory analysis, on a GPU in its executable.
     Where neither can be read only sizes can be compared.
     """
-    module = proto.parse(serialized.runtime(compiled).hlo_modules()[0].as_serialized_hlo_module_proto())
+    module = proto.parse(aot.final_module(compiled))
     stats: Any = compiled.memory_analysis()
     real = real_assignment(compiled, module)
-    return _view(module, serialized.kind_of(compiled), stats.temp_size_in_bytes, real)
+    assigner = Assigner(graph.read(module), serialized.kind_of(compiled), old_rules=compat.OLD_RULES)
+    predicted = predict_assigned(assigner)
+    comparison = None if real is None else compare(assigner, real)
+    return AddressView(
+        temp_bytes=stats.temp_size_in_bytes,
+        predicted_temp_bytes=predicted.temp_bytes,
+        live_bytes=predicted.live_bytes,
+        packed_bytes=stats.temp_size_in_bytes - packing_saves(assigner),
+        buffers=None if comparison is None else comparison.buffers,
+        equal=None if comparison is None else comparison.equal,
+    )
 
 
 def real_assignment(compiled: Compiled, module: Any) -> Assignment | None:
@@ -74,17 +84,3 @@ def _from_executable(compiled: Compiled, described: Schema) -> Assignment | None
     """The assignment in a GPU's executable, if there is one."""
     assignment, module = read_gpu_assignment(serialized.to_bytes(compiled), described)
     return of_message(assignment, module) if assignment.buffer_allocations else None
-
-
-def _view(module: Any, platform: str, temp_bytes: int, real: Assignment | None) -> AddressView:
-    assigner = Assigner(graph.read(module), platform, old_rules=compat.OLD_RULES)
-    predicted = predict_assigned(assigner)
-    comparison = None if real is None else compare(assigner, real)
-    return AddressView(
-        temp_bytes=temp_bytes,
-        predicted_temp_bytes=predicted.temp_bytes,
-        live_bytes=predicted.live_bytes,
-        packed_bytes=temp_bytes - packing_saves(assigner),
-        buffers=None if comparison is None else comparison.buffers,
-        equal=None if comparison is None else comparison.equal,
-    )

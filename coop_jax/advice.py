@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.stages import Compiled, Lowered
 
-from coop_jax import aot
 from coop_jax.errors import BudgetExceededError, CoopError, InfeasibleBudgetError
 from coop_jax.inspecting import inspect
 from coop_jax.plain import Plain, report_beside
-from coop_jax.planning import compile_within
 from coop_jax.record import UNLIMITED_BYTES
 from coop_jax.report import Report
 from coop_jax.text import format_bytes, format_ns
@@ -101,32 +100,22 @@ def _cost_text(report: Report) -> str:
     )
 
 
-def budgets_of(
-    fn: Callable[..., Any],
-    specs: Sequence[Any],
-    plain: Plain,
-    options: dict[str, Any],
-    tell: Callable[[str], None],
-    *,
-    with_host: bool = False,
-) -> BudgetRange:
-    """Compile a function within half of its bytes, and ask for less than is possible.
+def budgets_of(plain: Plain, tell: Callable[[str], None], *, with_host: bool = False) -> BudgetRange:
+    """Compile a program within half of its bytes, and ask for less than is possible.
 
     Args:
-        fn, specs: as in `coop.explain`.
-        plain: the same function, compiled without a budget.
-        options: other arguments of `compile_within`.
+        plain: the program without a budget.
         tell: is told of everything that takes long.
         with_host: True to give all of the host's memory that JAX can use.
     """
     how = ", with the host's memory" if with_host else ""
-    options = {**options, "host": UNLIMITED_BYTES} if with_host else options
-    total_bytes = aot.memory(plain.compiled).total_bytes
+    host_bytes = UNLIMITED_BYTES if with_host else None
+    total_bytes = plain.memory.total_bytes
     tell(f"compiling it within half of its bytes{how}")
-    half = _within(fn, specs, max(1, total_bytes // 2), options)
+    half = _within(plain, max(1, total_bytes // 2), host_bytes)
     if not isinstance(half, CoopError):
         tell(f"looking for the least budget{how}")
-        least_bytes, proved = least_of(fn, specs, plain, options)
+        least_bytes, proved = least_of(plain, host_bytes)
         made = report_beside(half, plain)
         return BudgetRange(
             half=made, planned=inspect(half), least_bytes=_least(least_bytes, made), least_proved=proved
@@ -139,7 +128,7 @@ def budgets_of(
     )
     # A refusal names what its own plans need; a milder budget may have others that need less.
     tell(f"compiling it within three quarters of its bytes{how}")
-    milder = _within(fn, specs, max(1, 3 * total_bytes // 4), options)
+    milder = _within(plain, max(1, 3 * total_bytes // 4), host_bytes)
     if isinstance(milder, CoopError):
         return budget_range
     made = report_beside(milder, plain)
@@ -151,25 +140,18 @@ def _least(named_bytes: int | None, met: Report) -> int:
     return min(named_bytes or met.compiled_total_bytes, met.compiled_total_bytes)
 
 
-def _within(
-    fn: Callable[..., Any], specs: Sequence[Any], budget_bytes: int, options: dict[str, Any]
-) -> Compiled | CoopError:
+def _within(plain: Plain, budget_bytes: int, host_bytes: int | None) -> Compiled | CoopError:
     """The program compiled within a budget, or why that is refused."""
     try:
-        return compile_within(fn, *specs, budget=budget_bytes, **options)
+        return plain.within(budget=budget_bytes, host=host_bytes)
     except (InfeasibleBudgetError, BudgetExceededError) as refused:
         return refused
 
 
-def least_of(
-    fn: Callable[..., Any], specs: Sequence[Any], plain: Plain, options: dict[str, Any]
-) -> tuple[int | None, bool]:
-    """The least budget that is named when nothing is left for temporaries, and whether that is proved.
-
-    Arguments are those of `budgets_of`.
-    """
-    asked_bytes = aot.memory(plain.compiled).fixed_bytes + 1
-    answer = _within(fn, specs, asked_bytes, options)
+def least_of(plain: Plain, host_bytes: int | None = None) -> tuple[int | None, bool]:
+    """The least budget that is named when nothing is left for temporaries, and whether that is proved."""
+    asked_bytes = plain.memory.fixed_bytes + 1
+    answer = _within(plain, asked_bytes, host_bytes)
     if isinstance(answer, InfeasibleBudgetError):
         return answer.least_bytes, answer.proved
     return (None if isinstance(answer, CoopError) else asked_bytes), False
@@ -177,21 +159,16 @@ def least_of(
 
 def donations(lowered: Lowered) -> tuple[Donation, ...]:
     """Arguments of a lowered program whose arrays outputs could take over, largest first."""
-    free: dict[Any, int] = {}
-    for out in jax.tree.leaves(lowered.out_info):
-        key = (out.shape, out.dtype)
-        free[key] = free.get(key, 0) + 1
+    free = Counter((out.shape, out.dtype) for out in jax.tree.leaves(lowered.out_info))
     arguments = lowered.args_info[0]
     leaves = [(n, leaf) for n, argument in enumerate(arguments) for leaf in jax.tree.leaves(argument)]
-    for _, leaf in leaves:
-        if leaf.donated and free.get((leaf.shape, leaf.dtype), 0):
-            free[leaf.shape, leaf.dtype] -= 1
-    saved: dict[int, int] = {}
+    free -= Counter((leaf.shape, leaf.dtype) for _, leaf in leaves if leaf.donated)
+    saved: Counter[int] = Counter()
     for n, leaf in leaves:
         key = (leaf.shape, leaf.dtype)
-        if not leaf.donated and free.get(key, 0):
+        if not leaf.donated and free[key]:
             free[key] -= 1
-            saved[n] = saved.get(n, 0) + leaf.dtype.itemsize * math.prod(leaf.shape)
+            saved[n] += leaf.dtype.itemsize * math.prod(leaf.shape)
     return tuple(
         Donation(argnum=n, nbytes=saved[n]) for n in sorted(saved, key=lambda n: (-saved[n], n)) if saved[n]
     )

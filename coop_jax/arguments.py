@@ -9,7 +9,6 @@ What a function changes in its arguments would be lost, since it is given copies
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import jax
 
 from coop_jax.errors import ArgumentError
-from coop_jax.statics import Named, Static, attributes, has_attributes
+from coop_jax.statics import Named, Static, attributes, has_attributes, parameters_of
 from passes.jaxpr import compat
 
 compat.hide_frames(__file__)
@@ -50,9 +49,7 @@ class Mixed:
 
 
 jax.tree_util.register_pytree_node(
-    Mixed,
-    lambda mixed: (mixed.arrays, (mixed.others, mixed.tree)),
-    lambda aux, arrays: Mixed(arrays, *aux),
+    Mixed, lambda mixed: (mixed.arrays, (mixed.others, mixed.tree)), lambda aux, arrays: Mixed(arrays, *aux)
 )
 
 
@@ -200,11 +197,7 @@ def argument_name(function: Callable[..., Any], path: Sequence[Any]) -> str:
 
 
 def _positional(function: Callable[..., Any], i: int) -> str:
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        return f"args[{i}]"
-    for n, p in enumerate(parameters):
+    for n, p in enumerate(parameters_of(function)):
         if p.kind is p.VAR_POSITIONAL:
             return f"{p.name}[{i - n}]"
         if n == i and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):

@@ -29,7 +29,7 @@ import jax
 
 from coop_jax import lowering
 from coop_jax.lowering import Planned, RematConfig
-from coop_jax.pairs import Pair, Pullback, make_pair, once_more, pull_jaxpr
+from coop_jax.pairs import Pair, Pullback, make_pair, once_more, pull_jaxpr, where
 from coop_jax.sizes import check_sizes
 from coop_jax.source import Source
 from passes.jaxpr import compat
@@ -48,7 +48,7 @@ def bind(jaxpr: ClosedJaxpr, config: RematConfig, values: Sequence[Any]) -> list
     check_sizes([*consts, *values], config.name)
     # What nothing reads is no argument of the program, as without this call.
     jaxpr, read = compat.without_unread(jaxpr)
-    return list(coop_remat_p.bind(*_where([*consts, *values], read), jaxpr=jaxpr, config=config))
+    return list(coop_remat_p.bind(*where([*consts, *values], read), jaxpr=jaxpr, config=config))
 
 
 def _bind_part(
@@ -66,7 +66,7 @@ def _jvp(
 ) -> tuple[list[Any], list[Any]]:
     nonzeros = [not compat.is_zero(t) for t in tangents]
     jvp_jaxpr, nonzeros_out = compat.jvp_jaxpr(jaxpr, nonzeros)
-    results = bind(jvp_jaxpr, config, [*primals, *_where(tangents, nonzeros)])
+    results = bind(jvp_jaxpr, config, [*primals, *where(tangents, nonzeros)])
     n_outs = len(jaxpr.out_avals)
     return results[:n_outs], _with_zeros(jaxpr.out_avals, nonzeros_out, results[n_outs:])
 
@@ -77,7 +77,7 @@ def _linearize(
     differentiated = tuple(
         nz and compat.has_tangents(aval) for nz, aval in zip(nonzeros, jaxpr.in_avals, strict=True)
     )
-    through_refs = any(compat.is_ref(aval) for aval in _where(jaxpr.in_avals, differentiated))
+    through_refs = any(compat.is_ref(aval) for aval in where(jaxpr.in_avals, differentiated))
     if not for_transpose or through_refs or not any(differentiated):
         return _linearize_in_place(for_transpose, differentiated, primals, jaxpr, config)
     pair = make_pair(jaxpr, differentiated, config)
@@ -86,7 +86,7 @@ def _linearize(
     available = [*results, *primals]
 
     def tangent(residuals: Sequence[Any], *tangents: Any) -> list[Any]:
-        values = [*residuals, *map(compat.instantiate, _where(tangents, differentiated))]
+        values = [*residuals, *map(compat.instantiate, where(tangents, differentiated))]
         outs = coop_linear_p.bind(*values, jaxpr=jaxpr, config=config, pair=pair)
         return _with_zeros(jaxpr.out_avals, pair.tangents_out, outs)
 
@@ -109,7 +109,7 @@ def _linearize_in_place(
     residuals = [next(made) if i is None else primals[i] for i in parts.forwarded]
 
     def tangent(residuals: Sequence[Any], *tangents: Any) -> list[Any]:
-        values = [*residuals, *map(compat.instantiate, _where(tangents, differentiated))]
+        values = [*residuals, *map(compat.instantiate, where(tangents, differentiated))]
         return _with_zeros(jaxpr.out_avals, parts.nonzeros, compat.evaluate(parts.pushforward, values))
 
     return results[:n_outs], list(parts.nonzeros), residuals, tangent
@@ -190,7 +190,7 @@ def _push_jaxpr(jaxpr: ClosedJaxpr, pair: Pair) -> Any:
         return [compat.instantiate(t) for t, has in zip(every, pair.tangents_out, strict=True) if has]
 
     held = [jaxpr.in_avals[i].inner_aval for i in pair.references]
-    tangents = map(compat.tangent_aval, _where(jaxpr.in_avals, pair.differentiated))
+    tangents = map(compat.tangent_aval, where(jaxpr.in_avals, pair.differentiated))
     return compat.trace(push, [*jaxpr.in_avals, *held, *tangents])
 
 
@@ -210,7 +210,7 @@ def _linear_jvp(
     nonzeros = [not compat.is_zero(t) for t in tangents]
     push = _push_jaxpr(jaxpr, pair)
     jvp_jaxpr, nonzeros_out = compat.jvp_jaxpr(push, nonzeros)
-    pushed = compat.evaluate(jvp_jaxpr, [*primals, *_where(tangents, nonzeros)])
+    pushed = compat.evaluate(jvp_jaxpr, [*primals, *where(tangents, nonzeros)])
     n_outs = len(push.out_avals)
     return pushed[:n_outs], _with_zeros(push.out_avals, nonzeros_out, pushed[n_outs:])
 
@@ -227,14 +227,14 @@ def _linear_transpose(
     if not any(arrived):
         gradients: list[Any] = [None] * n_linear
     elif all(planned or not here for planned, here in zip(pair.cotangents, arrived, strict=True)):
-        values = [*operands[:cut], *map(compat.instantiate, _where(every, pair.cotangents))]
+        values = [*operands[:cut], *map(compat.instantiate, where(every, pair.cotangents))]
         pulled = _bind_part(pair.backward, config, pair.planned, pair.backward_source(jaxpr), values)
         gradients, logs = pulled[:n_linear], jax.tree.unflatten(pair.logs, pulled[n_linear:])
     else:
         asked = Pullback(differentiated=pair.differentiated, cotangents=arrived, references=pair.references)
         pull, tree = pull_jaxpr(jaxpr, asked)
         held = operands[cut - len(pair.references) : cut]
-        pulled = bind(pull, config, [*operands[:n_args], *held, *_where(every, arrived)])
+        pulled = bind(pull, config, [*operands[:n_args], *held, *where(every, arrived)])
         gradients, logs = pulled[:n_linear], jax.tree.unflatten(tree, pulled[n_linear:])
     wanted = map(compat.is_linear_input, operands[cut:])
     given = [
@@ -251,9 +251,9 @@ def _transpose(
     del config
     linear = list(map(compat.is_linear_input, operands))
     known, rest, out_unknown, n_residuals = compat.split_jaxpr(jaxpr, linear)
-    values = compat.evaluate(known, _where(operands, [not lin for lin in linear]))
+    values = compat.evaluate(known, where(operands, [not lin for lin in linear]))
     residuals = values[len(values) - n_residuals :]
-    pulled, logs = compat.transpose_linear(rest, residuals, _where(cotangents, out_unknown))
+    pulled, logs = compat.transpose_linear(rest, residuals, where(cotangents, out_unknown))
     gradients = iter(pulled)
     return [next(gradients) if lin else None for lin in linear], logs
 
@@ -342,10 +342,6 @@ def _part_lower(ctx: Any, *operands: Any, source: Source | None, **params: Any) 
     return lowering.lower(ctx, *operands, **params)
 
 
-def _where(values: Sequence[Any], keep: Sequence[bool]) -> list[Any]:
-    return [v for v, k in zip(values, keep, strict=True) if k]
-
-
 def _with_zeros(avals: Sequence[Any], nonzeros: Sequence[bool], values: Sequence[Any]) -> list[Any]:
     """`values` where nonzero, symbolic zeros elsewhere."""
     given = iter(values)
@@ -356,7 +352,7 @@ for _primitive in (coop_remat_p, coop_part_p):
     compat.define_abstract(_primitive, lambda jaxpr, **_: (jaxpr.out_avals, jaxpr))
 compat.define_abstract(
     coop_linear_p,
-    lambda jaxpr, pair, **_: (map(compat.tangent_aval, _where(jaxpr.out_avals, pair.tangents_out)), None),
+    lambda jaxpr, pair, **_: (map(compat.tangent_aval, where(jaxpr.out_avals, pair.tangents_out)), None),
 )
 compat.register_autodiff(coop_remat_p, jvp=_jvp, transpose=_transpose, linearize=_linearize)
 compat.register_autodiff(coop_part_p, jvp=_part_jvp, transpose=_part_transpose, linearize=_part_linearize)

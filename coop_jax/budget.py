@@ -145,18 +145,19 @@ class Budget:
             )
         total = device_bytes or 0
         asked = total if self.device is None else _resolve(_parse(self.device), total, baseline_bytes)
-        off = self._headroom_bytes(total)
+        headroom = self._headroom()
+        off = 0 if headroom is None else _resolve(headroom, total, None)
         if asked - off <= 0:
             raise BudgetError(
                 f"budget {self}: {format_bytes(off)} of headroom leave nothing of {format_bytes(asked)}."
             )
         return asked - off
 
-    def _headroom_bytes(self, device_bytes: int) -> int:
-        headroom = self.headroom
-        if headroom is None:
-            headroom = DEFAULT_HEADROOM if self.device is None else 0
-        return 0 if _is_zero(headroom) else _resolve(_parse(headroom), device_bytes, None)
+    def _headroom(self) -> _Amount | None:
+        """What is left free; None for nothing."""
+        default = DEFAULT_HEADROOM if self.device is None else 0
+        headroom = default if self.headroom is None else self.headroom
+        return None if _is_zero(headroom) else _parse(headroom)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, as given."""
@@ -164,11 +165,8 @@ class Budget:
 
     def __str__(self) -> str:
         device = "the device's memory" if self.device is None else _describe(_parse(self.device))
-        headroom = self.headroom
-        if headroom is None and self.device is None:
-            headroom = DEFAULT_HEADROOM
-        if headroom is not None and not _is_zero(headroom):
-            device = f"{device} less {_describe(_parse(headroom))}"
+        if (headroom := self._headroom()) is not None:
+            device = f"{device} less {_describe(headroom)}"
         return f"{device}, and {format_bytes(self.host_bytes)} on the host" if self.host_bytes else device
 
 

@@ -13,7 +13,6 @@ from coop_jax.advice import least_of
 from coop_jax.budget import Budget
 from coop_jax.errors import CoopError
 from coop_jax.plain import Plain, compile_plain
-from coop_jax.planning import compile_within
 from coop_jax.points import ParetoPoint, Points, Rival
 from coop_jax.progress import progress
 from coop_jax.report import report
@@ -22,6 +21,8 @@ from coop_jax.saving import save
 from coop_jax.screen import Block, Heading, Lines, Printable, Table
 from coop_jax.text import format_bytes, format_ns
 
+# Below what a refusal names, the least budget is looked for with one compile in so many, from the top down in
+# steps of one in so many of what there is, and no more once it is found within this share of all bytes.
 _PART_FOR_LEAST = 3
 _FIRST_STEPS = 8
 _CLOSE_RATIO = 0.02
@@ -115,20 +116,18 @@ def pareto(
     with progress() as tell:
         tell("compiling the program as it is")
         plain = compile_plain(fn, specs, **options)
-        total, plain_ns = aot.memory(plain.compiled).total_bytes, plain.cost_ns
+        total, plain_ns = plain.memory.total_bytes, plain.cost_ns
         others = []
         if rivals is None:
             rivals = natural_rivals(fn, specs, static_argnums=static_argnums, kwargs=kwargs)
         for name, other in rivals.items():
             tell(f"compiling {name}")
             others.append(_rival(name, compile_plain(other, specs, **options), plain_ns))
-        search = _Search(
-            fn, specs, options, plain, tell, budgets if isinstance(budgets, int) else len(budgets)
-        )
+        search = _Search(plain, tell, budgets if isinstance(budgets, int) else len(budgets))
         least = None
         if isinstance(budgets, int):
             tell("looking for the least budget")
-            least = search.descend(least_of(fn, specs, plain, options)[0])
+            least = search.descend(least_of(plain)[0])
             budgets = _spread(least, total, budgets - len(search.points))
         for budget in budgets:
             search.look(_resolved(budget, total))
@@ -143,23 +142,15 @@ def pareto(
 class _Search:
     """Compiles within one budget after another, and keeps what came out."""
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        specs: Sequence[Any],
-        options: dict[str, Any],
-        plain: Plain,
-        tell: Callable[[str], None],
-        n: int,
-    ) -> None:
-        self.fn, self.specs, self.options, self.plain, self.tell, self.n = fn, specs, options, plain, tell, n
+    def __init__(self, plain: Plain, tell: Callable[[str], None], n: int) -> None:
+        self.plain, self.tell, self.n = plain, tell, n
         self.points: list[ParetoPoint] = []
 
     def look(self, budget: int) -> ParetoPoint:
         """Compile within a budget."""
         shown = format_bytes(budget, exact=False)
         self.tell(f"budget {len(self.points) + 1} of {self.n}: {shown}")
-        point = _point(self.fn, self.specs, budget, self.options, self.plain)
+        point = _point(budget, self.plain)
         self.points.append(point)
         return point
 
@@ -168,7 +159,7 @@ class _Search:
 
         What a refusal names will be met, but it is no bound. A refusal takes longest, so the first ends it.
         """
-        memory = aot.memory(self.plain.compiled)
+        memory = self.plain.memory
         low, high = memory.fixed_bytes, named or memory.total_bytes
         step = (high - low) // _FIRST_STEPS
         for _ in range(self.n // _PART_FOR_LEAST):
@@ -190,7 +181,7 @@ def _spread(least: int, most: int, n: int) -> list[int]:
 
 def _rival(name: str, made: Plain, plain_ns: int) -> Rival:
     return Rival(
-        name=name, total_bytes=aot.memory(made.compiled).total_bytes, cost_ns=made.cost_ns,
+        name=name, total_bytes=made.memory.total_bytes, cost_ns=made.cost_ns,
         overhead_ratio=made.cost_ns / max(1, plain_ns) - 1,
     )  # fmt: skip
 
@@ -204,11 +195,9 @@ def _resolved(budget: int | float | str, plain_bytes: int) -> int:
     return Budget.of(budget).resolve(device_bytes=None, baseline_bytes=lambda: plain_bytes)
 
 
-def _point(
-    fn: Callable[..., Any], specs: Sequence[Any], budget: int, options: dict[str, Any], plain: Plain
-) -> ParetoPoint:
+def _point(budget: int, plain: Plain) -> ParetoPoint:
     try:
-        compiled = compile_within(fn, *specs, budget=budget, **options)
+        compiled = plain.within(budget=budget)
     except CoopError as error:
         return ParetoPoint(budget_bytes=budget, refused=str(error).partition("\n")[0])
     compiled_report, cost_ns = report(compiled), aot.kernels_ns(compiled, plain.device)

@@ -6,7 +6,6 @@ GPU that is not here.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 from collections.abc import Callable, Sequence
@@ -49,9 +48,11 @@ def examine() -> tuple[Check, ...]:
         Check(name="python", good=True, found=platform.python_version()),
         _jax(),
         _same_version(),
-        _libtpu(),
-        *(_package(name, extra) for name, extra in (("ortools", ""), ("protobuf", ""))),
-        *(_package(name, extra) for name, extra in (("matplotlib", "plot"), ("rich", "rich"))),
+        _package("libtpu", "pip install --no-deps libtpu  (214 MB, for TPUs; Linux on x86)", optional=True),
+        _package("ortools", "pip install ortools"),
+        _package("protobuf", "pip install protobuf"),
+        _package("matplotlib", "pip install 'coop-jax[plot]'", optional=True),
+        _package("rich", "pip install 'coop-jax[rich]'", optional=True),
         _tried("a budget is enforced here", _enforced),
         _tried("XLA tells its addresses", _addresses),
         _tried("compiles for an absent h200", _absent, optional=True),
@@ -81,20 +82,11 @@ def _same_version() -> Check:
     return Check(name="CUDA plugin", good=good, found=f"{plugin}, jaxlib {jaxlib}", cure=cure)
 
 
-def _libtpu() -> Check:
-    """What compiles for TPUs."""
+def _package(name: str, cure: str, *, optional: bool = False) -> Check:
     try:
-        return Check(name="libtpu", good=True, found=metadata.version("libtpu"), optional=True)
+        return Check(name=name, good=True, found=metadata.version(name), optional=optional)
     except metadata.PackageNotFoundError:
-        cure = "pip install --no-deps libtpu  (214 MB, for TPUs; Linux on x86)"
-        return Check(name="libtpu", good=False, found="not installed", cure=cure, optional=True)
-
-
-def _package(name: str, extra: str) -> Check:
-    if importlib.util.find_spec("google.protobuf" if name == "protobuf" else name) is not None:
-        return Check(name=name, good=True, found=metadata.version(name), optional=bool(extra))
-    cure = f"pip install 'coop-jax[{extra}]'" if extra else f"pip install {name}"
-    return Check(name=name, good=False, found="not installed", cure=cure, optional=bool(extra))
+        return Check(name=name, good=False, found="not installed", cure=cure, optional=optional)
 
 
 def _tried(name: str, attempt: Callable[[], str], *, optional: bool = False) -> Check:

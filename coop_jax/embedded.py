@@ -37,7 +37,7 @@ def inlined(
 
     def run(*arguments: Any) -> list[Any]:
         scratch = module.buffer_bytes[len(arguments) + len(fresh) :]
-        buffers = [compat.array_spec((n,), np.uint8) for n in scratch]
+        buffers = [jax.ShapeDtypeStruct((n,), np.uint8) for n in scratch]
         call = jax.ffi.ffi_call(
             _CALL,
             [*(results[n] for n in order), *buffers],

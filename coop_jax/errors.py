@@ -107,12 +107,7 @@ class BudgetExceededError(_WithNumbers):
     page = "errors/budget-exceeded"
 
     def __init__(
-        self,
-        *,
-        budget_bytes: int,
-        compiled_bytes: int,
-        memory: str = "device",
-        held_bytes: int | None = None,
+        self, *, budget_bytes: int, compiled_bytes: int, memory: str = "device", held_bytes: int | None = None
     ) -> None:
         self.budget_bytes = budget_bytes
         self.compiled_bytes = compiled_bytes

@@ -112,23 +112,17 @@ def explain(
     Raises:
         UnsupportedError: the device is not known, or its compiler is not installed.
     """
-    options: dict[str, Any] = {
-        "device": device, "donate_argnums": donate_argnums, "static_argnums": tuple(static_argnums),
-        "kwargs": kwargs,
-    }  # fmt: skip
     with progress() as tell:
         tell("compiling the program as it is")
-        plain = compile_plain(fn, specs, **options)
-        explanation = Explanation(
+        plain = compile_plain(
+            fn, specs, device=device, donate_argnums=donate_argnums, static_argnums=static_argnums,
+            kwargs=kwargs,
+        )  # fmt: skip
+        return Explanation(
             memory=inspect(plain.compiled),
             device_name=plain.device.name,
             donations=donations(plain.lowered),
+            recompute=budgets_of(plain, tell) if budgets else None,
+            paging=budgets_of(plain, tell, with_host=True) if budgets and plain.pages else None,
             top=top,
         )
-        if not budgets:
-            return explanation
-        recompute = budgets_of(fn, specs, plain, options, tell)
-        paging = None
-        if plain.pages:
-            paging = budgets_of(fn, specs, plain, options, tell, with_host=True)
-        return dataclasses.replace(explanation, recompute=recompute, paging=paging)

@@ -210,14 +210,9 @@ def simulated_curve(opened: Opened, device: DeviceModel) -> tuple[SimulatedPoint
     total = opened.memory_map().total_bytes
     points = []
     for ratio in _CURVE:
-        room = int(ratio * total) - (total - peak)
-        if room <= 0:
-            points.append(SimulatedPoint(budget_bytes=int(ratio * total), overhead_ratio=0.0, found=False))
-            continue
-        made = plan(lifted.program, room, PlannerConfig(quick=True))
-        points.append(
-            SimulatedPoint(
-                budget_bytes=int(ratio * total), overhead_ratio=made.overhead_ratio, found=made.status.found
-            )
-        )
+        budget_bytes = int(ratio * total)
+        room_bytes = budget_bytes - (total - peak)
+        made = plan(lifted.program, room_bytes, PlannerConfig(quick=True)) if room_bytes > 0 else None
+        found, overhead_ratio = (made.status.found, made.overhead_ratio) if made else (False, 0.0)
+        points.append(SimulatedPoint(budget_bytes=budget_bytes, overhead_ratio=overhead_ratio, found=found))
     return tuple(points)

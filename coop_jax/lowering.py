@@ -119,8 +119,7 @@ def _planned_and_marked(
     if asked is None and config.budget.needs_baseline:
         request = request_of(devices, UNLIMITED_BYTES, device, config.planner)
         known = baseline(program, _part(jaxpr, planned), facts, devices, request)
-    budget_bytes = _budget_bytes(config, facts, known) if asked is None else asked.budget_bytes
-    budget_bytes = _at_most_the_devices(budget_bytes, facts)
+    budget_bytes = _budget_bytes(config, facts, known, asked)
     if constrained is not None:
         is_plain = constrained is plain and isinstance(devices, OneDevice)
         known_bytes = known.total_bytes if known is not None and known.compiled and is_plain else None
@@ -169,19 +168,18 @@ def _part(jaxpr: ClosedJaxpr, planned: Planned | None) -> Part:
     return Part(jaxpr=_inlined(jaxpr), is_plain=is_plain, plains=plains)
 
 
-def _budget_bytes(config: RematConfig, facts: module.ModuleFacts, baseline: Baseline | None) -> int:
-    """What the user asked for, in bytes."""
+def _budget_bytes(
+    config: RematConfig, facts: module.ModuleFacts, baseline: Baseline | None, asked: Wish | None
+) -> int:
+    """What is asked for, in bytes; on some platforms XLA refuses what needs more than the device's memory."""
     memory_bytes = None if facts.device is None else aot.device_memory_bytes(facts.device)
-    baseline_bytes = None if baseline is None else (lambda: baseline.total_bytes)
-    return config.budget.resolve(device_bytes=memory_bytes, baseline_bytes=baseline_bytes)
-
-
-def _at_most_the_devices(budget_bytes: int, facts: module.ModuleFacts) -> int:
-    """XLA refuses what needs more than the device's memory, on some platforms."""
-    memory_bytes = None if facts.device is None else aot.device_memory_bytes(facts.device)
-    if memory_bytes is None or not BACKENDS[facts.platforms[0]].limits_memory:
-        return budget_bytes
-    return min(budget_bytes, memory_bytes)
+    if asked is None:
+        baseline_bytes = None if baseline is None else (lambda: baseline.total_bytes)
+        budget_bytes = config.budget.resolve(device_bytes=memory_bytes, baseline_bytes=baseline_bytes)
+    else:
+        budget_bytes = asked.budget_bytes
+    limited = memory_bytes is not None and BACKENDS[facts.platforms[0]].limits_memory
+    return min(budget_bytes, memory_bytes) if memory_bytes is not None and limited else budget_bytes
 
 
 def _host_budget_bytes(config: RematConfig, facts: module.ModuleFacts, written: ClosedJaxpr) -> int:

@@ -15,7 +15,7 @@ for cotangents of all that can have one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,7 +88,7 @@ class Pair:
         return Source(
             jaxpr=jaxpr,
             steps=(pull,) if all(self.needed) else (pull, needed),
-            operands=(*_where(range(n_args), self.needed), *rest),
+            operands=(*where(range(n_args), self.needed), *rest),
             n_results=len(self.backward.out_avals),
         )
 
@@ -176,7 +176,7 @@ def pull_jaxpr(jaxpr: ClosedJaxpr, asked: Pullback) -> tuple[ClosedJaxpr, Any]:
         return [*gradients, *leaves]
 
     held = [jaxpr.in_avals[i].inner_aval for i in asked.references]
-    cotangents = map(compat.cotangent_aval, _where(jaxpr.out_avals, asked.cotangents))
+    cotangents = map(compat.cotangent_aval, where(jaxpr.out_avals, asked.cotangents))
     return compat.trace(pull, [*jaxpr.in_avals, *held, *cotangents]), trees[0]
 
 
@@ -303,7 +303,7 @@ def _halves(jaxpr: ClosedJaxpr, differentiated: Sequence[bool], cotangents: Sequ
     given = [
         *traced.out_avals[n_outs:],
         *(jaxpr.in_avals[i] for i in references),
-        *map(compat.cotangent_aval, _where(jaxpr.out_avals, cotangents)),
+        *map(compat.cotangent_aval, where(jaxpr.out_avals, cotangents)),
     ]
     pulled = compat.trace(backward, given)
     first = len(traced.out_avals) - n_outs  # of the references among backward's inputs
@@ -334,9 +334,9 @@ def _vjp(
         given = iter(some)
         values = [next(given) if d else arg for d, arg in zip(differentiated, args, strict=True)]
         outs = compat.evaluate(jaxpr, values)
-        return _where(outs, cotangents), _where(outs, [not ct for ct in cotangents])
+        return where(outs, cotangents), where(outs, [not ct for ct in cotangents])
 
-    outs, pullback, rest = jax.vjp(function, *_where(args, differentiated), has_aux=True)
+    outs, pullback, rest = jax.vjp(function, *where(args, differentiated), has_aux=True)
     return outs, pullback, rest
 
 
@@ -412,5 +412,6 @@ def _value(x: Any) -> Any:
     return x[...] if compat.is_ref(compat.typeof(x)) else x
 
 
-def _where(values: Sequence[Any], keep: Sequence[bool]) -> list[Any]:
+def where(values: Iterable[Any], keep: Iterable[bool]) -> list[Any]:
+    """Those of some values that are to be kept."""
     return [v for v, k in zip(values, keep, strict=True) if k]

@@ -100,42 +100,6 @@ def memory(
     _write(figure, path, look)
 
 
-def over_time(
-    maps: Sequence[tuple[MemoryMap, str]],
-    path: str | Path,
-    *,
-    budget_bytes: int | None = None,
-    theme: Theme = "light",
-) -> None:
-    """Draw bytes over time, stacked by kind, alone; see `memory`."""
-    figure, look = _figure(theme), _LOOKS[theme]
-    axes = figure.subplots(1, len(maps), sharey="row", squeeze=False)[0]
-    most = max(max(m.total_bytes for m, _ in maps), budget_bytes or 0)
-    for n, (memory_map, title) in enumerate(maps):
-        _over_time(axes[n], memory_map, most, budget_bytes, look)
-        axes[n].set_title(f"{title}: {format_bytes(memory_map.total_bytes, exact=False)}", fontsize=9)
-        axes[n].set_xlabel("step of the schedule")
-    axes[0].set_ylabel(f"all bytes, {_unit(most)[1]}")
-    _legend(figure, [m for m, _ in maps], budget_bytes, look)
-    _write(figure, path, look)
-
-
-def addresses(maps: Sequence[tuple[MemoryMap, str]], path: str | Path, *, theme: Theme = "light") -> None:
-    """Draw where temporaries lie, and when, alone; see `memory`."""
-    figure, look = _figure(theme), _LOOKS[theme]
-    axes = figure.subplots(1, len(maps), sharey="row", squeeze=False)[0]
-    top = max(max(m.temp_bytes for m, _ in maps), 1)
-    for n, (memory_map, title) in enumerate(maps):
-        _addresses(axes[n], memory_map, top, look)
-        axes[n].set_title(
-            f"{title}: {format_bytes(memory_map.temp_bytes, exact=False)} of temporaries", fontsize=9
-        )
-        axes[n].set_xlabel("step of the schedule")
-    axes[0].set_ylabel(f"address, {_unit(top)[1]}")
-    _legend(figure, [m for m, _ in maps], None, look, fixed=False)
-    _write(figure, path, look)
-
-
 def pareto(curve: Points, path: str | Path, *, theme: Theme = "light") -> None:
     """Draw what budgets cost: the curve, its bound, the least budget as a wall, and rivals.
 
@@ -307,9 +271,7 @@ def _addresses(axes: Any, memory_map: MemoryMap, top: int, look: _Look) -> None:
     axes.set_ylim(0, 1.06 * top / scale)
 
 
-def _legend(
-    figure: Any, maps: Sequence[MemoryMap], budget_bytes: int | None, look: _Look, *, fixed: bool = True
-) -> None:
+def _legend(figure: Any, maps: Sequence[MemoryMap], budget_bytes: int | None, look: _Look) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -317,7 +279,7 @@ def _legend(
     handles: list[Any] = [
         Patch(facecolor=COLORS[kind], edgecolor=look.paper, hatch=HATCHES.get(kind), label=IN_WORDS[kind])
         for kind in KINDS
-        if kind in shown and (fixed or kind not in FIXED_KINDS)
+        if kind in shown
     ]
     handles.append(Patch(facecolor=look.hole, label="hole"))
     if any(v.evicted for m in maps for v in m.values):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import jax
 from jax.stages import Compiled, Lowered
 
 from coop_jax import aot
+from coop_jax.planning import compile_within
 from coop_jax.report import Report, report
 from passes.backend import BACKENDS
 from passes.cost import DEVICES, DeviceModel
@@ -18,11 +20,23 @@ from passes.cost import DEVICES, DeviceModel
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plain:
-    """A program without a budget: lowered, compiled, and the estimated time of its kernels."""
+    """A program without a budget: lowered, compiled, and the estimated time of its kernels.
+
+    Attributes:
+        lowered, compiled: without a budget.
+        device: cost model of the device that it was compiled for.
+        within: compiles it within `budget=...`, and with other options of `compile_within`.
+    """
 
     lowered: Lowered
     compiled: Compiled
     device: DeviceModel
+    within: Callable[..., Compiled]
+
+    @property
+    def memory(self) -> aot.Memory:
+        """What XLA says that it needs."""
+        return aot.memory(self.compiled)
 
     @property
     def cost_ns(self) -> int:
@@ -55,14 +69,17 @@ def compile_plain(
         model = aot.model_for(where.platform, where.device_kind)
     else:
         model = DEVICES[device if isinstance(device, str) else device.name]
-    return Plain(lowered=lowered, compiled=lowered.compile(), device=model)
+    within = functools.partial(
+        compile_within, fn, *specs, device=device, donate_argnums=donate, static_argnums=static, kwargs=kwargs
+    )
+    return Plain(lowered=lowered, compiled=lowered.compile(), device=model, within=within)
 
 
 def report_beside(compiled: Compiled, plain: Plain) -> Report:
     """The report of a compiled program whose plain form was compiled as well."""
     return dataclasses.replace(
         report(compiled),
-        baseline_total_bytes=aot.memory(plain.compiled).total_bytes,
+        baseline_total_bytes=plain.memory.total_bytes,
         baseline_compiled=True,
         baseline_cost_ns=plain.cost_ns,
         compiled_cost_ns=aot.kernels_ns(compiled, plain.device),

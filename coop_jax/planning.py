@@ -20,6 +20,7 @@ from coop_jax.report import Report, report
 from coop_jax.text import format_bytes
 from passes.outcome import LiveValue
 
+# The least budget is found when it is this close to one that is refused, as a share of it.
 _CLOSE_RATIO = 0.02
 # How often a program is compiled that XLA makes larger than was foreseen, held to less each time.
 MOST_COMPILES = 3

@@ -111,7 +111,7 @@ class Needed:
     def __call__(self, closed: ClosedJaxpr) -> Any:
         """`closed` without the others."""
         jaxpr, consts = compat.open_jaxpr(closed)
-        pruned = compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+        pruned = compat.without_dead_code(jaxpr)
         unread = [i for i, needed in enumerate(self.operands) if not needed]
         return without_inputs(compat.close_jaxpr(pruned, consts), unread, [])
 

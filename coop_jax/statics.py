@@ -151,7 +151,7 @@ class StaticArguments:
         # Only for its checks; where nothing is named, None lets it find the numbers of names and the reverse.
         jax.jit(function, static_argnums=nums or None, static_argnames=tuple(sorted(names)) or None)
         if not nums or not names:
-            known = list(enumerate(_parameters(function)))
+            known = list(enumerate(parameters_of(function)))
             if nums:
                 chosen = {i % len(known) if i < 0 else i for i in nums} if known else set()
                 names = {p.name for i, p in known if i in chosen and p.kind is p.POSITIONAL_OR_KEYWORD}
@@ -172,7 +172,8 @@ class StaticArguments:
         return marked, {k: _named(f"`{k}`", x) if k in self.names else x for k, x in kwargs.items()}
 
 
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters of a function; none where Python does not tell them."""
     try:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):

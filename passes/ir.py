@@ -154,12 +154,7 @@ class Program:
 
     @classmethod
     def build(
-        cls,
-        *,
-        name: str,
-        ops: tuple[Op, ...],
-        buffers: tuple[Buffer, ...],
-        outputs: tuple[BufferId, ...],
+        cls, *, name: str, ops: tuple[Op, ...], buffers: tuple[Buffer, ...], outputs: tuple[BufferId, ...]
     ) -> Program:
         """Check the program's invariants and derive arguments and producers.
 

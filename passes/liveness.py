@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from passes.ir import BufferId, Op, Page, Program
+from passes.ir import BufferId, Op, OpId, Page, Program
 from passes.returned import check_served, pages_by_range
 
 IntArray = npt.NDArray[np.int64]
@@ -282,6 +282,11 @@ def _take_places(
                     ranges.place[new] = old
                     taken.append(old)
         made += len(graph.outputs[op])
+
+
+def last_readers(program: Program) -> dict[BufferId, OpId]:
+    """For every buffer that an op reads the last one that does."""
+    return {b: op.id for op in program.ops for b in op.inputs}
 
 
 def live_steps(program: Program, steps: Sequence[int]) -> list[bool]:

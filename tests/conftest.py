@@ -1,6 +1,7 @@
 """Environment of all tests: CPU by default, and a GPU that is not here.
 
-`pytest --gpu` runs on the machine's own GPU and includes the tests marked `gpu`.
+`pytest --gpu` runs on the machine's own GPU and includes the tests marked `gpu`; `pytest --optimized`, which
+`make nightly` calls, compiles kernels for the CPU as users do.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--gpu`."""
+    """Add `--gpu` and `--optimized`."""
     parser.addoption("--gpu", action="store_true", help="use this machine's GPU, run tests marked gpu")
+    parser.addoption("--optimized", action="store_true", help="with LLVM's optimizations of CPU kernels")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,14 +33,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _quick_kernels(config: pytest.Config) -> tuple[str, ...]:
-    """Flags of XLA by which kernels for a GPU that is not here are the same, in two thirds of the time.
+    """Flags of XLA by which modules, and where their values lie, are the same, in two thirds of the time.
 
-    Such a GPU measures nothing, so nothing is tuned; the search for tiles that another pass finds again is
-    left out; equal kernels of one process are compiled once (the file is each worker's own, and temporary).
+    A GPU that is not here measures nothing, so nothing is tuned; the search for tiles that another pass finds
+    again is left out; equal kernels of one process are compiled once (the file is each worker's own, and
+    temporary). Kernels for the CPU go without LLVM's optimizations, which come after all that is planned.
     """
     kernels = tempfile.NamedTemporaryFile(prefix="kernels_")  # noqa: SIM115
     config.add_cleanup(kernels.close)
     return (
+        *(() if config.getoption("--optimized") else ("--xla_backend_optimization_level=0",)),
         "--xla_gpu_autotune_level=0",
         "--xla_gpu_experimental_enable_tiling_propagation=false",
         f"--xla_gpu_kernel_cache_file={kernels.name}",

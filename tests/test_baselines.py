@@ -13,7 +13,7 @@ from passes.ir import Status
 from passes.liveness import Graph
 from passes.planners import PlannerConfig, plan
 from passes.planners.baselines import scores
-from passes.planners.baselines.plans import BASELINES, baseline
+from passes.planners.baselines.plans import BASELINES
 from passes.planners.baselines.runtime import Runtime
 from passes.simulate import simulate
 from passes.validate import validate
@@ -26,7 +26,7 @@ def test_replays_keep_their_capacity(data: st.DataObject):
     name = data.draw(st.sampled_from(BASELINES))
     peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
     budget_bytes = data.draw(st.integers(peak_bytes // 2, peak_bytes + 2))
-    made = baseline(program, budget_bytes, name)
+    made = plan(program, budget_bytes, PlannerConfig(planner=name))
     validate(program, made)
     if made.status.found:
         check_offsets(program, made.steps, made.offsets, budget_bytes)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import coop_jax as coop
-from coop_jax import advice, aot
+from coop_jax import aot, plain
 from coop_jax.host_use import HostUse
 from coop_jax.screen import WIDTH, as_plain, shortened, sparkline
 from passes.checked import InputError
@@ -92,14 +92,14 @@ def test_explain_asks_with_the_hosts_memory_where_values_can_be_paged(
     """What an answer costs to find is measured elsewhere; here it is a refusal."""
     asked: list[tuple[int, int]] = []
 
-    def refused(*_: Any, budget: int, host: int = 0, **__: Any) -> Any:
-        asked.append((budget, host))
+    def refused(*_: Any, budget: int, host: int | None, **__: Any) -> Any:
+        asked.append((budget, host or 0))
         raise coop.InfeasibleBudgetError(
             budget_bytes=budget, least_bytes=700 if host else 900, proved=False, argument_bytes=0,
             output_bytes=0, alias_bytes=0,
         )  # fmt: skip
 
-    monkeypatch.setattr(advice, "compile_within", refused)
+    monkeypatch.setattr(plain, "compile_within", refused)
     found = coop.explain(step, WS[:2], X, device=h200)
     total = found.memory.total_bytes
     half, milder = total // 2, 3 * total // 4

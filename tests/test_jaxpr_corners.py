@@ -45,7 +45,7 @@ def recompute_all(lifted: LiftedJaxpr) -> list[OpId]:
 
 def emitted(jaxpr: Any, device: str) -> Any:
     """The jaxpr lifted in both ways, and written with all recomputes that there can be."""
-    jaxpr = compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    jaxpr = compat.without_dead_code(jaxpr)
     as_xla = lift(jaxpr, DEVICES[device], as_xla=True)
     lifted = lift(jaxpr, DEVICES[device], as_xla=False)
     simulate(as_xla.program, [op.id for op in as_xla.program.ops])

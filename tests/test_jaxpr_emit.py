@@ -41,7 +41,7 @@ def traced() -> LiftedJaxpr:
     closed = inline_calls(jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1)))(*arguments()))
     jaxpr, consts = compat.open_jaxpr(closed)
     assert not consts
-    return lift(compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars)), DEVICES["cpu"], as_xla=False)
+    return lift(compat.without_dead_code(jaxpr), DEVICES["cpu"], as_xla=False)
 
 
 LIFTED = traced()

@@ -26,7 +26,7 @@ NBYTES = 64 * 64 * 4
 def lifted(function: Callable[..., Any], *specs: Any, as_xla: bool = False) -> LiftedJaxpr:
     closed = inline_calls(jax.make_jaxpr(function)(*specs))
     jaxpr, _ = compat.open_jaxpr(closed)
-    jaxpr = compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    jaxpr = compat.without_dead_code(jaxpr)
     return lift(jaxpr, DEVICES["h200"], as_xla=as_xla)
 
 

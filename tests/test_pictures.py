@@ -91,8 +91,6 @@ def test_pictures_are_800_by_500_and_name_everything(pictures: Any, theme: str, 
     maps = [(plain, "as it is"), (within, "within a budget")]
     drawn = {
         "memory": lambda path: pictures.memory(maps, path, budget_bytes=within.total_bytes, theme=theme),
-        "over_time": lambda path: pictures.over_time(maps, path, theme=theme),
-        "addresses": lambda path: pictures.addresses(maps, path, theme=theme),
         "pareto": lambda path: pictures.pareto(curve(), path, theme=theme),
     }
     for name, draw in drawn.items():

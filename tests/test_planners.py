@@ -517,7 +517,7 @@ def test_five_thousand_ops_are_planned_near_the_bound_in_a_bounded_amount_of_wor
     budget_bytes = own_peak(program) // 4
     search = Search(program, PlannerConfig())
     found = search.best(budget_bytes)
-    made = search.plan(found, budget_bytes, 0.0, "auto")
+    made = search.plan(found, budget_bytes)
     check(program, made)
     assert made.status.found
     assert made.overhead_ratio <= made.lower_bound_ratio + 0.002

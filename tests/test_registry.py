@@ -21,7 +21,7 @@ def test_a_new_planner_is_a_file_and_a_line(
 ):
     def plan_mine(program: Program, budget_bytes: int, config: PlannerConfig) -> Plan:
         found = search.Search(program, PlannerConfig(planner="cut")).best(budget_bytes)
-        return search.Search(program, config).plan(found, budget_bytes, 0.0, config.planner)
+        return search.Search(program, config).plan(found, budget_bytes)
 
     file = types.ModuleType("mine")
     file.plan = plan_mine  # type: ignore[attr-defined]

@@ -143,7 +143,7 @@ GRADIENTS: dict[str, Callable[..., Any]] = {
 def opened(f: Callable[..., Any], *args: Any) -> tuple[Any, list[Any]]:
     closed = inline_calls(jax.make_jaxpr(lambda *args: jax.tree.leaves(f(*args)))(*args))
     jaxpr, consts = compat.open_jaxpr(closed)
-    return compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars)), consts
+    return compat.without_dead_code(jaxpr), consts
 
 
 def run(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
@@ -256,7 +256,7 @@ def test_scans_one_after_the_other_run_in_segments_all_of_them() -> None:
     fewest = segment_frontier(lowest, CPU)[-1]
     assert all(choice.in_segments for choice in fewest)
     assert sum(choice.stacked_bytes for choice in fewest) == 3 * (6 + 6) * X.nbytes
-    same(run(rewrite(jaxpr, fewest), consts, many, X), run(jaxpr, consts, many, X))
+    same(run(rewrite(jaxpr, fewest), consts, many, X), run(jaxpr, consts, many, X), rtol=1e-4)
 
 
 def test_a_stack_that_something_else_reads_stays_and_costs_nothing() -> None:

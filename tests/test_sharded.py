@@ -113,7 +113,7 @@ def test_eight_cpus_hold_a_budget_per_device() -> None:
         env={
             **os.environ,
             "PYTHONPATH": str(ROOT),
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8",
         },
     )
     assert ran.returncode == 0, ran.stderr[-2000:]

@@ -91,7 +91,7 @@ assert aot.memory(fraction).total_bytes <= budget
 
 def test_a_program_over_several_devices_is_enforced_per_device() -> None:
     root = str(Path(__file__).resolve().parent.parent)
-    flags = "--xla_force_host_platform_device_count=4"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
     ran = subprocess.run(
         [sys.executable, "-c", _SHARDED],
         capture_output=True,

@@ -15,7 +15,7 @@ from passes.hlo import graph
 from passes.hlo.dataflow import Dataflow, Value, analyse
 from passes.hlo.graph import HOST
 from passes.hlo.inplace import Sharing
-from passes.hlo.liverange import Clock, Range, clock, live_ranges
+from passes.hlo.liverange import Clock, Range, live_ranges
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +52,7 @@ class Assigner:
         self.backend = BACKENDS[platform]
         self.old_rules = old_rules
         self.flow: Dataflow = analyse(module)
-        self.ticks: Clock = clock(self.flow)
+        self.ticks = Clock(self.flow)
         self.ranges: list[Range] = live_ranges(self.flow, self.ticks, old_rules=old_rules)
         if self.backend.table_bytes is not None:
             for value in self.flow.values:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from passes.hlo.assign import Assigner
 from passes.hlo.dataflow import Position
 from passes.hlo.graph import HOST, Instruction, Shape
 from passes.hlo.heap import HeapPrediction, heap_intervals, predict_assigned, temp_offsets
-from passes.hlo.lift import is_view
+from passes.hlo.lift import frames, is_view
 from passes.hlo.origins import Origins
 from passes.hlo.xla_assignment import Address, Assignment, Name
 from passes.memory_map import ARGUMENT, CONSTANT, KEPT, OUTPUT, RECOMPUTED, WORKING, MemoryMap, Value
@@ -282,27 +282,16 @@ def user_line(module: Any, instruction: Instruction) -> str:
     metadata = instruction.proto.metadata
     if metadata.source_file:
         return f"{metadata.source_file}:{metadata.source_line}"
-    frames = list(_frames(module, metadata.stack_frame_id))
-    users = [place for place, _ in frames if not _LIBRARY.search(place)]
-    return users[0] if users else frames[0][0] if frames else ""
+    places = list(frames(module, metadata.stack_frame_id))
+    users = [place for place, _ in places if not _LIBRARY.search(place)]
+    return users[0] if users else places[0][0] if places else ""
 
 
 def functions(module: Any, instruction: Instruction) -> str:
     """The user's function that an instruction comes from, and its caller, such as "block > attention"."""
-    frames = _frames(module, instruction.proto.metadata.stack_frame_id)
-    names = [name for place, name in frames if not _LIBRARY.search(place) and not name.startswith("<")]
+    places = frames(module, instruction.proto.metadata.stack_frame_id)
+    names = [name for place, name in places if not _LIBRARY.search(place) and not name.startswith("<")]
     return " > ".join(reversed(names[:2]))
-
-
-def _frames(module: Any, frame_id: int) -> Iterator[tuple[str, str]]:
-    """(file and line, function) of the frames of a stack, the innermost first."""
-    index = module.stack_frame_index
-    while 0 < frame_id <= len(index.stack_frames):
-        frame = index.stack_frames[frame_id - 1]
-        at = index.file_locations[frame.file_location_id - 1]
-        name = index.function_names[at.function_name_id - 1] if at.function_name_id else ""
-        yield f"{index.file_names[at.file_name_id - 1]}:{at.line}", name.rpartition(".")[2]
-        frame_id = frame.parent_frame_id
 
 
 def shape_text(shape: Shape) -> str:

@@ -59,15 +59,13 @@ class Cloner:
 
     def callees(self, instruction: Any) -> None:
         """Give a cloned instruction computations of its own."""
-        mine = [self.computation(c) for c in instruction.called_computation_ids]
-        del instruction.called_computation_ids[:]
-        instruction.called_computation_ids.extend(mine)
+        called = instruction.called_computation_ids
+        called[:] = [self.computation(c) for c in called]
 
     def computation(self, old_id: int) -> int:
         """Clone a computation and what it calls; returns the new id."""
         old = self._by_id[old_id]
-        new = type(old)()
-        new.CopyFrom(old)
+        new = proto.copy(old)
         new.id = self._next_computation
         self._next_computation += 1
         new.name = self.name(old.name)
@@ -142,8 +140,7 @@ class _Writer:
     def _instance(self, i: int, is_recompute: bool) -> Any:
         if not is_recompute:
             return self.protos[i]
-        new = type(self.protos[i])()
-        new.CopyFrom(self.protos[i])
+        new = proto.copy(self.protos[i])
         new.id = self.cloner.instruction_id(self.scope)
         new.name = self.cloner.name(new.name)
         del new.control_predecessor_ids[:]
@@ -173,18 +170,14 @@ class _Writer:
         return self.views[key]
 
     def finish(self) -> Any:
-        root = self.resolve(self.old.root)
-        self.scope.root_id = root
-        made = [self.written[i] for i in self.order]
-        kept = [type(i).FromString(i.SerializeToString()) for i in made]
-        del self.scope.instructions[:]
-        self.scope.instructions.extend(kept)
+        self.scope.root_id = self.resolve(self.old.root)
+        proto.put(self.scope.instructions, [self.written[i] for i in self.order])
         for sequence in self.module.schedule.sequences:
             if sequence.key == self.scope.id:
                 sequence.value.instruction_ids[:] = self.order
-        scope = type(self.scope).FromString(self.scope.SerializeToString())
+        scope = proto.copy(self.scope)
         place = next(n for n, c in enumerate(self.module.computations) if c.id == scope.id)
-        after = [type(c).FromString(c.SerializeToString()) for c in self.module.computations[place + 1 :]]
+        after = list(map(proto.copy, self.module.computations[place + 1 :]))
         del self.module.computations[place:]
         self.module.computations.extend([*self.cloner.computations, scope, *after])
         prune(self.module, scope.id, self.once)

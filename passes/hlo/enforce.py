@@ -172,7 +172,7 @@ def _with_loops(
             so depend on no budget: what is then reported as the least is met when it is asked for.
     """
     tighter = tightened(task.lifted, lowest.plan, limit_bytes, request.device, task.for_retries())
-    return None if tighter is None else (_task(request, tighter.lifted), tighter.recomputed)
+    return None if tighter is None else (_task(request, tighter[0]), tighter[1])
 
 
 def _task(request: EnforceRequest, lifted: LiftedModule) -> Task:
@@ -225,13 +225,7 @@ def _outcome(
 
 
 def _refusal(
-    request: EnforceRequest,
-    task: Task,
-    least: Written,
-    before: HeapPrediction,
-    begin: float,
-    *,
-    loops: bool,
+    request: EnforceRequest, task: Task, least: Written, before: HeapPrediction, begin: float, *, loops: bool
 ) -> StageOutcome:
     """The outcome for a budget that was not met; `least` is what a second call could be asked for.
 

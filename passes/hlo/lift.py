@@ -9,7 +9,7 @@ overwritten later gets that op as its deadline, so that no recompute reads what 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,16 +69,22 @@ def source_of(module: Any, instruction: Instruction) -> str:
     """Where an instruction comes from, such as "model.py:41 (jit(f)/dot_general)"; "" if unknown."""
     metadata = instruction.proto.metadata
     place = f"{metadata.source_file}:{metadata.source_line}" if metadata.source_file else ""
-    index = module.stack_frame_index
-    if not place and 0 < metadata.stack_frame_id <= len(index.stack_frames):
-        frame = index.stack_frames[metadata.stack_frame_id - 1]
-        if 0 < frame.file_location_id <= len(index.file_locations):
-            at = index.file_locations[frame.file_location_id - 1]
-            if 0 < at.file_name_id <= len(index.file_names):
-                place = f"{index.file_names[at.file_name_id - 1]}:{at.line}"
+    if not place:
+        place = next((place for place, _ in frames(module, metadata.stack_frame_id)), "")
     if metadata.op_name:
         return f"{place} ({metadata.op_name})" if place else metadata.op_name
     return place
+
+
+def frames(module: Any, frame_id: int) -> Iterator[tuple[str, str]]:
+    """(file and line, function) of the frames of a stack, the innermost first."""
+    index = module.stack_frame_index
+    while 0 < frame_id <= len(index.stack_frames):
+        frame = index.stack_frames[frame_id - 1]
+        at = index.file_locations[frame.file_location_id - 1]
+        name = index.function_names[at.function_name_id - 1] if at.function_name_id else ""
+        yield f"{index.file_names[at.file_name_id - 1]}:{at.line}", name.rpartition(".")[2]
+        frame_id = frame.parent_frame_id
 
 
 class _Lift:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from passes.hlo.dataflow import Dataflow, Position, Value, loop_parts
-from passes.hlo.graph import Computation
+from passes.hlo.graph import Computation, Module
 
 
 @dataclass(slots=True)
@@ -22,9 +22,8 @@ class Range:
     last: Position
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Clock:
-    """The flattened schedule.
+    """The flattened schedule of a module.
 
     Attributes:
         time: (computation, instruction) -> time.
@@ -32,42 +31,28 @@ class Clock:
         end: time after the last instruction of all.
     """
 
-    time: dict[tuple[int, int], int]
-    span: dict[int, tuple[int, int]]
-    end: int
-
-
-class _Flatten:
     def __init__(self, flow: Dataflow) -> None:
-        self.flow = flow
         self.time: dict[tuple[int, int], int] = {}
         self.span: dict[int, tuple[int, int]] = {}
-        self.now = 0
+        self.end = 0
+        self._run(flow.module, flow.module.entry)
 
-    def run(self, computation: Computation) -> None:
+    def _run(self, module: Module, computation: Computation) -> None:
         if computation.id in self.span:
             return
-        start = self.now
-        computations = self.flow.module.computations
+        start = self.end
         for i in computation.order:
             instruction = computation.by_id[i]
-            if instruction.opcode in ("call", "conditional", "async-start"):
-                for called in instruction.called:
-                    self.run(computations[called])
-            elif instruction.opcode == "while":
-                body, condition = loop_parts(self.flow.module, instruction)
-                self.run(condition)
-                self.run(body)
-            self.time[computation.id, i] = self.now
-            self.now += 1
-        self.span[computation.id] = (start, self.now)
-
-
-def clock(flow: Dataflow) -> Clock:
-    """The flattened schedule of a module."""
-    flatten = _Flatten(flow)
-    flatten.run(flow.module.entry)
-    return Clock(time=flatten.time, span=flatten.span, end=flatten.now)
+            called = [module.computations[c] for c in instruction.called]
+            if instruction.opcode == "while":
+                called = list(reversed(loop_parts(module, instruction)))
+            elif instruction.opcode not in ("call", "conditional", "async-start"):
+                called = []
+            for inner in called:
+                self._run(module, inner)
+            self.time[computation.id, i] = self.end
+            self.end += 1
+        self.span[computation.id] = (start, self.end)
 
 
 def live_ranges(flow: Dataflow, ticks: Clock, *, old_rules: bool = False) -> list[Range]:

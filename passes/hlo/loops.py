@@ -9,7 +9,7 @@ often as the loop iterates.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from passes.cost import DeviceModel
 from passes.hlo import graph
@@ -26,23 +26,11 @@ from passes.planners import PlannerConfig, least_peak, plan, working_set_bytes
 from passes.simulate import simulate
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Tightened:
-    """A module with bodies of loops planned.
-
-    Attributes:
-        lifted: its entry.
-        recomputed: what the bodies recompute, costs of all iterations.
-    """
-
-    lifted: LiftedModule
-    recomputed: tuple[Recomputed, ...]
-
-
 def tightened(
     lifted: LiftedModule, least: Plan, limit_bytes: int, device: DeviceModel, config: PlannerConfig
-) -> Tightened | None:
-    """The module with its loops' bodies planned; None where no loop is what breaks the limit.
+) -> tuple[LiftedModule, tuple[Recomputed, ...]] | None:
+    """The entry with its loops' bodies planned, and what the bodies recompute, costs of all iterations; None
+    where no loop is what breaks the limit.
 
     Args:
         lifted: the entry of a module.
@@ -52,9 +40,7 @@ def tightened(
     """
     work = _Work(lifted, device, replace(config, host_bytes=0, link=None, must_page=frozenset()))
     work.shrink_loops(lifted, least, limit_bytes, iterations=1)
-    if work.lifted is lifted:
-        return None
-    return Tightened(lifted=work.lifted, recomputed=tuple(work.recomputed))
+    return None if work.lifted is lifted else (work.lifted, tuple(work.recomputed))
 
 
 class _Work:

@@ -9,6 +9,7 @@ The table is deliberately minimal: a field is listed only if a module of this pa
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory  # type: ignore[import-untyped]
@@ -122,8 +123,15 @@ def serialize(module: Any) -> bytes:
     return data
 
 
-def copy(module: Any) -> Any:
-    """A deep copy of a module."""
-    result = _MODULE()
-    result.CopyFrom(module)
+def copy(message: Any) -> Any:
+    """A deep copy of a message."""
+    result = type(message)()
+    result.CopyFrom(message)
     return result
+
+
+def put(field: Any, messages: Iterable[Any]) -> None:
+    """Let a repeated field hold copies of these messages, which may be among those that it holds."""
+    copies = list(map(copy, messages))
+    del field[:]
+    field.extend(copies)

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from passes.hlo import proto
+from passes.reach import reached
+
 _OPERAND_NUMBERS = "xla.no_invariant_operands"
 
 
@@ -16,13 +19,7 @@ def drop_uncalled(module: Any) -> None:
     called = {
         c.id: [i for x in c.instructions for i in x.called_computation_ids] for c in module.computations
     }
-    needed: set[int] = set()
-    work = [module.entry_computation_id]
-    while work:
-        c = work.pop()
-        if c not in needed:
-            needed.add(c)
-            work.extend(called[c])
+    needed = reached([module.entry_computation_id], called.__getitem__)
     for n in reversed([n for n, c in enumerate(module.computations) if c.id not in needed]):
         del module.computations[n]
     sequences = module.schedule.sequences
@@ -96,7 +93,7 @@ def _prune(fusion: Any, users: list[Any], computations: dict[int, Any], replaced
     if roots.opcode != "tuple":
         return
     keep = [roots.operand_ids[n] for n in used]
-    shapes = [type(fusion.shape).FromString(fusion.shape.tuple_shapes[n].SerializeToString()) for n in used]
+    shapes = [proto.copy(fusion.shape.tuple_shapes[n]) for n in used]
     if len(used) == 1:
         fused.root_id = keep[0]
         fusion.shape.CopyFrom(shapes[0])
@@ -104,8 +101,7 @@ def _prune(fusion: Any, users: list[Any], computations: dict[int, Any], replaced
     else:
         roots.operand_ids[:] = keep
         for shape in (fusion.shape, roots.shape):
-            del shape.tuple_shapes[:]
-            shape.tuple_shapes.extend(shapes)
+            proto.put(shape.tuple_shapes, shapes)
         for user in users:
             user.tuple_index = used.index(user.tuple_index)
     fused.program_shape.result.CopyFrom(fusion.shape)
@@ -121,19 +117,12 @@ def _has_numbered_operands(fusion: Any) -> bool:
 def _sweep(fused: Any) -> None:
     """Remove instructions of a fused computation that its root does not need; parameters stay."""
     by_id = {i.id: i for i in fused.instructions}
-    needed: set[int] = set()
-    work = [fused.root_id]
-    while work:
-        i = work.pop()
-        if i not in needed:
-            needed.add(i)
-            work.extend(by_id[i].operand_ids)
+    needed = reached([fused.root_id], lambda i: by_id[i].operand_ids)
     kept = [i for i in fused.instructions if i.id in needed or i.opcode == "parameter"]
-    copies = [type(i).FromString(i.SerializeToString()) for i in kept]
-    for copy in copies:
-        copy.control_predecessor_ids[:] = [c for c in copy.control_predecessor_ids if c in needed]
-    del fused.instructions[:]
-    fused.instructions.extend(copies)
+    for instruction in kept:
+        control = instruction.control_predecessor_ids
+        control[:] = [c for c in control if c in needed]
+    proto.put(fused.instructions, kept)
 
 
 def _drop_parameters(fusion: Any, fused: Any) -> None:
@@ -149,27 +138,21 @@ def _drop_parameters(fusion: Any, fused: Any) -> None:
         parameters[old].parameter_number = new
     kept = [i for i in fused.instructions if i.opcode != "parameter" or i.id in read]
     kept.sort(key=lambda i: i.opcode != "parameter")  # a merged one may be read earlier than it stood
-    copies = [type(i).FromString(i.SerializeToString()) for i in kept]
-    del fused.instructions[:]
-    fused.instructions.extend(copies)
+    proto.put(fused.instructions, kept)
     fusion.operand_ids[:] = [fusion.operand_ids[n] for n in keep]
     shape = fused.program_shape
-    shapes = [type(shape.result).FromString(shape.parameters[n].SerializeToString()) for n in keep]
-    names = [shape.parameter_names[n] for n in keep] if shape.parameter_names else []
-    del shape.parameters[:]
-    shape.parameters.extend(shapes)
-    shape.parameter_names[:] = names
+    shape.parameter_names[:] = [shape.parameter_names[n] for n in keep] if shape.parameter_names else []
+    proto.put(shape.parameters, [shape.parameters[n] for n in keep])
 
 
 def _rewire(module: Any, entry: Any, replaced: dict[int, int]) -> None:
     """Take out what is dead or replaced; users of removed views of a fusion read the fusion itself."""
     kept = [i for i in entry.instructions if i.id not in replaced]
-    copies = [type(i).FromString(i.SerializeToString()) for i in kept]
-    for copy in copies:
-        copy.operand_ids[:] = [replaced.get(o, o) for o in copy.operand_ids]
-        copy.control_predecessor_ids[:] = [c for c in copy.control_predecessor_ids if c not in replaced]
-    del entry.instructions[:]
-    entry.instructions.extend(copies)
+    for instruction in kept:
+        control = instruction.control_predecessor_ids
+        control[:] = [c for c in control if c not in replaced]
+        instruction.operand_ids[:] = [replaced.get(o, o) for o in instruction.operand_ids]
+    proto.put(entry.instructions, kept)
     entry.root_id = replaced.get(entry.root_id, entry.root_id)
     for sequence in module.schedule.sequences:
         if sequence.key == entry.id:

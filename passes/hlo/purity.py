@@ -23,15 +23,9 @@ _PURE = _ELEMENTWISE | frozenset(
 )  # fmt: skip
 _CALLERS = frozenset({"fusion", "call", "while", "conditional"})
 _HOST = (
-    "callback",
-    "infeed",
-    "outfeed",
-    "send",
-    "recv",
-    "MoveToHost",
-    "MoveToDevice",
+    "callback", "infeed", "outfeed", "send", "recv", "MoveToHost", "MoveToDevice",
     "annotate_device_placement",
-)
+)  # fmt: skip
 
 
 class Purity:

@@ -99,9 +99,9 @@ def with_inner_jaxprs(eqn: JaxprEqn, change: Callable[[Any], Any]) -> JaxprEqn:
     return eqn.replace(params={name: changed(value) for name, value in eqn.params.items()})
 
 
-def dce_jaxpr(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> Jaxpr:
-    """`jaxpr` without the equations that `used_outputs` do not need; inputs are kept."""
-    return pe.dce_jaxpr(jaxpr, list(used_outputs), instantiate=True)[0]
+def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
+    """`jaxpr` without the equations that no result needs; inputs are kept."""
+    return pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
 def check(jaxpr: Jaxpr) -> None:
@@ -280,17 +280,13 @@ def hoist_consts(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
     return pe.convert_constvars_jaxpr(closed), list(closed.consts)
 
 
+@weakref_lru_cache
 def without_unread(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, tuple[bool, ...]]:
     """`closed` without the inputs that nothing in it reads, and which are read; the very same if all are.
 
     Args:
         closed: a jaxpr without constants.
     """
-    return _without_unread(closed)
-
-
-@weakref_lru_cache
-def _without_unread(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, tuple[bool, ...]]:
     pruned, read = pe.dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals))
     return (closed if all(read) else close_jaxpr(pruned, [])), tuple(read)
 
@@ -527,10 +523,7 @@ def linearize_jaxpr(closed: ClosedJaxpr, nonzeros: Sequence[bool], for_transpose
     )
     assert not len(results.unpack()[2]), "structured residuals are of JAX's higher-level primitives"
     return LinearParts(
-        forward=forward,
-        pushforward=pushforward,
-        nonzeros=tuple(nonzeros_out),
-        forwarded=tuple(forwarded),
+        forward=forward, pushforward=pushforward, nonzeros=tuple(nonzeros_out), forwarded=tuple(forwarded)
     )
 
 
@@ -853,11 +846,6 @@ def cached_by_jaxpr[F: Callable[..., Any]](function: F) -> F:
 def hlo_of_text(text: str) -> bytes:
     """The serialized HloModuleProto of a module's text; XLA raises if it is none."""
     return jaxlib_hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto()
-
-
-def array_spec(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shape and dtype of an array that does not exist."""
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

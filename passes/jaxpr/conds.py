@@ -8,6 +8,7 @@ control flow (`passes.jaxpr.bodies`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ def recompute_in_second_cond(jaxpr: Jaxpr) -> Jaxpr:
     if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
         return jaxpr
     new = compat.rebuild(jaxpr, eqns=eqns, outvars=jaxpr.outvars)
-    return compat.dce_jaxpr(new, [True] * len(jaxpr.outvars))
+    return compat.without_dead_code(new)
 
 
 def _same_choice(first: JaxprEqn, second: JaxprEqn) -> bool:
@@ -49,11 +50,8 @@ def _same_choice(first: JaxprEqn, second: JaxprEqn) -> bool:
 
 def _read_elsewhere(jaxpr: Jaxpr) -> set[Var]:
     """Results of the program, and what something else than a single equation reads."""
-    readers: dict[Var, int] = {}
-    for eqn in jaxpr.eqns:
-        for v in dict.fromkeys(v for v in eqn.invars if compat.is_variable(v)):
-            readers[v] = readers.get(v, 0) + 1
-    return {v for v, n in readers.items() if n > 1} | {v for v in jaxpr.outvars if compat.is_variable(v)}
+    readers = Counter(v for eqn in jaxpr.eqns for v in {*compat.variables(eqn.invars)})
+    return {v for v, n in readers.items() if n > 1} | {*compat.variables(jaxpr.outvars)}
 
 
 def _joined(first: JaxprEqn, second: JaxprEqn, elsewhere: set[Var]) -> JaxprEqn:

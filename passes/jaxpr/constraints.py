@@ -24,6 +24,7 @@ from passes.jaxpr.scans.cut import joined_body
 from passes.jaxpr.scans.emit import rewrite_groups, with_inner
 from passes.jaxpr.scans.pairs import ScanPair, find_pairs
 from passes.jaxpr.values import Constraints, Values
+from passes.reach import reached
 from passes.saved import OFFLOADED, SAVED, is_saved
 
 
@@ -216,7 +217,7 @@ def _without_dead_code(halves: _Halves) -> _Halves:
     """Also without operands that a scan's body does not read."""
     pairs = zip(halves.jaxpr.eqns, halves.backward, strict=True)
     is_backward = {v: b for eqn, b in pairs for v in eqn.outvars}
-    jaxpr = compat.dce_jaxpr(halves.jaxpr, [True] * len(halves.jaxpr.outvars))
+    jaxpr = compat.without_dead_code(halves.jaxpr)
     flags: list[bool] = []
     for eqn in jaxpr.eqns:
         known = [is_backward[v] for v in eqn.outvars if v in is_backward]
@@ -266,13 +267,10 @@ class _Cloner:
 
     def _recompute(self, missing: Sequence[Var], trigger: Var | None) -> None:
         eqns = self.halves.jaxpr.eqns
-        recomputed: set[int] = set()
-        stack = [self.values.place[v] for v in missing]
-        while stack:
-            i = stack.pop()
-            if i not in recomputed:
-                recomputed.add(i)
-                stack += [self.values.place[u] for u in eqns[i].invars if self.is_missing(u)]
+        place = self.values.place
+        recomputed = reached(
+            [place[v] for v in missing], lambda i: [place[u] for u in eqns[i].invars if self.is_missing(u)]
+        )
         made = {v for i in recomputed for v in eqns[i].outvars}
         read = [
             v for i in sorted(recomputed) for v in eqns[i].invars if compat.is_variable(v) and v not in made

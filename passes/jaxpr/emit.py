@@ -23,6 +23,7 @@ from passes.jaxpr.halves import Split, split
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.primitives import Kind
 from passes.jaxpr.purity import eqn_kind
+from passes.liveness import last_readers
 from passes.outcome import RECOMPUTE_SCOPE
 
 
@@ -91,7 +92,7 @@ class _Emitter:
         self.used_original: set[int] = set()
         self.run_at: list[int] = [-1] * len(lifted.var_of)
         self.arguments = frozenset(lifted.program.arguments)
-        self.last_reader = _last_readers(lifted)
+        self.last_reader = last_readers(lifted.program)
         self.made_at: dict[tuple[int, tuple[int, ...]], int] = {}
         self.step = 0
         eqns = enumerate(lifted.jaxpr.eqns)
@@ -190,7 +191,7 @@ class _Emitter:
         candidates = [
             (self.run_at[b], b)
             for b in range(len(self.current))
-            if self.run_at[b] >= 0 and self.last_reader[b] >= before and b not in made
+            if self.run_at[b] >= 0 and self.last_reader.get(BufferId(b), -1) >= before and b not in made
         ]
         return BufferId(max(candidates)[1]) if candidates else None
 
@@ -238,11 +239,3 @@ class _Emitter:
     def _read(self, v: Var, local: dict[Var, Var]) -> Var:
         b = self.lifted.buffer_of.get(v)
         return local[v] if b is None else self.current[b]
-
-
-def _last_readers(lifted: LiftedJaxpr) -> list[int]:
-    last = [-1] * len(lifted.var_of)
-    for op in lifted.program.ops:
-        for b in op.inputs:
-            last[b] = op.id
-    return last

@@ -11,11 +11,12 @@ import math
 
 from passes.backend import BACKENDS
 from passes.cost import DeviceModel
-from passes.ir import BufferId, Op, OpId, Program
+from passes.ir import BufferId, Op, Program
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of
 from passes.jaxpr.emit import EmitConfig
 from passes.jaxpr.lifted import LiftedJaxpr
+from passes.liveness import last_readers
 from passes.saved import is_saved
 
 # Dots with results up to this size are small: XLA:GPU splits them along their depth, and merges them.
@@ -44,7 +45,7 @@ def emit_config(
         apart |= {i for i in wanted if lifted.jaxpr.eqns[i].primitive.name in MATRIX}
     if backend.splits_small_dots:
         small = small_dots(lifted)
-        last = _last_readers(lifted.program)
+        last = last_readers(lifted.program)
         reach = 0 if strict else EmitConfig().reach
         apart |= {
             root for root, op in small.items() if any(last.get(b, 0) > op.id + reach for b in op.outputs)
@@ -79,7 +80,3 @@ def _ready_from_the_start(program: Program) -> set[BufferId]:
         if op.name in MOVES and ready.issuperset(op.inputs):
             ready.update(op.outputs)
     return ready
-
-
-def _last_readers(program: Program) -> dict[BufferId, OpId]:
-    return {b: op.id for op in program.ops for b in op.inputs}

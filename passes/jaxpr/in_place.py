@@ -10,6 +10,7 @@ from passes.jaxpr.avals import form_of
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.primitives import RESHAPES, Kind, kind_of
+from passes.liveness import last_readers
 
 # Besides elementwise kernels; `name` is a value that is kept as it is (`passes.saved`).
 IN_PLACE = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "scatter-sub", "name"})
@@ -56,7 +57,7 @@ def aliased(
 
 def updated_in_place(lifted: LiftedJaxpr, n_consts: int, n_carry: int) -> set[int]:
     """Which of a scan's carries are elementwise updates of themselves, such as a sum of gradients."""
-    last_reader = {b: op.id for op in lifted.program.ops for b in op.inputs}
+    last_reader = last_readers(lifted.program)
     updated = set()
     for k, v in enumerate(lifted.jaxpr.outvars[:n_carry]):
         old = lifted.jaxpr.invars[n_consts + k]

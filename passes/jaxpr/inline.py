@@ -35,7 +35,7 @@ class _Flat:
         """Append the equations of `jaxpr`; `env` has its variables' atoms, `caller` is where it is called."""
         for eqn in map(_inlined, jaxpr.eqns):
             source = compat.called_from(caller, eqn.source_info)
-            operands = [_read(env, v) for v in eqn.invars]
+            operands = [compat.renamed(v, env) for v in eqn.invars]
             body = _opened(eqn)
             if body is None:
                 results = [_write(env, v, fresh=caller is not None) for v in eqn.outvars]
@@ -46,16 +46,17 @@ class _Flat:
             inner, inner_env = self._enter(body, operands)
             self.walk(inner, inner_env, source)
             for v, inner_v in zip(eqn.outvars, inner.outvars, strict=True):
-                env[v] = _read(inner_env, inner_v)
+                env[v] = compat.renamed(inner_v, inner_env)
 
     def _barred(self, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
         """`operands` behind a barrier, where `jax.checkpoint` has one."""
         prevent = eqn.params["prevent_cse"] if eqn.params["differentiated"] else False
         masks = prevent if isinstance(prevent, tuple) else (prevent,) * len(operands)
-        held = {v: compat.fresh_var(v) for v, m in zip(operands, masks, strict=True) if m and _is_variable(v)}
+        masked = list(zip(operands, masks, strict=True))
+        held = {v: compat.fresh_var(v) for v in compat.variables(v for v, mask in masked if mask)}
         if held:
             self.eqns.append(compat.barrier_eqn(list(held), list(held.values())))
-        return [held[v] if m and _is_variable(v) else v for v, m in zip(operands, masks, strict=True)]
+        return [compat.renamed(v, held) if mask else v for v, mask in masked]
 
     def _enter(self, body: Jaxpr, operands: list[Atom]) -> tuple[Jaxpr, dict[Var, Atom]]:
         inner, consts = compat.open_jaxpr(body)
@@ -73,7 +74,7 @@ def inline_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
     flat = _Flat(constvars=list(jaxpr.constvars), consts=list(consts))
     env: dict[Var, Atom] = {}
     flat.walk(jaxpr, env, None)
-    outvars = [_read(env, v) for v in jaxpr.outvars]
+    outvars = [compat.renamed(v, env) for v in jaxpr.outvars]
     rebuilt = compat.rebuild(jaxpr, eqns=flat.eqns, outvars=outvars, constvars=flat.constvars)
     return compat.close_jaxpr(rebuilt, flat.consts)
 
@@ -114,14 +115,6 @@ def _opened(eqn: JaxprEqn) -> ClosedJaxpr | None:
     if eqn.primitive.name == CHECKPOINT:
         body = compat.close_jaxpr(body, [])
     return body if len(body.in_avals) == len(eqn.invars) else None
-
-
-def _is_variable(atom: Atom) -> bool:
-    return not isinstance(atom, compat.Literal)
-
-
-def _read(env: dict[Var, Atom], atom: Atom) -> Atom:
-    return atom if isinstance(atom, compat.Literal) else env.get(atom, atom)
 
 
 def _write(env: dict[Var, Atom], var: Var, *, fresh: bool) -> Var:

@@ -40,14 +40,14 @@ from passes.jaxpr.softmax import DataflowGraph, inside_softmax
 from passes.jaxpr.split_dots import split_bytes, split_ns
 from passes.simulate import simulate
 
-# A value with several readers is stored if reading its leaves costs more than this many times its own bytes;
-# one with a single reader, which fuses it, only where a chain keeps many alive (set by `benchmarks.gpt12`).
+# Set by `benchmarks.gpt12`. A value with several readers is stored if reading its leaves costs more than this
+# many times its own bytes; one with a single reader, which fuses it, only where a chain keeps many alive.
 SEVERAL_READERS_RATIO = 1.5
 ONE_READER_RATIO = 2.5
-# A slice that a scan takes from a stack or puts on one is read once and written once for it.
-SLICE_PASSES = 2
 # XLA:GPU stores an expensive value for several readers, unless reading its leaves is that much cheaper.
 SHARED_RATIO = 0.75
+# A slice that a scan takes from a stack or puts on one is read once and written once for it.
+SLICE_PASSES = 2
 # Kernels whose operands are in memory.
 _WHOLE = (Kind.KERNEL, Kind.FOREIGN, Kind.OPAQUE)
 

@@ -105,22 +105,22 @@ def defined(jaxpr: Jaxpr) -> list[Var]:
 
 
 def splice(
-    function: Callable[[list[Any]], Sequence[Any]], operands: Sequence[Atom], like: JaxprEqn
+    function: Callable[[Any], Sequence[Any]], operands: Any, like: JaxprEqn
 ) -> tuple[list[JaxprEqn], list[Atom]]:
-    """Equations that compute `function` of some atoms of a jaxpr, and the atoms of its results.
+    """Equations that compute `function` of a list or tree of atoms, and the atoms of its results.
 
     What `function` adds of its own comes from the same line of the user's as the equation `like`, and from
     the same pass, forward or backward.
     """
-    variables = list(dict.fromkeys(v for v in operands if compat.is_variable(v)))
+    variables = list(dict.fromkeys(compat.variables(jax.tree.leaves(operands))))
 
     def run(*values: Any) -> Sequence[Any]:
         env = dict(zip(variables, values, strict=True))
-        given = [
-            jnp.asarray(v.val, array_of(v).dtype) if isinstance(v, compat.Literal) else env[v]
-            for v in operands
-        ]
-        return function(given)
+
+        def value_of(v: Atom) -> Any:
+            return jnp.asarray(v.val, array_of(v).dtype) if isinstance(v, compat.Literal) else env[v]
+
+        return function(jax.tree.map(value_of, operands))
 
     with compat.at_source_of(like):
         traced = consts_as_literals(compat.trace(run, [v.aval for v in variables]))

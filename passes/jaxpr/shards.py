@@ -70,7 +70,7 @@ def enter(closed: ClosedJaxpr) -> Inside | None:
     jaxpr = compat.open_jaxpr(closed)[0]
     if not any(_is_shard_map(eqn) for eqn in jaxpr.eqns):
         return None
-    inside = _found(_merged(compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))))
+    inside = _found(_merged(compat.without_dead_code(jaxpr)))
     if inside is None:
         return None
     mine = {inside.place} if inside.pair is None else {inside.place, inside.pair.place}
@@ -145,7 +145,7 @@ def _merged(jaxpr: Jaxpr) -> Jaxpr:
         if eqns is None:
             break
         jaxpr = compat.rebuild(jaxpr, eqns=eqns, outvars=jaxpr.outvars)
-        jaxpr = compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+        jaxpr = compat.without_dead_code(jaxpr)
     return jaxpr
 
 

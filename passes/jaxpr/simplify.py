@@ -8,6 +8,7 @@ largest value of the program. Written down before planning, it also holds where 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from passes.jaxpr import compat
@@ -31,7 +32,7 @@ def scatter_in_place(jaxpr: Jaxpr) -> Jaxpr:
         The same object if there is nothing to rewrite.
     """
     producer = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    n_reads = _count_reads(jaxpr)
+    n_reads = Counter(compat.variables([*(v for eqn in jaxpr.eqns for v in eqn.invars), *jaxpr.outvars]))
     eqns, rewritten = [], False
     for eqn in jaxpr.eqns:
         if (scattered := _scattered_term(eqn, producer, n_reads)) is not None:
@@ -43,7 +44,7 @@ def scatter_in_place(jaxpr: Jaxpr) -> Jaxpr:
     if not rewritten:
         return jaxpr
     rebuilt = compat.rebuild(jaxpr, eqns=eqns, outvars=jaxpr.outvars)
-    return compat.dce_jaxpr(rebuilt, [True] * len(rebuilt.outvars))
+    return compat.without_dead_code(rebuilt)
 
 
 def without_literal_barriers(jaxpr: Jaxpr) -> Jaxpr:
@@ -67,13 +68,6 @@ def without_literal_barriers(jaxpr: Jaxpr) -> Jaxpr:
     if not rename:
         return jaxpr
     return compat.rebuild(jaxpr, eqns=eqns, outvars=[compat.renamed(v, rename) for v in jaxpr.outvars])
-
-
-def _count_reads(jaxpr: Jaxpr) -> dict[Var, int]:
-    counts: dict[Var, int] = {}
-    for v in compat.variables([v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)):
-        counts[v] = counts.get(v, 0) + 1
-    return counts
 
 
 def _scattered_term(

@@ -15,6 +15,7 @@ from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of
 from passes.jaxpr.compat import Atom, JaxprEqn, Var
 from passes.jaxpr.primitives import Kind
+from passes.reach import reached
 
 _ELEMENTWISE = (Kind.VIEW, Kind.FUSIBLE)
 
@@ -56,14 +57,7 @@ class DataflowGraph:
 
     def leads_to(self, start: Set[Var], needed: Set[Var]) -> bool:
         """True if one of the values, or something elementwise of it, is needed in memory."""
-        seen, stack = set(start), [*start]
-        while stack:
-            v = stack.pop()
-            if v in needed:
-                return True
-            stack += self.made_of(v) - seen
-            seen |= self.made_of(v)
-        return False
+        return not needed.isdisjoint(reached(start, self.made_of))
 
     def meetings(self, i: int, primitive: str, results: Set[Var]) -> tuple[set[Var], set[Var]]:
         """Where a primitive takes rows with what they are reduced to, and what else is made of that alone.

@@ -134,7 +134,7 @@ def _joined(forward: ClosedJaxpr, backward: ClosedJaxpr, n_outs: int) -> Joined:
 
 @compat.cached_by_jaxpr
 def _simplified(jaxpr: Jaxpr) -> Jaxpr:
-    live = compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    live = compat.without_dead_code(jaxpr)
     return without_literal_barriers(scatter_in_place(live))
 
 

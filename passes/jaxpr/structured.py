@@ -278,10 +278,7 @@ class _Search:
         aim_bytes = min(target_bytes, int(CONFIG.bodies_ratio * as_it_is(as_is).peak_bytes))
         for _ in range(aims):
             planned = fit_bodies(
-                program,
-                device,
-                aim_bytes,
-                lambda body, nbytes: self.plan_body(body, nbytes, self.request),
+                program, device, aim_bytes, lambda body, nbytes: self.plan_body(body, nbytes, self.request)
             )
             lifted = lift(planned, device, as_xla=True)
             excess_bytes = as_it_is(lifted).peak_bytes - target_bytes

@@ -15,6 +15,7 @@ from passes.jaxpr import compat
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.primitives import CONTROL_FLOW, Kind, kind_of
 from passes.jaxpr.purity import eqn_kind
+from passes.reach import reached
 from passes.saved import OFFLOADED, is_saved
 
 
@@ -166,15 +167,12 @@ class Values:
 
     def _needed(self) -> set[Var]:
         """What crosses, and what dropped values that cross are computed from."""
-        needed: set[Var] = set()
-        stack = list(self._crossing)
-        while stack:
-            v = stack.pop()
-            if v not in needed:
-                needed.add(v)
-                inputs = self._eqns[self.place[v]].invars if v in self.dropped else ()
-                stack += [self.base(u) for u in inputs if self._is_forward(u)]
-        return needed
+
+        def inputs(v: Var) -> list[Var]:
+            read = self._eqns[self.place[v]].invars if v in self.dropped else ()
+            return [self.base(u) for u in read if self._is_forward(u)]
+
+        return reached(self._crossing, inputs)
 
     def _check_recomputable(self) -> None:
         for v in sorted(self.dropped, key=self.place.__getitem__):

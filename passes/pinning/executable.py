@@ -67,9 +67,7 @@ class Executable:
 
     def copy(self) -> Executable:
         """The same with messages of its own."""
-        assignment, sequence = type(self.assignment)(), type(self.sequence)()
-        assignment.CopyFrom(self.assignment)
-        sequence.CopyFrom(self.sequence)
+        assignment, sequence = proto.copy(self.assignment), proto.copy(self.sequence)
         thunks = Thunks(sequence, self.allocation.index, self.allocation.size)
         return replace(self, assignment=assignment, sequence=sequence, thunks=thunks)
 

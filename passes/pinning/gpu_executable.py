@@ -89,8 +89,7 @@ class GpuExecutable:
 
     def copy(self) -> GpuExecutable:
         """The same with messages of its own."""
-        message = type(self.message)()
-        message.CopyFrom(self.message)
+        message = proto.copy(self.message)
         return replace(self, message=message, thunks=_thunks(message, self.temp, self.temp_bytes))
 
     def contents(self) -> list[bytes]:
@@ -100,8 +99,7 @@ class GpuExecutable:
 
     def serialize(self) -> bytes:
         """The container with what the messages say now."""
-        options = type(self.options)()
-        options.CopyFrom(self.options)
+        options = proto.copy(self.options)
         options.serialized_executable = write_message(self.message, self.schema)
         return self.metadata + write_message(options, self.schema)
 

@@ -31,10 +31,7 @@ _KERNELS = {
     "kernel_thunk": f"args | args_shape kernel_name launch_dimensions cluster_dim shmem_bytes {_KERNEL}",
     "custom_kernel_thunk": f"args.slice | custom_kernel {_KERNEL}",
 }
-_FILLS = {
-    "memzero_thunk": "w dest_buffer.slice |",
-    "memset32bit_value_thunk": "w dest_buffer | value",
-}
+_FILLS = {"memzero_thunk": "w dest_buffer.slice |", "memset32bit_value_thunk": "w dest_buffer | value"}
 _COLLECTIVE = "r buffers.source_buffer.slice, w buffers.destination_buffer.slice | collective_config"
 # Other kinds of thunk: their rules (see `Mentions.access_by`).
 _KINDS = {

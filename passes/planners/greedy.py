@@ -15,6 +15,7 @@ from passes.planners.candidate import Candidate, WorkLimit
 from passes.planners.cut import insert
 from passes.planners.flow import CutProblem, cut_problem_at, missing_runs
 from passes.planners.schedule import Schedule, prune, reverse_delete
+from passes.reach import reached
 
 
 def evict_one_by_one(
@@ -63,19 +64,12 @@ def _best_eviction(schedule: Schedule, budget_bytes: int, work: WorkLimit, tried
 def _closure(schedule: Schedule, position: int, problem: CutProblem, buffer: int) -> tuple[int, ...]:
     """The ops to run for `buffer` alone if everything else that is alive at `position` stays."""
     graph = schedule.graph
-    ops = {graph.producer[buffer]}
-    reads: dict[int, list[int]] = {}
-    for op, b in problem.reads:
-        reads.setdefault(op, []).append(b)
     candidates = frozenset(problem.ops)
-    stack = [graph.producer[buffer]]
-    while stack:
-        for b in reads.get(stack.pop(), ()):
-            producer = graph.producer[b]
-            if producer in candidates and producer not in ops:
-                ops.add(producer)
-                stack.append(producer)
-    return tuple(sorted(ops))
+    made_by: dict[int, list[int]] = {}
+    for op, b in problem.reads:
+        if graph.producer[b] in candidates:
+            made_by.setdefault(op, []).append(graph.producer[b])
+    return tuple(sorted(reached([graph.producer[buffer]], lambda op: made_by.get(op, ()))))
 
 
 def _excess_bytes(schedule: Schedule, budget_bytes: int) -> int:

@@ -218,11 +218,7 @@ def _stacked(graph: Graph, candidate: Candidate, budget_bytes: int, work: WorkLi
 
 
 def _more_slack(
-    schedule: Schedule,
-    bottlenecks: Sequence[Bottleneck],
-    most: int,
-    budget_bytes: int,
-    slack_bytes: IntArray,
+    schedule: Schedule, bottlenecks: Sequence[Bottleneck], most: int, budget_bytes: int, slack_bytes: IntArray
 ) -> IntArray:
     """Reserved bytes with which the sequence is over the budget where packing got stuck most often.
 

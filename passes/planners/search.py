@@ -53,7 +53,7 @@ class Search(SearchState):
             run_all(self, PLACING, pool)
         return pool.best, end_of(self.graph, pool.best)
 
-    def plan(self, candidate: Candidate, budget_bytes: int, seconds: float, planner: str) -> Plan:
+    def plan(self, candidate: Candidate, budget_bytes: int) -> Plan:
         """A plan of what was found, with its bound and status."""
         lower_bound_ratio = self.bound_ratio(budget_bytes)
         base_ns = self.start.cost_ns
@@ -72,8 +72,8 @@ class Search(SearchState):
             overhead_ratio=overhead_ratio,
             lower_bound_ratio=lower_bound_ratio,
             status=status,
-            planner=planner,
-            seconds=seconds,
+            planner=self.config.planner,
+            seconds=0.0,
             offsets=candidate.offsets,
         )
 
@@ -89,9 +89,9 @@ def plan(program: Program, budget_bytes: int, config: PlannerConfig | None = Non
     search = Search(program, config or PlannerConfig())
     candidate = search.best(budget_bytes)
     if not search.config.placed:
-        return _timed(search.plan(candidate, budget_bytes, 0.0, search.config.planner), begin)
+        return _timed(search.plan(candidate, budget_bytes), begin)
     candidate, heap_bytes = search.placed(candidate, budget_bytes)
-    made = search.plan(candidate, budget_bytes, 0.0, search.config.planner)
+    made = search.plan(candidate, budget_bytes)
     misses = made.status.found and heap_bytes > budget_bytes
     return _timed(made, begin, Status.UNKNOWN if misses else None)
 
@@ -104,7 +104,7 @@ def least_peak(program: Program, config: PlannerConfig | None = None) -> Plan:
     begin = time.perf_counter()
     search = Search(program, config or PlannerConfig())
     candidate = strategies.deepest(search)
-    made = search.plan(candidate, candidate.peak_bytes, 0.0, search.config.planner)
+    made = search.plan(candidate, candidate.peak_bytes)
     proved = search.is_impossible(candidate.peak_bytes - 1)
     return _timed(made, begin, Status.OPTIMAL if proved else Status.FEASIBLE)
 
@@ -129,7 +129,7 @@ def frontier(
     for small, large in pairwise(levels):
         relaxed = relax(search.graph, candidates[small], large)
         candidates[large] = min(candidates[large], relaxed, key=lambda d: rank(d, large))
-    plans = tuple(search.plan(candidates[b], b, 0.0, search.config.planner) for b in budgets_bytes)
+    plans = tuple(search.plan(candidates[b], b) for b in budgets_bytes)
     return tuple(_timed(p, begin) for p in plans)
 
 

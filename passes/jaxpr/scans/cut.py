@@ -28,6 +28,7 @@ from passes.jaxpr.scans.choice import Choice
 from passes.jaxpr.scans.pairs import ScanPair
 from passes.outcome import Recomputed
 from passes.planners.closure import Producer, cheapest_to_keep
+from passes.reach import reached
 
 PICO = 1000
 # What the last value's byte costs more than the first one's.
@@ -136,14 +137,10 @@ def kernels_of(iteration: Iteration) -> tuple[Recomputed, ...]:
 def _all_recomputed(iteration: Iteration, kept: tuple[int, ...]) -> tuple[Recomputed, ...]:
     """The kernels that are recomputed if `kept` is kept."""
     op_of = {v: k for k, op in enumerate(iteration.ops) for v in op.outputs}
-    there, stack, recomputed = set(kept), list(iteration.demanded), set()
-    while stack:
-        v = stack.pop()
-        if v not in there:
-            there.add(v)
-            recomputed.add(op_of[v])
-            stack.extend(iteration.ops[op_of[v]].inputs)
-    return tuple(iteration.kernels[k] for k in sorted(recomputed) if k in iteration.kernels)
+    there = frozenset(kept)
+    read = reached(iteration.demanded, lambda v: () if v in there else iteration.ops[op_of[v]].inputs)
+    recomputed = {op_of[v] for v in read - there}
+    return tuple(iteration.kernels[k] for k in sorted(recomputed & iteration.kernels.keys()))
 
 
 def _prices(pair: ScanPair, values: list[Var], device: DeviceModel) -> tuple[list[int], list[int]]:
@@ -175,7 +172,7 @@ def _ops(
     What is computed elementwise for kernels that compute their operands joins one that is there.
     """
     joined = joined_body(pair)
-    lifted = lift(compat.dce_jaxpr(joined, [True] * len(joined.outvars)), device, as_xla=False)
+    lifted = lift(compat.without_dead_code(joined), device, as_xla=False)
     kernel_of: dict[Var, Op] = {}
     for op, body in zip(lifted.program.ops, lifted.bodies, strict=True):
         kernel_of.update(dict.fromkeys(lifted.jaxpr.eqns[body[-1]].outvars, op))

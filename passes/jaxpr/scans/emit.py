@@ -25,7 +25,7 @@ def rewrite(jaxpr: Jaxpr, choices: Sequence[Choice | Inside]) -> Jaxpr:
     eqns = [eqn for group in groups for eqn in group]
     outvars = [compat.renamed(v, rename) for v in jaxpr.outvars]
     new = compat.rebuild(jaxpr, eqns=eqns, outvars=outvars)
-    return compat.dce_jaxpr(new, [True] * len(outvars))
+    return compat.without_dead_code(new)
 
 
 def with_inner(pair: ScanPair, joined: Jaxpr, choices: Sequence[Choice | Inside]) -> ScanPair:
@@ -108,7 +108,7 @@ def _write_first(choice: Choice, eqn: JaxprEqn, rename: dict[Var, Atom]) -> _Fir
     added = [v for v in choice.kept if v not in there]
     outvars = [*producer.jaxpr.outvars[: producer.n_carry], *(producer.y_vars[k] for k in staying), *added]
     body = compat.rebuild(producer.jaxpr, eqns=producer.jaxpr.eqns, outvars=outvars)
-    body = compat.dce_jaxpr(body, [True] * len(outvars))
+    body = compat.without_dead_code(body)
     eqns, atoms = splice(
         lambda values: run_scan(eqn, body, values, producer.n_consts, producer.n_carry), eqn.invars, eqn
     )
@@ -174,7 +174,7 @@ def _write_second(choice: Choice, eqn: JaxprEqn, first: _First, rename: dict[Var
         invars=invars,
         constvars=[],
     )
-    body = compat.dce_jaxpr(body, [True] * len(consumer.jaxpr.outvars))
+    body = compat.without_dead_code(body)
     n_consts = len(consts) + consumer.n_consts
     eqns, results = splice(
         lambda values: run_scan(eqn, body, values, n_consts, consumer.n_carry), operands, eqn

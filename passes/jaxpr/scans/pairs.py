@@ -19,7 +19,7 @@ indexed by i.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
@@ -221,13 +221,7 @@ def _pair(
         first=first,
         second=second,
         producer=producer,
-        consumer=Body(
-            eqn=consumer.eqn,
-            jaxpr=renewed(consumer.jaxpr, known),
-            n_consts=consumer.n_consts,
-            n_carry=consumer.n_carry,
-            length=consumer.length,
-        ),
+        consumer=replace(consumer, jaxpr=renewed(consumer.jaxpr, known)),
         passed=tuple(dict.fromkeys(passed)),
         only=only,
         at_hand=at_hand,

@@ -53,11 +53,8 @@ def segment_counts(length: int) -> list[int]:
 
 def segment_program(pair: ScanPair, count: int) -> ClosedJaxpr:
     """The pair on one segment as an open jaxpr, nothing chosen yet; see `Segments.body`."""
-    producer, second, iterations = (
-        body_of(pair.producer.eqn),
-        body_of(pair.consumer.eqn),
-        pair.length // count,
-    )
+    producer, second = body_of(pair.producer.eqn), body_of(pair.consumer.eqn)
+    iterations = pair.length // count
     other = _other_xs(pair, second)
     place: dict[Atom, int] = {v: k for k, v in enumerate(producer.ys)}
     n_first = len(producer.jaxpr.invars)
@@ -96,7 +93,7 @@ def write_first(
     producer = body_of(pair.producer.eqn)
     results = [*producer.jaxpr.outvars[: producer.n_carry], *(producer.y_vars[k] for k in staying)]
     body = compat.rebuild(producer.jaxpr, eqns=producer.jaxpr.eqns, outvars=results)
-    body = compat.dce_jaxpr(body, [True] * len(results))
+    body = compat.without_dead_code(body)
     n_fixed = producer.n_consts + producer.n_carry
 
     def run(values: list[Any]) -> list[Any]:
@@ -114,7 +111,7 @@ def write_first(
         carry, (stacks, starts) = jax.lax.scan(segment, init, xs, length=segments.count, reverse=reverse)
         return [*carry, *map(_unfolded, stacks), *starts]
 
-    return splice(run, operands, producer.eqn)
+    return splice(run, list(operands), producer.eqn)
 
 
 def write_second(
@@ -127,48 +124,29 @@ def write_second(
         starts: stacks of the first scan's carry at the start of every segment.
     """
     producer, consumer = body_of(pair.producer.eqn), body_of(pair.consumer.eqn)
-    fixed = consumer.n_consts + consumer.n_carry
-    other = [second[fixed + k] for k in _other_xs(pair, consumer)]
-    lengths = [
-        producer.n_consts,
-        len(producer.xs),
-        len(starts),
-        consumer.n_consts,
-        consumer.n_carry,
-        len(other),
-    ]
-    atoms = [
-        *first[: producer.n_consts],
-        *first[producer.n_consts + producer.n_carry :],
-        *starts,
-        *second[:fixed],
-        *other,
-    ]
+    n_consts, fixed = consumer.n_consts, consumer.n_consts + consumer.n_carry
+    first_consts, first_xs = first[: producer.n_consts], first[producer.n_consts + producer.n_carry :]
+    other_xs = [second[fixed + k] for k in _other_xs(pair, consumer)]
     closed = compat.close_jaxpr(segments.body, [])
 
-    def run(values: list[Any]) -> list[Any]:
-        parts, at = [], 0
-        for n in lengths:
-            parts.append(values[at : at + n])
-            at += n
-        consts, xs, begin, consumer_consts, init, rest = parts
+    def run(values: Any) -> list[Any]:
+        (consts, xs, begin), (consumer_consts, init, others) = values
 
         def segment(carry: Any, slices: Any) -> tuple[Any, Any]:
-            mine, start, others = slices
-            results = compat.evaluate(closed, [*consts, *start, *mine, *consumer_consts, *carry, *others])
+            mine, start, rest = slices
+            results = compat.evaluate(closed, [*consts, *start, *mine, *consumer_consts, *carry, *rest])
             return results[: consumer.n_carry], results[consumer.n_carry :]
 
-        folded = [[_folded(x, segments.count) for x in part] for part in (xs, rest)]
+        mine, rest = ([_folded(x, segments.count) for x in part] for part in (xs, others))
+        reverse = consumer.eqn.params["reverse"]
         carry, stacks = jax.lax.scan(
-            segment,
-            init,
-            [folded[0], begin, folded[1]],
-            length=segments.count,
-            reverse=consumer.eqn.params["reverse"],
+            segment, init, [mine, begin, rest], length=segments.count, reverse=reverse
         )
         return [*carry, *map(_unfolded, stacks)]
 
-    return splice(run, atoms, consumer.eqn)
+    read = (list(first_consts), list(first_xs), list(starts))
+    own = (list(second[:n_consts]), list(second[n_consts:fixed]), other_xs)
+    return splice(run, (read, own), consumer.eqn)
 
 
 def _other_xs(pair: ScanPair, second: Body) -> list[int]:

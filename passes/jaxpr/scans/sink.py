@@ -35,7 +35,7 @@ def sink_into_scans(jaxpr: Jaxpr) -> Jaxpr:
     if not rename:
         return jaxpr
     outvars = [compat.renamed(v, rename) for v in jaxpr.outvars]
-    return compat.dce_jaxpr(compat.rebuild(jaxpr, eqns=eqns, outvars=outvars), [True] * len(outvars))
+    return compat.without_dead_code(compat.rebuild(jaxpr, eqns=eqns, outvars=outvars))
 
 
 def _moved(jaxpr: Jaxpr, scan: JaxprEqn, producer: dict[Var, int]) -> list[JaxprEqn]:

@@ -50,7 +50,7 @@ def view_inside_scans(jaxpr: Jaxpr) -> Jaxpr:
         eqns += new
         rename.update(zip([*eqn.outvars, *wanted[i]], results, strict=True))
     outvars = [compat.renamed(v, rename) for v in jaxpr.outvars]
-    return compat.dce_jaxpr(compat.rebuild(jaxpr, eqns=eqns, outvars=outvars), [True] * len(outvars))
+    return compat.without_dead_code(compat.rebuild(jaxpr, eqns=eqns, outvars=outvars))
 
 
 def _sliced(eqn: JaxprEqn) -> list[Var]:

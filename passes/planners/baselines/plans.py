@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 
 from passes.ir import OpId, Plan, Program, Status
-from passes.link import Link
 from passes.liveness import Graph
 from passes.offsets.placement import place_graph
 from passes.planners.baselines import chen, scores
@@ -28,27 +27,13 @@ BASELINES = (*POLICIES, "chen")
 
 
 def plan(program: Program, budget_bytes: int, config: PlannerConfig) -> Plan:
-    """What the baseline that `config` names does, of which a host is no part."""
-    return baseline(program, budget_bytes, config.planner)
-
-
-def plan_delta(program: Program, budget_bytes: int, config: PlannerConfig) -> Plan:
-    """What DELTA does within the budgets of device and host."""
-    assert config.link is not None, "PlannerConfig asks for a link"
-    return paging_baseline(program, budget_bytes, config.host_bytes, config.link)
-
-
-def baseline(program: Program, budget_bytes: int, name: str) -> Plan:
-    """What a baseline does with a program in `budget_bytes` of memory, addresses included.
-
-    Args:
-        name: one of `BASELINES`.
+    """What the baseline that `config` names does within a budget, addresses included, without a host.
 
     Returns:
         A FEASIBLE plan with offsets; where the baseline runs out of memory the plan without recomputes,
         UNKNOWN, or INFEASIBLE if nothing could fit.
     """
-    begin = time.perf_counter()
+    begin, name = time.perf_counter(), config.planner
     graph = Graph.of(program)
     outcome = _chen(graph, budget_bytes) if name == "chen" else _replay(graph, budget_bytes, name)
     timeline = simulate_graph(graph, outcome.steps if outcome else range(len(program.ops)))
@@ -67,13 +52,14 @@ def baseline(program: Program, budget_bytes: int, name: str) -> Plan:
     )
 
 
-def paging_baseline(program: Program, budget_bytes: int, host_bytes: int, link: Link) -> Plan:
-    """What DELTA does with a program within both budgets; live bytes, not placed.
+def plan_delta(program: Program, budget_bytes: int, config: PlannerConfig) -> Plan:
+    """What DELTA does within the budgets of device and host; live bytes, not placed.
 
     Returns:
         A FEASIBLE plan; where it runs out of memory the plan without recomputes, UNKNOWN.
     """
-    begin = time.perf_counter()
+    assert config.link is not None, "PlannerConfig asks for a link"
+    begin, link, host_bytes = time.perf_counter(), config.link, config.host_bytes
     graph = Graph.of(program)
     try:
         steps, pages = Delta(graph, budget_bytes, host_bytes, link).run()

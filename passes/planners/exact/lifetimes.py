@@ -12,7 +12,7 @@ Positions are those of the axis; bytes are in units of their greatest common div
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from ortools.sat.python import cp_model
@@ -267,20 +267,18 @@ def _used(made: Lifetimes) -> list[list[tuple[int, int]]]:
 
 def _gives_way(made: Lifetimes, position: int, inp: int) -> Linear:
     """1 if an input ends as its op begins, because an output no smaller takes its place."""
-    pairs = sure_pairs(made.axis.graph, made.axis.steps[position])
-    literals = [
-        made.shared.get((position, o, i), 0) for o, i in pairs if i == inp and made.size(i) <= made.size(o)
-    ]
-    return literals[0] if literals else 0
+    return _shared(made, position, lambda o, i: i == inp and made.size(i) <= made.size(o))
 
 
 def _waits(made: Lifetimes, position: int, out: int) -> Linear:
     """1 if an output begins when its op ends, because it takes the place of a larger input."""
+    return _shared(made, position, lambda o, i: o == out and made.size(i) > made.size(o))
+
+
+def _shared(made: Lifetimes, position: int, chosen: Callable[[int, int], bool]) -> Linear:
+    """1 if the output of the chosen pair takes the place of its input."""
     pairs = sure_pairs(made.axis.graph, made.axis.steps[position])
-    literals = [
-        made.shared.get((position, o, i), 0) for o, i in pairs if o == out and made.size(i) > made.size(o)
-    ]
-    return literals[0] if literals else 0
+    return next((made.shared.get((position, o, i), 0) for o, i in pairs if chosen(o, i)), 0)
 
 
 def _offset(made: Lifetimes, size: int, fixed_bytes: int | None) -> Value:
