@@ -187,12 +187,21 @@ def latest(lines: Path) -> list[Case]:
 
 
 def within(problem: Problem, form: str, device: str, budget: int) -> Any:
-    """The compiled program; one that fell short is compiled again, as its message says."""
-    for left in reversed(range(MOST_COMPILES)):
+    """The compiled program."""
+
+    def compiled() -> Any:
         jitted, specs = build(problem, form, budget)
         lowered = aot.lower_for(jitted, specs, device=None if device == "cpu" else device)
+        return lowered.compile(compiler_options=options(device))
+
+    return kept(compiled)
+
+
+def kept(compiled: Callable[[], Any]) -> Any:
+    """What a compile gives; one that fell short is done again, as its message says."""
+    for left in reversed(range(MOST_COMPILES)):
         try:
-            return lowered.compile(compiler_options=options(device))
+            return compiled()
         except BudgetExceededError as over:
             if over.held_bytes is None or not left:
                 raise

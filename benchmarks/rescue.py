@@ -129,7 +129,7 @@ def rescue(name: str, chip: str) -> Rescue:
     )  # fmt: skip
     begin = time.perf_counter()
     try:
-        compiled = lower(program(model, chip, around=coop.remat), chip).compile()
+        compiled = promise.kept(lambda: lower(program(model, chip, around=coop.remat), chip).compile())
     except (CoopError, jax.errors.JaxRuntimeError) as error:
         ours = error if isinstance(error, CoopError) else error_from_text(str(error)) or error
         text = str(ours).partition("\n")[0]

@@ -32,6 +32,7 @@ import jax
 import coop_jax as coop
 from benchmarks.cycles import program_cycles
 from benchmarks.models import POLICIES, Blocks, Model, Net, find, lower, program
+from benchmarks.promise import kept
 from coop_jax import aot, tpu
 from coop_jax.errors import CoopError, error_from_text
 from coop_jax.text import format_table
@@ -124,7 +125,9 @@ def compiled_row(model: Model, row: Row, way: str = "plain", options: dict[str, 
     begin = time.perf_counter()
     try:
         made = program(model, row.chip, way, around=around)
-        compiled = lower(made, row.chip, devices=model.devices).compile(compiler_options=options)
+        compiled = kept(
+            lambda: lower(made, row.chip, devices=model.devices).compile(compiler_options=options)
+        )
     except Exception as error:  # every failure is a row of the table
         seconds = time.perf_counter() - begin
         ours = error if isinstance(error, CoopError) else error_from_text(str(error))
