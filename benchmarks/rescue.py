@@ -7,9 +7,8 @@
 Compiled, not run. The batch of each program is multiplied by powers of two until the plain step needs 1.2 to
 3 times what the chip has, by XLA's count for one where it fits (a v5p; for the chip itself XLA rematerializes
 before it refuses, and names what is left). Then the step is compiled under bare `@coop.remat`. Two programs
-have the sizes that they have for an H200; the others are of the same code with fewer and smaller layers, which
-a CPU compiles in seconds. A line for every program is added to a .jsonl beside
-`--out` at once, and the table is made of all lines.
+have the sizes that they have for an H200; the others are of the same code with fewer and smaller layers. A
+line for every program is added to a .jsonl beside `--out` at once, and the table is made of all lines.
 """
 
 from __future__ import annotations
