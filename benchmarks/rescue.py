@@ -163,7 +163,8 @@ def table(rows: list[Rescue]) -> str:
     cells = [
         (
             r.program, r.chip, str(r.batch), f"{r.plain_bytes / 2**30:.2f}",
-            f"{r.plain_bytes / r.memory_bytes:.2f}", "" if r.xla_bytes is None else f"{r.xla_bytes / 2**30:.2f}",
+            f"{r.plain_bytes / r.memory_bytes:.2f}",
+            "" if r.xla_bytes is None else f"{r.xla_bytes / 2**30:.2f}",
             "" if r.total_bytes is None else f"{r.total_bytes / 2**30:.2f}", f"{r.seconds:.0f}",
             r.commit, r.error,
         )
