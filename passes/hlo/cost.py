@@ -339,7 +339,8 @@ def _is_batch(convolution: Any, n: int, output: graph.Shape, taken: graph.Shape)
     spread = (n_in - 1) * window.base_dilation
     first = range(-window.padding_low, n_out * window.stride - window.padding_low, max(1, window.stride))
     step, dilation = max(1, window.window_dilation), max(1, window.base_dilation)
-    return sum(_meetings(start, window.size, step, spread, dilation) for start in first) == n_out
+    meetings = sum(_meetings(start, window.size, step, spread, dilation) for start in first)
+    return bool(meetings == n_out)
 
 
 def _meetings(start: int, count: int, step: int, spread: int, dilation: int) -> int:
