@@ -137,12 +137,12 @@ def test_a_program_that_fell_short_is_held_to_less_the_next_time(v5e: str) -> No
 def test_a_plan_that_xla_refuses_for_its_memory_is_held_to_less_the_next_time(
     v5e: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    budget = 4 << 20
+    budget = 5 << 20
     jitted, specs = build(SMALL["mlp"](), "grad", budget)
     lowered = aot.lower_for(jitted, specs, device=v5e)
     lowered.compile(compiler_options=IN_HBM)
     monkeypatch.setattr(callback._THREAD, "compiling", mark.record_of_lowered(lowered))
-    found = callback._as_ours(RuntimeError(out_of_memory("4.50M")))
+    found = callback._as_ours(RuntimeError(out_of_memory("5.50M")))
     assert isinstance(found, BudgetExceededError)
     assert found.held_bytes == budget - (512 << 10)
 
