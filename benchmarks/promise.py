@@ -6,15 +6,17 @@
 Each model as a whole training step with Adam (state donated) and as a loss under `jax.value_and_grad`, on the
 CPU and on an H200 that is not here, at fractions of the plain program's total. On the CPU the program
 also runs, and its results are compared with the plain program's. `--devices v5e v6e` does it for TPUs, with
-their temporaries kept in HBM.
+their temporaries kept in HBM; `--lines FILE` keeps every cell at once, with the commit it is of.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -75,6 +77,7 @@ class Case:
         difference: the largest difference of loss or any gradient to the plain program's, over the largest
             value of that array; None where the program cannot run here.
         seconds: tracing, planning and compiling.
+        commit: of the code.
     """
 
     model: str
@@ -90,6 +93,7 @@ class Case:
     overhead_ratio: float | None = None
     difference: float | None = None
     seconds: float
+    commit: str = ""
 
     @property
     def kept(self) -> bool:
@@ -140,8 +144,14 @@ def options(device: str) -> dict[str, str] | None:
     return {"xla_msa_enable": "DISABLED"} if is_tpu(device) else None
 
 
-def cases(problem: Problem, form: str, device: str, fractions: list[float]) -> list[Case]:
-    """Compile the plain program and one program for each fraction of its total."""
+def cases(
+    problem: Problem, form: str, device: str, fractions: list[float], lines: Path | None = None
+) -> list[Case]:
+    """Compile the plain program and one program for each fraction of its total.
+
+    Args:
+        lines: the file that every case is added to as soon as it is done.
+    """
     where = None if device == "cpu" else device
     jitted, specs = build(problem, form, None)
     compiled = aot.lower_for(jitted, specs, device=where).compile(compiler_options=options(device))
@@ -152,16 +162,46 @@ def cases(problem: Problem, form: str, device: str, fractions: list[float]) -> l
         found.append(one_case(problem, form, device, fraction, plain, expected))
         sys.stdout.write(table(found).split("\n")[-1] + "\n")
         sys.stdout.flush()
+        if lines is not None:
+            with lines.open("a") as file:
+                file.write(json.dumps(dataclasses.asdict(found[-1])) + "\n")
     return found
 
 
+@functools.cache
+def commit() -> str:
+    """The commit of the code, with a "+" if files differ from it."""
+    words = ("git", "describe", "--always", "--dirty=+", "--abbrev=7")
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def latest(lines: Path) -> list[Case]:
+    """The last case of each program, device and fraction, in the order of the table."""
+    found = [Case(**json.loads(line)) for line in lines.read_text().splitlines()]
+    cells = {(c.model, c.form, c.device, c.fraction): c for c in found}
+    names = list(MODELS)
+    return sorted(
+        cells.values(),
+        key=lambda c: (c.device, names.index(c.model), FORMS[::-1].index(c.form), -c.fraction),
+    )
+
+
 def within(problem: Problem, form: str, device: str, budget: int) -> Any:
-    """The compiled program; one that fell short is compiled again, as its message says."""
-    for left in reversed(range(MOST_COMPILES)):
+    """The compiled program."""
+
+    def compiled() -> Any:
         jitted, specs = build(problem, form, budget)
         lowered = aot.lower_for(jitted, specs, device=None if device == "cpu" else device)
+        return lowered.compile(compiler_options=options(device))
+
+    return kept(compiled)
+
+
+def kept(compiled: Callable[[], Any]) -> Any:
+    """What a compile gives; one that fell short is done again, as its message says."""
+    for left in reversed(range(MOST_COMPILES)):
         try:
-            return lowered.compile(compiler_options=options(device))
+            return compiled()
         except BudgetExceededError as over:
             if over.held_bytes is None or not left:
                 raise
@@ -182,6 +222,7 @@ def one_case(
     facts: dict[str, Any] = {
         "model": problem.name, "form": form, "device": device, "fraction": fraction,
         "plain_bytes": plain.total_bytes, "fixed_bytes": plain.fixed_bytes, "budget_bytes": budget,
+        "commit": commit(),
     }  # fmt: skip
     try:
         compiled = within(problem, form, device, budget)
@@ -205,7 +246,10 @@ def one_case(
 
 def table(found: list[Case]) -> str:
     """The cases as a Markdown table."""
-    header = ("program", "of plain", "budget", "total", "kept", "overhead", "difference", "least", "seconds")
+    header = (
+        "program", "of plain", "budget", "total", "kept", "overhead", "difference", "least", "seconds",
+        "commit",
+    )  # fmt: skip
     rows = []
     for case in found:
         sizes = [
@@ -222,9 +266,28 @@ def table(found: list[Case]) -> str:
                 "" if case.difference is None else f"{case.difference:.0e}",
                 sizes[1] or "",
                 f"{case.seconds:.1f}",
+                case.commit,
             )
         )
     return format_table(header, rows)
+
+
+def head(found: list[Case]) -> str:
+    """What to know of the cases before their table."""
+    if not any(is_tpu(c.device) for c in found):
+        return ""
+    return (
+        "Compiled for TPUs that are not here, not run: batches eight times those of the CPU's table, with\n"
+        "temporaries kept in HBM. `python -m benchmarks.promise --devices v5e v6e --lines FILE`; every cell\n"
+        "says the commit of the code that compiled it. Seconds: 2 cores with other work.\n\n"
+    )
+
+
+def summary(found: list[Case]) -> str:
+    """How many cases kept their budgets."""
+    kept, refused = sum(c.kept for c in found), sum(c.total_bytes is None for c in found)
+    over = len(found) - kept - refused
+    return f"{len(found)} programs, {kept} within budget, {refused} refused, {over} over."
 
 
 def main() -> None:
@@ -237,20 +300,25 @@ def main() -> None:
     parser.add_argument("--devices", nargs="*", default=["cpu", "h200"])
     parser.add_argument("--fractions", nargs="*", type=float, default=list(FRACTIONS))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/promise.json"))
+    parser.add_argument("--lines", type=Path, help="keep every cell here at once, and make the table of all")
     args = parser.parse_args()
     found: list[Case] = []
     for model in args.models:
         for form in args.forms:
             for device in args.devices:
                 found += cases(
-                    MODELS[model](TPU_BATCHES if is_tpu(device) else 1), form, device, args.fractions
+                    MODELS[model](TPU_BATCHES if is_tpu(device) else 1),
+                    form,
+                    device,
+                    args.fractions,
+                    args.lines,
                 )
+    found = found if args.lines is None else latest(args.lines)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps([dataclasses.asdict(c) for c in found], indent=1) + "\n")
-    args.out.with_suffix(".md").write_text(table(found) + "\n")
-    over = [c for c in found if c.total_bytes is not None and not c.kept]
-    sys.stdout.write(f"{len(found)} programs, {sum(c.kept for c in found)} within budget, {len(over)} over\n")
-    sys.exit(1 if over else 0)
+    args.out.with_suffix(".md").write_text(f"{head(found)}{table(found)}\n\n{summary(found)}\n")
+    sys.stdout.write(summary(found) + "\n")
+    sys.exit(1 if any(c.total_bytes is not None and not c.kept for c in found) else 0)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ import jax
 import coop_jax as coop
 from benchmarks.cycles import program_cycles
 from benchmarks.models import POLICIES, Blocks, Model, Net, find, lower, program
+from benchmarks.promise import commit, kept
 from coop_jax import aot, tpu
 from coop_jax.errors import CoopError, error_from_text
 from coop_jax.text import format_table
@@ -96,6 +97,7 @@ class Row:
         seconds: tracing, planning and compiling.
         least_bytes: what a refusal calls the least budget.
         error: the first line of it.
+        commit: of the code.
     """
 
     program: str
@@ -110,6 +112,7 @@ class Row:
     seconds: float = 0.0
     least_bytes: int | None = None
     error: str = ""
+    commit: str = ""
 
 
 def compiled_row(model: Model, row: Row, way: str = "plain", options: dict[str, Any] | None = None) -> Row:
@@ -124,7 +127,9 @@ def compiled_row(model: Model, row: Row, way: str = "plain", options: dict[str, 
     begin = time.perf_counter()
     try:
         made = program(model, row.chip, way, around=around)
-        compiled = lower(made, row.chip, devices=model.devices).compile(compiler_options=options)
+        compiled = kept(
+            lambda: lower(made, row.chip, devices=model.devices).compile(compiler_options=options)
+        )
     except Exception as error:  # every failure is a row of the table
         seconds = time.perf_counter() - begin
         ours = error if isinstance(error, CoopError) else error_from_text(str(error))
@@ -145,7 +150,8 @@ def rows_of(model: Model, chip: str, known: Sequence[Row]) -> Iterator[Row]:
     done = {(r.name, r.budget_bytes): r for r in known}
 
     def take(name: str, budget: int | None = None, rivals: str = "", **how: Any) -> Row:
-        asked = Row(program=model.name, chip=chip, name=name, budget_bytes=budget, rivals=rivals)
+        facts = {"program": model.name, "chip": chip, "name": name, "budget_bytes": budget}
+        asked = Row(**facts, rivals=rivals, commit=commit())
         return done.get((name, budget)) or compiled_row(model, asked, **how)
 
     yield (plain := take("plain"))
@@ -193,7 +199,18 @@ def read_table(out: Path) -> list[Row]:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table."""
-    header = ("program", "chip", "way", "asked GiB", "total GiB", "M cycles", "roofline ms", "compile s", "")
+    header = (
+        "program",
+        "chip",
+        "way",
+        "asked GiB",
+        "total GiB",
+        "M cycles",
+        "roofline ms",
+        "compile s",
+        "commit",
+        "",
+    )
     return format_table(header, [_cells(row) for row in rows])
 
 
@@ -207,7 +224,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (
         row.program, row.chip, row.name, gib(row.budget_bytes), gib(row.total_bytes),
         "" if row.cycles is None else f"{row.cycles / 1e6:.2f}",
-        "" if row.cost_ns is None else f"{row.cost_ns / 1e6:.2f}", f"{row.seconds:.0f}", note,
+        "" if row.cost_ns is None else f"{row.cost_ns / 1e6:.2f}", f"{row.seconds:.0f}", row.commit, note,
     )  # fmt: skip
 
 

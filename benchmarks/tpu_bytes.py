@@ -38,6 +38,11 @@ CORPUS = (
     "gpt2", "bert_large", "vit", "resnet50", "lstm", "flax_scan", "penzai_llama", "equinox_vit", "unet",
     "densenet121", "swin", "bilstm",
 )  # fmt: skip
+HEAD = (
+    "Compiled for TPUs that are not here, not run, as a user compiles: XLA moves values to the chip's own\n"
+    "memory (VMEM) after it called back, so that what is predicted is a bound from above.\n"
+    "`python -m benchmarks.tpu_bytes`\n\n"
+)
 Lower = Callable[[int, str], Any]
 
 
@@ -138,6 +143,13 @@ def table(rows: list[Row]) -> str:
     return format_table(header, cells)
 
 
+def summary(rows: list[Row]) -> str:
+    """How many predictions were low, and what became of those."""
+    low = [r for r in rows if r.first]
+    held = [r for r in low if r.first != "over" and r.again != "over"]
+    return f"{len(rows)} programs, {len(low)} predicted low by more than .1 %, {len(held)} of those caught."
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -154,7 +166,8 @@ def main() -> None:
             file.write(line + "\n")
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
-    args.out.write_text(table([Row(**json.loads(line)) for line in lines.read_text().splitlines()]) + "\n")
+    rows = [Row(**json.loads(line)) for line in lines.read_text().splitlines()]
+    args.out.write_text(f"{HEAD}{table(rows)}\n\n{summary(rows)}\n")
 
 
 if __name__ == "__main__":

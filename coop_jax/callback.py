@@ -81,7 +81,17 @@ def _as_ours(error: Exception) -> BaseException | None:
     needed_bytes = bytes_out_of_memory(str(error))
     if record is None or needed_bytes is None:
         return error_from_text(str(error))
-    return over_budget(record, needed_bytes)
+    return _fell_short(record, needed_bytes)
+
+
+def _fell_short(record: Record, total_bytes: int) -> CoopError:
+    """The error for a program that needs more than was promised; its next compile is held to so much less."""
+    refused = record.hlo is not None and not record.hlo.status.found
+    if refused or not BACKENDS[DEVICES[record.device_name].platform].fast_bytes:
+        return over_budget(record, total_bytes)
+    missed_bytes = REGISTRY.of(record).short_bytes + total_bytes - record.budget_bytes
+    REGISTRY.update(record, short_bytes=missed_bytes)
+    return over_budget(record, total_bytes, record.budget_bytes - missed_bytes)
 
 
 def _callback(data: bytes, platform: str) -> bytes | None:
@@ -193,8 +203,4 @@ def check_total(record: Record, memory: Any) -> None:
         raise BudgetExceededError(budget_bytes=budget.host, compiled_bytes=counted.host, memory="host")
     if record.hlo is None:
         raise refused_before(record, memory)
-    if not BACKENDS[DEVICES[record.device_name].platform].fast_bytes:
-        raise over_budget(record, counted.total)
-    missed_bytes = REGISTRY.of(record).short_bytes + counted.total - budget.total
-    REGISTRY.update(record, short_bytes=missed_bytes)
-    raise over_budget(record, counted.total, budget.total - missed_bytes)
+    raise _fell_short(record, counted.total)

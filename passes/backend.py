@@ -34,8 +34,8 @@ class Backend:
         host_pool_bytes: of the host's memory that JAX's client can copy to; None for all of it.
         context_space: the memory space of the word of context that an asynchronous copy has; not the
             temporaries' where it is not 0.
-        late_bytes: what passes that follow XLA's callback may add to what is predicted: on a TPU a few slots
-            of the heap, where scalars are moved.
+        offload_bytes: what the first operation that a core of another kind runs adds to the temporaries after
+            XLA's callback: on a TPU's sparse core 64 KiB of scratch, and tables of tuples.
         fast_bytes: what passes that follow may take off, since they move values to a memory of the chip. What
             is predicted is then an upper bound, and XLA's own count decides where only that is over.
         library: the package whose shared library compiles for it.
@@ -68,7 +68,7 @@ class Backend:
     pages: bool = True
     host_pool_bytes: int | None = None
     context_space: int = 0
-    late_bytes: int = 0
+    offload_bytes: int = 0
     fast_bytes: int = 0
     runs_as_scheduled: bool = True
     temps_are_the_rest: bool = False
@@ -98,7 +98,7 @@ CUDA = Backend(
 TPU = Backend(
     name="tpu", alignment=16384, host_alignment=4096, host_multiple=4096, heap="in time order",
     sharing="elementwise or reduced", reuses_results=False, table_bytes=512, context_space=2,
-    late_bytes=1 << 17, fast_bytes=128 << 20, runs_as_scheduled=False, temps_are_the_rest=True,
+    offload_bytes=128 << 10, fast_bytes=128 << 20, runs_as_scheduled=False, temps_are_the_rest=True,
     limits_memory=True, fuses_results=True, library="libtpu", default_device="v5e", looks=3,
 )  # fmt: skip
 BACKENDS = {b.name: b for b in (CPU, CUDA, TPU)}

@@ -123,6 +123,12 @@ def test_jax_is_not_imported_by_the_hlo_side() -> None:
             | {"padding_low": 31, "padding_high": 31},
             1,
         ),
+        # So many, of a large batch, that they cannot be tried one by one.
+        (
+            1 << 16,
+            {"size": 1 << 16, "stride": (1 << 16) - 1, "base_dilation": 1 << 16, "window_dilation": 1},
+            1,
+        ),
         # And a convolution with a window as long as its output, each of which meets most of it.
         (32, {"size": 32, "stride": 1, "base_dilation": 1, "window_dilation": 1, "padding_low": 16}, 32),
     ],
@@ -132,7 +138,8 @@ def test_batches_of_a_dot_that_is_written_as_a_convolution_are_no_window(
 ) -> None:
     module = proto.parse(b"")
     computation = module.computations.add(id=1, root_id=3)
-    for n, dims in enumerate([(n_in, 8, 64), (32, 16, 64), (32, 8, 16)], 1):
+    heads = window["size"]
+    for n, dims in enumerate([(n_in, 8, 64), (heads, 16, 64), (heads, 8, 16)], 1):
         made = computation.instructions.add(id=n, opcode="parameter" if n < 3 else "convolution")
         made.parameter_number = n - 1
         made.shape.element_type = 16
@@ -146,6 +153,6 @@ def test_batches_of_a_dot_that_is_written_as_a_convolution_are_no_window(
     module.entry_computation_id = 1
     module.schedule.sequences.add(key=1).value.instruction_ids.extend([1, 2, 3])
     view = graph.read(module)
-    flops = 2 * (32 * 8 * 16) * 64 * taps
+    flops = 2 * (heads * 8 * 16) * 64 * taps
     slow = replace(H200, bytes_per_second=1e30, launch_ns=0, flops_16bit=1e9)
     assert instruction_ns(view, view.entry, view.entry.by_id[3], slow) == flops

@@ -11,7 +11,7 @@ counts is how long the program waits for them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -338,12 +338,20 @@ def _is_batch(convolution: Any, n: int, output: graph.Shape, taken: graph.Shape)
         return False
     spread = (n_in - 1) * window.base_dilation
     first = range(-window.padding_low, n_out * window.stride - window.padding_low, max(1, window.stride))
-    meetings = sum(
-        0 <= at <= spread and at % max(1, window.base_dilation) == 0
-        for start in first
-        for at in range(start, start + window.size * window.window_dilation, max(1, window.window_dilation))
-    )
+    step, dilation = max(1, window.window_dilation), max(1, window.base_dilation)
+    meetings = sum(_meetings(start, window.size, step, spread, dilation) for start in first)
     return bool(meetings == n_out)
+
+
+def _meetings(start: int, count: int, step: int, spread: int, dilation: int) -> int:
+    """How many of `count` places, from `start` by `step`, are multiples of `dilation` from 0 to `spread`."""
+    common = gcd(step, dilation)
+    if start % common:
+        return 0
+    low, high = max(0, -(start // step)), min(count - 1, (spread - start) // step)
+    period = dilation // common
+    solution = -(start // common) * pow(step // common, -1, period)
+    return len(range(low + (solution - low) % period, high + 1, period))
 
 
 def _library_flops(computation: Computation, instruction: Instruction) -> tuple[int, int]:

@@ -234,8 +234,7 @@ def _refusal(
     program = task.lifted.program
     bound = task.fixed_bytes + task.bound_bytes(program)
     proved = not loops and bound > task.budget_bytes
-    late_bytes = task.lifted.assigner.backend.late_bytes
-    least_bytes = min(least.needed_bytes + late_bytes, before.total_bytes)
+    least_bytes = min(least.needed_bytes, before.total_bytes)
     outcome = _outcome(request, before, before, program.cost_ns, begin)
     return replace(
         outcome,

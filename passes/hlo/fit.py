@@ -127,9 +127,8 @@ class Task:
         return min(written, found, key=lambda w: w.needed_bytes)
 
     def excess_bytes(self, written: Written) -> int:
-        """By how much a module breaks the budget, with what XLA may add later."""
-        late_bytes = self.lifted.assigner.backend.late_bytes
-        return max(0, written.needed_bytes + late_bytes - self.budget_bytes)
+        """By how much a module breaks the budget."""
+        return max(0, written.needed_bytes - self.budget_bytes)
 
     def host_excess_bytes(self, written: Written) -> int:
         """By how much a module with pages breaks the host's budget: holes between what waits there."""

@@ -235,11 +235,17 @@ def predict_assigned(assigner: Assigner) -> HeapPrediction:
             kinds[a.kind] += a.nbytes
     argument = kinds["argument"] + kinds["donated"]
     fixed = argument + kinds["output"] + kinds["constant"]
+    temp_bytes = row.nbytes + (assigner.backend.offload_bytes if _offloads(assigner.module) else 0)
     return HeapPrediction(
-        temp_bytes=row.nbytes, argument_bytes=argument, output_bytes=kinds["output"] + kinds["donated"],
-        alias_bytes=kinds["donated"], constant_bytes=kinds["constant"], total_bytes=fixed + row.nbytes,
+        temp_bytes=temp_bytes, argument_bytes=argument, output_bytes=kinds["output"] + kinds["donated"],
+        alias_bytes=kinds["donated"], constant_bytes=kinds["constant"], total_bytes=fixed + temp_bytes,
         live_bytes=sum(row.peaks) + tables, host_bytes=_host_bytes(assigner),
     )  # fmt: skip
+
+
+def _offloads(module: graph.Module) -> bool:
+    """True if a core of another kind runs part of a program."""
+    return any(i.opcode == "async-start" for c in module.computations.values() for i in c.by_id.values())
 
 
 def _host_bytes(assigner: Assigner) -> int:
