@@ -38,6 +38,7 @@ from coop_jax.registry import Choice
 from coop_jax.relowering import Plain, Variant, Wish
 from coop_jax.replacing import Calls, in_place_of, signature
 from coop_jax.text import format_bytes
+from coop_jax.tries import TRIES
 from passes.backend import BACKENDS, Backend
 from passes.cost import DEVICES
 from passes.ir import Status
@@ -45,31 +46,6 @@ from passes.jaxpr.calibration import STRICT, UNCALIBRATED
 from passes.jaxpr.compat import BeingLowered
 from passes.outcome import StageOutcome
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TriesConfig:
-    """What is tried, and how often; set by `benchmarks.promise` and `benchmarks.side_by_side`.
-
-    Attributes:
-        paged_ratios: shares of the temporaries that recompute aims for where pages may do the rest.
-        ratios: shares that it aims for before a budget is refused; the last one asks for as little as can be:
-            a program of many layers goes far below the others.
-        cheaper_ratio: costs are estimates; what is cheaper by less is not worth a compile.
-        missed_ratio: a plan whose program costs so much more than planned was made from a wrong estimate:
-            DenseNet on the CPU 24 % more, the other programs at most 13 %.
-        most_looks: how often a program is compiled once more after the first plan.
-        most_looks_if_kept: the same, if that kept the budget.
-    """
-
-    paged_ratios: tuple[float, ...] = (0.65, 0.4)
-    ratios: tuple[float, ...] = (0.85, 0.65, 0.5, 0.35, 0.25, 0.15, 0.08, 0.0)
-    cheaper_ratio: float = 0.999
-    missed_ratio: float = 1.15
-    most_looks: int = 3
-    most_looks_if_kept: int = 1
-
-
-TRIES = TriesConfig()
 MEMORY = Memory()
 
 
@@ -295,7 +271,28 @@ class _Search:
             variant = self._try(asked, known=known)
             if variant is not None:
                 return self._choice(variant)
+        self.ask_for_the_least(refused)
         return Choice(record=with_hlo(self.record, self.named(refused)))
+
+    def ask_for_the_least(self, refused: StageOutcome) -> None:
+        """Ask for the least that is known as a request would, until that gives no less: it aims elsewhere
+        than one for a budget that cannot be kept, and may find more."""
+        for _ in range(TRIES.most_asked):
+            least = min(self._totals(), default=None)
+            if least is None or (refused.least_proved and least == refused.least_total_bytes):
+                return
+            record = dataclasses.replace(self.record, budget_bytes=least)
+            request = dataclasses.replace(self, record=record, seen=set(), kept=[], looks=0)
+            request.plan()
+            self.looks += request.looks
+            if min(self._totals()) >= least:
+                return
+
+    def plan(self) -> Choice | None:
+        """What a request for the budget is planned to, and followed by; None where it cannot be had."""
+        budget_bytes = self.record.budget_bytes
+        first = self._look(Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes))
+        return None if first is None else self.tuned(self._choice(first))
 
     def named(self, refused: StageOutcome) -> StageOutcome:
         """The refusal with the least budget that is known to be met when it is asked for."""
@@ -308,12 +305,11 @@ class _Search:
 
     def explore(self, refused: StageOutcome) -> None:
         """Look at what the least may be."""
-        budget_bytes = self.record.budget_bytes
-        first = self._look(Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes))
-        if first is not None:
-            self.paged(self.tuned(self._choice(first)), _hlo(first))
+        if (best := self.plan()) is not None:
+            self.paged(best, _hlo(best))
         for asked in self._wishes(refused):
             self._look(asked)
+        self.ask_for_the_least(refused)
 
     def _totals(self) -> list[int]:
         known = (k.total_bytes for k in MEMORY.of(self.ways.key))

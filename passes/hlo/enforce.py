@@ -28,6 +28,7 @@ from passes.hlo.labels import forced_values
 from passes.hlo.lift import LiftedModule, lift
 from passes.hlo.loops import tightened
 from passes.hlo.reorder import reordered
+from passes.hlo.waits import with_later_waits
 from passes.ir import Status
 from passes.outcome import Recomputed, StageOutcome, paged_by, recomputed_by, tightest_values
 from passes.planners import PlannerConfig
@@ -79,12 +80,8 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
         so too if the budget cannot be kept: then `outcome.status.found` is False.
     """
     begin = time.perf_counter()
-    module = proto.parse(module_bytes)
-    if drop_barriers(module):
-        module_bytes = proto.serialize(module)
-    view = graph.read(module)
-    before = Assigner(view, request.platform, old_rules=request.old_rules)
-    prediction = predict_assigned(before)
+    module_bytes, before, prediction = _as_xla_will_have_it(module_bytes, request)
+    view = before.flow.module
     if 0 < request.host_bytes < prediction.host_bytes:
         return module_bytes, _host_refusal(request, view, prediction, begin)
     forced = forced_values(before.flow) if request.pages else frozenset()
@@ -115,6 +112,27 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
         return module_bytes, _refusal(request, task, written, prediction, begin, loops=loops)
     outcome = _outcome(request, prediction, written.prediction, cost_ns, begin)
     return proto.serialize(written.module), _changed(request, outcome, task, written, inside)
+
+
+def _as_xla_will_have_it(
+    module_bytes: bytes, request: EnforceRequest
+) -> tuple[bytes, Assigner, HeapPrediction]:
+    """The module without barriers, its loops waiting late for the host where that takes no bytes too many."""
+
+    def assigned(view: graph.Module) -> tuple[Assigner, HeapPrediction]:
+        assigner = Assigner(view, request.platform, old_rules=request.old_rules)
+        return assigner, predict_assigned(assigner)
+
+    module = proto.parse(module_bytes)
+    if drop_barriers(module):
+        module_bytes = proto.serialize(module)
+    before, prediction = assigned(graph.read(module))
+    later = with_later_waits(before.flow) if request.pages and prediction.host_bytes else None
+    if later is not None:
+        moved, needed = assigned(graph.read(later))
+        if needed.total_bytes <= max(request.budget_bytes, prediction.total_bytes):
+            return proto.serialize(later), moved, needed
+    return module_bytes, before, prediction
 
 
 def _changed(
