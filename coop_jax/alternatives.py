@@ -266,22 +266,27 @@ class _Search:
         if refused.needs_pinning:
             return Choice(record=with_hlo(self.record, refused))
         self.ways.learn(Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes), refused)
-        ways = [(k.wish, True) for k in self._known()] + [(w, False) for w in self._wishes(refused)]
-        for asked, known in ways:
-            variant = self._try(asked, known=known)
-            if variant is not None:
-                return self._choice(variant)
-        self.ask_for_the_least(refused)
-        return Choice(record=with_hlo(self.record, self.named(refused)))
+        known = self._known()
+        ways = [(k.wish, True) for k in known] + [(w, False) for w in self._wishes(refused)]
+        found = self._first(ways)
+        if found is None:
+            self.ask_for_the_least(refused)
+            found = self._first([(k.wish, True) for k in self._known() if k not in known])
+        return found or Choice(record=with_hlo(self.record, self.named(refused)))
+
+    def _first(self, ways: list[tuple[Wish, bool]]) -> Choice | None:
+        """The first way that keeps the budget; each with whether it is known to."""
+        variants = (self._try(asked, known=known) for asked, known in ways)
+        return next((self._choice(v) for v in variants if v is not None), None)
 
     def ask_for_the_least(self, refused: StageOutcome) -> None:
-        """Ask for the least that is known as a request would, until that gives no less: it aims elsewhere
-        than one for a budget that cannot be kept, and may find more."""
+        """Ask for a byte less than the least that is known, as a request would, until that is not met: it
+        aims elsewhere than one for a budget that cannot be kept, and may find more."""
         for _ in range(TRIES.most_asked):
             least = min(self._totals(), default=None)
             if least is None or (refused.least_proved and least == refused.least_total_bytes):
                 return
-            record = dataclasses.replace(self.record, budget_bytes=least)
+            record = dataclasses.replace(self.record, budget_bytes=least - 1)
             request = dataclasses.replace(self, record=record, seen=set(), kept=[], looks=0)
             request.plan()
             self.looks += request.looks

@@ -18,7 +18,7 @@ class TriesConfig:
             DenseNet on the CPU 24 % more, the other programs at most 13 %.
         most_looks: how often a program is compiled once more after the first plan.
         most_looks_if_kept: the same, if that kept the budget.
-        most_asked: how often the least that a refusal would name is asked for, to name what that gives.
+        most_asked: how often a byte less is asked for than a refusal would name, to name what that gives.
     """
 
     paged_ratios: tuple[float, ...] = (0.65, 0.4)
