@@ -19,7 +19,7 @@ import coop_jax as coop
 from coop_jax import aot
 from passes.backend import BACKENDS
 from passes.cost import DEVICES
-from passes.hlo import graph, proto
+from passes.hlo import proto
 from passes.jaxpr import compat
 from passes.jaxpr.candidate import JaxprRequest
 from passes.jaxpr.constraints import constrain_program
@@ -30,7 +30,6 @@ from passes.jaxpr.values import Constraints
 from passes.link import C2C, PCIE3
 from passes.outcome import StageOutcome
 from passes.pipeline import plan_program
-from tests.test_waits import kernels_beside
 
 LAYERS, ROWS, WIDTH = 16, 512, 128
 SLICE = ROWS * WIDTH * 4
@@ -191,6 +190,5 @@ def test_a_scanned_program_keeps_a_budget_below_what_recompute_alone_can(
     assert "waiting for the link: estimated" in str(found)
     assert type(found).from_dict(found.to_dict()) == found
     module = proto.parse(aot.final_module(compiled))
-    assert kernels_beside(graph.read(module), to_host=True) > 0  # XLA:TPU alone waits at once
     seen = h.replayed(compiled) if platform == "cuda" else h.replayed_module(module, platform)
     assert not seen.problems
