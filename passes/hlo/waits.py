@@ -1,12 +1,13 @@
 """Copies between a loop's slices and the host: begun as early as they can be, waited for as late.
 
 The jaxpr stage leaves it to XLA when an iteration waits for the slice that it sends to the host, or brings
-back. Here a wait moves down to just before its first reader, and the start of a copy
-back moves up to what it needs, so that kernels run in between.
+back. Here a wait moves down to just before its first reader, and the start of a copy back moves up to what it
+needs, so that kernels run in between.
 
 Invariant: a wait never passes an instruction that writes what the copy still reads or writes. A loop keeps
-what it carries in one place, so the iteration's own result may overwrite the slice that is on its way. Nor does it pass what XLA made wait
-for it by a control dependence, as XLA:TPU does with the kernel behind a slice on its way to the host.
+what it carries in one place, so the iteration's own result may overwrite the slice that is on its way. Nor
+does it pass what XLA made wait for it by a control dependence, as XLA:TPU does with the kernel behind a slice
+on its way to the host.
 
 Not done: bringing back the next iteration's slice, which would have to be carried.
 """
