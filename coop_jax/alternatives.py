@@ -38,6 +38,7 @@ from coop_jax.registry import Choice
 from coop_jax.relowering import Plain, Variant, Wish
 from coop_jax.replacing import Calls, in_place_of, signature
 from coop_jax.text import format_bytes
+from coop_jax.tries import TRIES, as_counted, cost_ns_of, hlo_of, is_changed, plan_key, rank
 from passes.backend import BACKENDS, Backend
 from passes.cost import DEVICES
 from passes.ir import Status
@@ -45,31 +46,6 @@ from passes.jaxpr.calibration import STRICT, UNCALIBRATED
 from passes.jaxpr.compat import BeingLowered
 from passes.outcome import StageOutcome
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TriesConfig:
-    """What is tried, and how often; set by `benchmarks.promise` and `benchmarks.side_by_side`.
-
-    Attributes:
-        paged_ratios: shares of the temporaries that recompute aims for where pages may do the rest.
-        ratios: shares that it aims for before a budget is refused; the last one asks for as little as can be:
-            a program of many layers goes far below the others.
-        cheaper_ratio: costs are estimates; what is cheaper by less is not worth a compile.
-        missed_ratio: a plan whose program costs so much more than planned was made from a wrong estimate:
-            DenseNet on the CPU 24 % more, the other programs at most 13 %.
-        most_looks: how often a program is compiled once more after the first plan.
-        most_looks_if_kept: the same, if that kept the budget.
-    """
-
-    paged_ratios: tuple[float, ...] = (0.65, 0.4)
-    ratios: tuple[float, ...] = (0.85, 0.65, 0.5, 0.35, 0.25, 0.15, 0.08, 0.0)
-    cheaper_ratio: float = 0.999
-    missed_ratio: float = 1.15
-    most_looks: int = 3
-    most_looks_if_kept: int = 1
-
-
-TRIES = TriesConfig()
 MEMORY = Memory()
 
 
@@ -97,7 +73,7 @@ class OtherWays:
             choice = self._chosen(search, outcome)
         seconds = outcome.seconds + time.perf_counter() - begin
         counted = dataclasses.replace(
-            _hlo(choice), seconds=seconds, looks=search.looks, limited=search.limited
+            hlo_of(choice), seconds=seconds, looks=search.looks, limited=search.limited
         )
         return dataclasses.replace(choice, record=with_hlo(choice.record, counted))
 
@@ -109,16 +85,16 @@ class OtherWays:
         best = self._cheapest(search, first)
         return (
             search.fastest(best)
-            if record.tune and _hlo(best).status.found and _is_changed(best.record)
+            if record.tune and hlo_of(best).status.found and is_changed(best.record)
             else best
         )
 
     def _cheapest(self, search: _Search, first: Choice) -> Choice:
-        record, outcome = search.record, _hlo(first)
+        record, outcome = search.record, hlo_of(first)
         first_wish = Wish(budget_bytes=record.budget_bytes, aim_bytes=record.budget_bytes)
         search.is_seen(record, first_wish)
         tuned = search.paged(search.tuned(first), outcome)
-        if not _hlo(tuned).status.found:
+        if not hlo_of(tuned).status.found:
             return search.instead_of(outcome)
         tuned = search.with_its_own_kernels(tuned)
         taken = search.cheaper_than(tuned)
@@ -142,7 +118,7 @@ class OtherWays:
     def learn(self, asked: Wish, outcome: StageOutcome) -> None:
         """Remember what keeps its budget, or what would keep a larger one."""
         if outcome.status.found:
-            total, cost = outcome.planned_total_bytes, _cost_ns(outcome)
+            total, cost = outcome.planned_total_bytes, cost_ns_of(outcome)
             MEMORY.learn(self.key, Known(wish=asked, total_bytes=total, cost_ns=cost))
         elif outcome.least_total_bytes is not None:
             least = outcome.least_total_bytes
@@ -168,7 +144,7 @@ class _Search:
     record: Record
     tell: Callable[[str], None]
     module: bytes | None = None
-    seen: set[Hashable] = field(default_factory=set)
+    seen: set[tuple[Hashable, int]] = field(default_factory=set)
     kept: list[tuple[Wish, Variant]] = field(default_factory=list)
     looks: int = 0
     asked: int = 0
@@ -176,7 +152,7 @@ class _Search:
 
     def may_look(self, best: Choice) -> bool:
         """Whether one more look takes no longer than the compile that it is for, with those before it."""
-        allowed = not _hlo(best).status.found or self.asked < self._backend().looks
+        allowed = not hlo_of(best).status.found or self.asked < self._backend().looks
         self.limited |= not allowed
         return allowed
 
@@ -188,13 +164,13 @@ class _Search:
 
         Best is what keeps the budget at the least estimated time of its kernels, else what comes nearest.
         """
-        best, planned, verdict = first, first.record.jaxpr, _hlo(first)
+        best, planned, verdict = first, first.record.jaxpr, hlo_of(first)
         calibration = UNCALIBRATED
         for n in range(TRIES.most_looks):
             if (
                 planned is None
                 or verdict.needs_pinning
-                or (_hlo(best).status.found and n >= TRIES.most_looks_if_kept)
+                or (hlo_of(best).status.found and n >= TRIES.most_looks_if_kept)
             ):
                 break
             following = calibration.after(planned, verdict)
@@ -206,8 +182,8 @@ class _Search:
             variant = self._look(asked)
             if variant is None:
                 break
-            planned, verdict = variant.record.jaxpr, _hlo(variant)
-            if _rank(verdict) < _rank(_hlo(best)):
+            planned, verdict = variant.record.jaxpr, hlo_of(variant)
+            if rank(verdict) < rank(hlo_of(best)):
                 best = self._choice(variant)
         return best
 
@@ -222,23 +198,25 @@ class _Search:
         aims += [Wish(budget_bytes=budget_bytes, temp_ratio=r) for r in TRIES.paged_ratios if r > left]
         for asked in aims:
             variant = self._look(asked) if self.may_look(best) else None
-            if variant is not None and _rank(_hlo(variant)) < _rank(_hlo(best)):
+            if variant is not None and rank(hlo_of(variant)) < rank(hlo_of(best)):
                 best = self._choice(variant)
         return best
 
     def with_its_own_kernels(self, made: Choice) -> Choice:
         """The program as it is, held to the budget, where a plan was missed and this turns out cheaper."""
-        planned, hlo = made.record.jaxpr, _hlo(made)
+        planned, hlo = made.record.jaxpr, hlo_of(made)
         if planned is None or planned.kernels_ns is None or self.record.constraints:
             return made
         promised_ns = planned.cost_ns + planned.recompute_ns
-        was_kept = _cost_ns(hlo) < TRIES.missed_ratio * promised_ns
-        if was_kept or planned.kernels_ns > TRIES.missed_ratio * _cost_ns(hlo):
+        was_kept = cost_ns_of(hlo) < TRIES.missed_ratio * promised_ns
+        if was_kept or planned.kernels_ns > TRIES.missed_ratio * cost_ns_of(hlo):
             return made
         if not self.may_look(made):
             return made
         variant = self._try(Wish(plain=True, budget_bytes=self.record.budget_bytes), known=True)
-        return made if variant is None or _cost_ns(_hlo(variant)) >= _cost_ns(hlo) else self._choice(variant)
+        if variant is None or cost_ns_of(hlo_of(variant)) >= cost_ns_of(hlo):
+            return made
+        return self._choice(variant)
 
     def fastest(self, best: Choice) -> Choice:
         """The fastest of the `tune` cheapest ways that keep the budget; `best` is one of them."""
@@ -248,10 +226,10 @@ class _Search:
         if best.module is None:
             self._look(Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes), known=True)
         kernels = [] if self.record.constraints else [Wish(plain=True, budget_bytes=budget_bytes)]
-        for asked in (*kernels, *self._deeper(_hlo(best))):
+        for asked in (*kernels, *self._deeper(hlo_of(best))):
             if len(self.kept) < most:
                 self._look(asked)
-        found = sorted(self.kept, key=lambda way: _rank(_hlo(way[1])))[:most]
+        found = sorted(self.kept, key=lambda way: rank(hlo_of(way[1])))[:most]
         self.tell(f"running {len(found)} programs")
         timed = tuning.run_times([self._candidate(*way) for way in found])
         order = sorted(range(len(found)), key=lambda k: (timed[k].run_ns, k))
@@ -262,8 +240,8 @@ class _Search:
     def _candidate(self, asked: Wish, found: Variant) -> tuning.Candidate:
         return tuning.Candidate(
             build=lambda: relowering.compiled(self.ways.program, asked, found.record),
-            estimated_ns=_cost_ns(_hlo(found)),
-            total_bytes=_hlo(found).planned_total_bytes,
+            estimated_ns=cost_ns_of(hlo_of(found)),
+            total_bytes=hlo_of(found).planned_total_bytes,
         )
 
     def cheaper_than(self, first: Choice) -> Choice | None:
@@ -272,15 +250,15 @@ class _Search:
         Where nothing was planned, and the program keeps the budget without `coop.remat`, that is the only
         other way.
         """
-        limit_ns = TRIES.cheaper_ratio * _cost_ns(_hlo(first))
+        limit_ns = TRIES.cheaper_ratio * cost_ns_of(hlo_of(first))
         known = [k.wish for k in self._known() if k.cost_ns is not None and k.cost_ns < limit_ns]
-        if known and not _is_changed(first.record):
+        if known and not is_changed(first.record):
             plain = self._plain()
             if plain is not None and plain.memory.total_bytes <= self.record.budget_bytes:
                 known = [relowering.PLAIN] if plain.cost_ns < limit_ns else []
         for asked in known:
             variant = self._try(asked, known=True)
-            if variant is not None and _cost_ns(_hlo(variant)) < limit_ns:
+            if variant is not None and cost_ns_of(hlo_of(variant)) < limit_ns:
                 return self._choice(variant)
         return None
 
@@ -290,12 +268,42 @@ class _Search:
         if refused.needs_pinning:
             return Choice(record=with_hlo(self.record, refused))
         self.ways.learn(Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes), refused)
-        ways = [(k.wish, True) for k in self._known()] + [(w, False) for w in self._wishes(refused)]
-        for asked, known in ways:
-            variant = self._try(asked, known=known)
-            if variant is not None:
-                return self._choice(variant)
-        return Choice(record=with_hlo(self.record, self.named(refused)))
+        known = self._known()
+        ways = [(k.wish, True) for k in known] + [(w, False) for w in self._wishes(refused)]
+        found = self._first(ways)
+        if found is None:
+            self.ask_for_the_least(refused)
+            found = self._first([(k.wish, True) for k in self._known() if k not in known])
+        return found or Choice(record=with_hlo(self.record, self.named(refused)))
+
+    def _first(self, ways: list[tuple[Wish, bool]]) -> Choice | None:
+        """The first way that keeps the budget; each with whether it is known to."""
+        variants = (self._try(asked, known=known) for asked, known in ways)
+        return next((self._choice(v) for v in variants if v is not None), None)
+
+    def ask_for_the_least(self, refused: StageOutcome) -> None:
+        """Ask for a byte less than the least that is known, as a request would, until that is not met.
+
+        It aims elsewhere than one for a budget that cannot be kept, and may find more; a plan that was looked
+        at already is not looked at for it.
+        """
+        for _ in range(TRIES.most_asked):
+            least = min(self._totals(), default=None)
+            if least is None or (refused.least_proved and least == refused.least_total_bytes):
+                return
+            record = dataclasses.replace(self.record, budget_bytes=least - 1)
+            seen = {(plan, record.budget_bytes) for plan, _ in self.seen}
+            request = dataclasses.replace(self, record=record, seen=seen, kept=[], looks=0)
+            request.plan()
+            self.looks += request.looks
+            if min(self._totals()) >= least:
+                return
+
+    def plan(self) -> Choice | None:
+        """What a request for the budget is planned to, and followed by; None where it cannot be had."""
+        budget_bytes = self.record.budget_bytes
+        first = self._look(Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes))
+        return None if first is None else self.tuned(self._choice(first))
 
     def named(self, refused: StageOutcome) -> StageOutcome:
         """The refusal with the least budget that is known to be met when it is asked for."""
@@ -308,12 +316,11 @@ class _Search:
 
     def explore(self, refused: StageOutcome) -> None:
         """Look at what the least may be."""
-        budget_bytes = self.record.budget_bytes
-        first = self._look(Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes))
-        if first is not None:
-            self.paged(self.tuned(self._choice(first)), _hlo(first))
+        if (best := self.plan()) is not None:
+            self.paged(best, hlo_of(best))
         for asked in self._wishes(refused):
             self._look(asked)
+        self.ask_for_the_least(refused)
 
     def _totals(self) -> list[int]:
         known = (k.total_bytes for k in MEMORY.of(self.ways.key))
@@ -347,9 +354,9 @@ class _Search:
     def _try(self, asked: Wish, *, known: bool) -> Variant | None:
         """The program as it is with a wish, if that keeps the budget; `known`: though it looks seen."""
         variant = self._look(asked, known=known)
-        if variant is None or not _hlo(variant).status.found:
+        if variant is None or not hlo_of(variant).status.found:
             return None
-        return variant if _hlo(variant).planned_total_bytes <= self.record.budget_bytes else None
+        return variant if hlo_of(variant).planned_total_bytes <= self.record.budget_bytes else None
 
     def _look(self, asked: Wish, *, known: bool = False) -> Variant | None:
         """The program as it is with a wish; what it needs is known afterwards."""
@@ -366,14 +373,14 @@ class _Search:
             return None
         self.looks += 1
         if plain is not None:
-            variant = _as_counted(variant, plain)
+            variant = as_counted(variant, plain)
         if self.module is not None:
             fit = in_place_of(variant.module, variant.calls, self.module, self.ways.calls)
             if fit is None:
                 return None
             variant = dataclasses.replace(variant, module=fit)
-        self.ways.learn(asked, _hlo(variant))
-        if _hlo(variant).status.found and _hlo(variant).planned_total_bytes <= self.record.budget_bytes:
+        self.ways.learn(asked, hlo_of(variant))
+        if hlo_of(variant).status.found and hlo_of(variant).planned_total_bytes <= self.record.budget_bytes:
             self.kept.append((asked, variant))
         return variant
 
@@ -404,7 +411,7 @@ class _Search:
         """True for a plan that was looked at before, asked for in other words."""
         if record.jaxpr is None:
             return False
-        key = _key(record, asked)
+        key = plan_key(record, asked), record.budget_bytes
         if key in self.seen:
             return True
         self.seen.add(key)
@@ -412,56 +419,19 @@ class _Search:
 
     def _is_planned_before(self, asked: Wish) -> bool:
         """True if a wish is planned as something that was looked at; nothing is compiled for the answer."""
-        planned: list[Hashable] = []
+        planned: list[tuple[Hashable, int]] = []
 
         def skip(record: Record) -> bool:
-            planned.append(_key(record, asked))
+            planned.append((plan_key(record, asked), record.budget_bytes))
             return True
 
         self.tell("planning for as little as can be")
         record = dataclasses.replace(self.record, jaxpr=None, budget_bytes=asked.budget_bytes)
         relowering.variant(self.ways.program, asked, record, skip=skip)
-        return any(key is not None and key in self.seen for key in planned)
+        return any(plan in self.seen for plan in planned)
 
     def _choice(self, variant: Variant) -> Choice:
         """A way with the words of the user's own request."""
-        outcome = dataclasses.replace(_hlo(variant), budget_bytes=self.record.budget_bytes)
+        outcome = dataclasses.replace(hlo_of(variant), budget_bytes=self.record.budget_bytes)
         record = dataclasses.replace(self.record, jaxpr=variant.record.jaxpr, hlo=outcome)
         return Choice(record=record, module=variant.module)
-
-
-def _key(record: Record, asked: Wish) -> Hashable:
-    """Equal for two plans that are one, asked for in other words; None where nothing was planned."""
-    made = record.jaxpr
-    return made and (
-        made.changed, made.recipe, made.planned_temp_bytes, made.recomputed, made.tightest,
-        record.budget_bytes, asked.calibration.strict,
-    )  # fmt: skip
-
-
-def _rank(verdict: StageOutcome) -> tuple[bool, int]:
-    """Within the budget by time, else by bytes; smaller is better."""
-    if verdict.status.found:
-        return False, _cost_ns(verdict)
-    least = verdict.least_total_bytes
-    return True, verdict.fixed_bytes + verdict.before_temp_bytes if least is None else least
-
-
-def _hlo(way: Choice | Variant) -> StageOutcome:
-    assert way.record.hlo is not None, "the enforcing stage has spoken"
-    return way.record.hlo
-
-
-def _as_counted(variant: Variant, plain: Plain) -> Variant:
-    """The plain program with XLA's own count in the place of what was predicted."""
-    temp_bytes = plain.memory.total_bytes - _hlo(variant).fixed_bytes
-    counted = dataclasses.replace(_hlo(variant), planned_temp_bytes=temp_bytes)
-    return dataclasses.replace(variant, record=with_hlo(variant.record, counted))
-
-
-def _is_changed(record: Record) -> bool:
-    return any(stage is not None and stage.changed for stage in (record.jaxpr, record.hlo))
-
-
-def _cost_ns(outcome: StageOutcome) -> int:
-    return outcome.cost_ns + outcome.recompute_ns

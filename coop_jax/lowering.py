@@ -286,19 +286,18 @@ def _plan_whole(
     """Plan a whole function. The outcome is of one device; None for a partition that stays as it is."""
     budget_bytes = request.budget_bytes
     request = as_wished(request, asked, lambda: plan_program(plain, unlimited(request))[1], devices.parts)
+    if BACKENDS[facts.platforms[0]].pages:
+        # The jaxpr stage counts what waits on the host as kept on the device.
+        beyond = offloaded_bytes(compat.open_jaxpr(plain)[0])
+        own_bytes = devices.parts * (_host_budget_bytes(config, facts, plain) - facts.host_bytes)
+        request = dataclasses.replace(
+            request, budget_bytes=request.budget_bytes + beyond, host_bytes=max(0, own_bytes - beyond)
+        )
     if isinstance(devices, Partition):
         if request.temp_budget_bytes <= 0:
             return plain, None
         made, outcome = plan_program(plain, request)
         return made, scaled(outcome, over=devices.parts) if outcome.changed else None
-    if BACKENDS[facts.platforms[0]].pages:
-        # The jaxpr stage counts what waits on the host as kept on the device.
-        beyond = offloaded_bytes(compat.open_jaxpr(plain)[0])
-        request = dataclasses.replace(
-            request,
-            budget_bytes=request.budget_bytes + beyond,
-            host_bytes=max(0, _host_budget_bytes(config, facts, plain) - facts.host_bytes - beyond),
-        )
     may_pin = config.on_fragmentation == "pin" and BACKENDS[facts.platforms[0]].pins_as_compiled
     may_pin = may_pin and is_whole(plain, facts)
     if may_pin and pinned_plain_bytes(plain, facts.device, facts.donated) <= budget_bytes:

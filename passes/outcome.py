@@ -169,7 +169,9 @@ def scaled(outcome: StageOutcome, *, times: int = 1, over: int = 1) -> StageOutc
     names = ("budget", "argument", "output", "alias", "before_temp", "planned_temp")
     values = {f"{name}_bytes": getattr(outcome, f"{name}_bytes") * times // over for name in names}
     least = outcome.least_total_bytes
-    return replace(outcome, **values, least_total_bytes=None if least is None else least * times // over)
+    paged = tuple(replace(p, nbytes=p.nbytes * times // over) for p in outcome.paged)
+    least = None if least is None else least * times // over
+    return replace(outcome, **values, paged=paged, least_total_bytes=least)
 
 
 def recomputed_by(program: Program, steps: Sequence[OpId], stage: Stage) -> tuple[Recomputed, ...]:

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from coop_jax import alternatives, known, relowering
-from coop_jax.alternatives import TRIES, OtherWays
+from coop_jax.alternatives import OtherWays
 from coop_jax.known import Known
 from coop_jax.record import Record, with_hlo
 from coop_jax.relowering import PLAIN, Plain, Variant, Wish
 from coop_jax.replacing import Calls, does_the_same, signature
+from coop_jax.tries import TRIES
 from passes.backend import BACKENDS
 from passes.hlo import proto
 from passes.ir import Status
@@ -112,10 +113,32 @@ def test_before_a_refusal_the_plain_program_and_every_deeper_plan_is_tried(
     choice = ways().choose(RECORD, REFUSED, MODULE)
     assert choice.record.hlo is not None
     assert not choice.record.hlo.status.found
-    assert asked[-1] == KERNELS
-    ratios = [w.temp_ratio for w in asked[:-1]]
+    *tried, kernels, for_the_least = asked
+    assert kernels == KERNELS
+    assert for_the_least == Wish(budget_bytes=1999, aim_bytes=1999)
+    ratios = [w.temp_ratio for w in tried]
     assert ratios == [r for r in TRIES.ratios if r <= (BUDGET - FIXED) / REFUSED.before_temp_bytes]
-    assert {w.budget_bytes for w in asked} == {BUDGET}
+    assert {w.budget_bytes for w in tried} == {BUDGET}
+
+
+def test_the_least_that_is_named_is_what_a_request_for_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request for a byte less than 2000 needs 1700, one for a byte less than that 1600."""
+    needed = {1999: 1700, 1699: 1600}
+
+    def outcome_of(asked: Wish) -> StageOutcome | None:
+        total = needed.get(asked.aim_bytes or 0)
+        return None if total is None else dataclasses.replace(OUTCOME, planned_temp_bytes=total - FIXED)
+
+    asked_of(monkeypatch, outcome_of)
+    refusal = ways().choose(RECORD, REFUSED, MODULE).record.hlo
+    assert refusal is not None
+    assert (refusal.status.found, refusal.least_total_bytes) == (False, 1600)
+    needed[1999] = BUDGET  # what is found on the way is taken
+    assert ways(key="kept").choose(RECORD, REFUSED, MODULE).module == MODULE
+    proved = dataclasses.replace(REFUSED, least_proved=True)
+    asked = asked_of(monkeypatch, outcome_of)
+    ways(key="proved").choose(RECORD, proved, MODULE)
+    assert not any(w.aim_bytes == 1999 for w in asked)
 
 
 def planned(record: Record = RECORD, **changes: Any) -> Record:
@@ -197,7 +220,9 @@ def test_looks_take_no_longer_than_the_compile_once_something_keeps_the_budget(
         choice = ways().choose(planned(), paged, MODULE)
         assert choice.record.hlo is not None
         times[choice.record.hlo.limited] = len(asked)
-    assert times == {True: BACKENDS["cpu"].looks, False: 7 + len(TRIES.ratios) - 3}
+    for_the_least = 1 + TRIES.most_looks
+    refused = 7 + len(TRIES.ratios) - 3 + for_the_least
+    assert times == {True: BACKENDS["cpu"].looks, False: refused}
 
 
 def test_a_plan_that_was_seen_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,6 +301,7 @@ def test_on_a_tpu_every_deeper_plan_is_tried_with_smaller_kernels_at_last(
 ) -> None:
     asked = asked_of(monkeypatch)
     ways().choose(dataclasses.replace(RECORD, device_name="v5e"), REFUSED, MODULE)
+    asked = [w for w in asked if w.budget_bytes == BUDGET]  # the others are for what is named
     strict = [w.calibration.strict for w in asked]
     assert strict == sorted(strict)
     deeper = [w for w in asked if w.temp_ratio is not None and not w.calibration.strict]

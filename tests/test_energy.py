@@ -5,11 +5,18 @@ from __future__ import annotations
 import dataclasses
 
 import hlo_support as h
+import jax
+import jax.numpy as jnp
 import pytest
+from jax import lax
 from strategies import example, small_gpt
 
 from passes.cost import DEVICES, kernel_pj
 from passes.ir import Program
+from passes.jaxpr import compat
+from passes.jaxpr.energy import with_energy
+from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.lift import lift
 from passes.link import PCIE5, Link
 from passes.listing import read_plan
 from passes.planners import PlannerConfig, plan
@@ -93,3 +100,22 @@ def test_energy_of_kernels_follows_the_data_sheet():
     assert joules / (full_ns * 1e-9) == pytest.approx(h200.watts, rel=1e-3)
     assert kernel_pj(DEVICES["v5e"], nbytes=1) == 0
     assert PCIE5.picojoules_per_byte > h200.memory_picojoules_per_byte
+
+
+def test_programs_lifted_from_a_jaxpr_say_their_energy() -> None:
+    """Products by their flops, a scan by its iterations; no energy where the device's power is not known."""
+
+    def loss(ws: jax.Array, x: jax.Array) -> jax.Array:
+        looped = jnp.tanh(x @ ws[0]) @ ws[1]
+        return (lax.scan(lambda x, w: (jnp.tanh(x @ w), None), looped, ws)[0] ** 2).mean()
+
+    avals = [jax.typeof(jnp.zeros(shape)) for shape in ((8, 64, 64), (4096, 64))]
+    jaxpr = compat.open_jaxpr(inline_calls(compat.trace(lambda *args: [jax.grad(loss)(*args)], avals)))[0]
+    h200 = DEVICES["h200"]
+    lifted = lift(jaxpr, h200, as_xla=True)
+    program = with_energy(lifted, h200)
+    by_name = {op.name: op.energy_pj for op in program.ops}
+    flops_pj = 2 * 4096 * 64 * 64 * h200.picojoules_per_flop(32)
+    assert flops_pj < by_name["dot_general"] < by_name["scan"] / 8
+    assert plan(program, half_of(program), PlannerConfig(objective="energy", quick=True)).energy_pj
+    assert with_energy(lifted, DEVICES["v5e"]) is lifted.program

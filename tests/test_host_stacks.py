@@ -8,8 +8,12 @@ from typing import Any
 import hlo_support as h
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import coop_jax as coop
 from coop_jax import aot
@@ -17,9 +21,11 @@ from passes.cost import DEVICES
 from passes.hlo import proto
 from passes.jaxpr import compat
 from passes.jaxpr.candidate import JaxprRequest
+from passes.jaxpr.constraints import constrain_program
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.scans.host_choice import sent_to_host, waiting_for_stacks_ns
-from passes.jaxpr.scans.host_stacks import stacks_of, with_stacks_on_host
+from passes.jaxpr.scans.host_stacks import stacks_of, with_host_stacks, with_stacks_on_host
+from passes.jaxpr.values import Constraints
 from passes.link import C2C, PCIE3
 from passes.outcome import StageOutcome
 from passes.pipeline import plan_program
@@ -117,6 +123,52 @@ def test_a_stack_inside_a_loop_over_microbatches_can_wait_on_the_host() -> None:
     moved, paged = with_stacks_on_host(jaxpr, {s.key for s in inner})
     assert len(paged) == len(inner)
     assert not stacks_of(moved)
+
+
+def test_a_forced_value_of_a_scan_in_a_scan_waits_on_the_host() -> None:
+    """The inner stack is a slice of the outer one, which goes to the host."""
+
+    def inner(x: Any, ws: Any) -> Any:
+        return lax.scan(lambda x, w: (jnp.sin(checkpoint_name(jnp.tanh(x @ w), "h")), None), x, ws)[0], None
+
+    def nested(ws: Any, x: Any) -> Any:
+        return (lax.scan(inner, x, ws.reshape(4, LAYERS // 4, WIDTH, WIDTH))[0] ** 2).mean()
+
+    constrained = constrain_program(program(nested), Constraints(offload=("h",)))
+    _, paged = with_host_stacks(constrained)
+    assert [p.nbytes for p in paged] == [STACK]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["jit", "shard_map"])
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_stacks_of_a_partitioned_program_wait_on_the_host(
+    request: pytest.FixtureRequest, platform: str, shared: bool
+) -> None:
+    """Each device has its part of the stack on the host, and keeps less than recompute alone can."""
+    device = request.getfixturevalue({"cuda": "h200", "tpu": "v5e"}[platform])
+    places = aot.devices(device, count=4) if platform == "cuda" else aot.devices("v5e:2x2")
+    mesh = Mesh(np.array(places), ("d",))
+    whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("d"))
+    specs = (
+        jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32, sharding=whole),
+        jax.ShapeDtypeStruct((4 * ROWS, WIDTH), jnp.float32, sharding=split),
+    )
+
+    def local(ws: Any, x: Any) -> Any:
+        return lax.pmean(loss(ws, x), "d")
+
+    def mapped(ws: Any, x: Any) -> Any:
+        return jax.shard_map(local, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())(ws, x)
+
+    budget = FIXED + 8 * SLICE
+    limited = coop.remat(jax.grad(mapped if shared else loss), budget=budget, host="1GiB", device=device)
+    options = {"cuda": {"xla_gpu_autotune_level": "0"}, "tpu": {"xla_msa_enable": "DISABLED"}}[platform]
+    compiled = jax.jit(limited).lower(*specs).compile(compiler_options=options)
+    found = coop.report(compiled)
+    assert found.compiled_total_bytes <= budget
+    assert found.compiled_total_bytes <= found.planned_total_bytes
+    assert found.host.compiled_bytes == found.host.planned_bytes == STACK
+    assert [p.nbytes for p in found.host.paged] == [STACK]
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])

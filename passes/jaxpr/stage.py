@@ -20,6 +20,7 @@ from passes.jaxpr.bodies import has_control_flow
 from passes.jaxpr.candidate import Candidate, JaxprRequest
 from passes.jaxpr.compat import ClosedJaxpr, Jaxpr
 from passes.jaxpr.emit import emit_split
+from passes.jaxpr.energy import with_energy
 from passes.jaxpr.halves import Joined, Split, closed_halves, join
 from passes.jaxpr.lift import lift as lift_jaxpr
 from passes.jaxpr.lifted import LiftedJaxpr
@@ -170,11 +171,11 @@ def plan(as_is: LiftedJaxpr, request: JaxprRequest) -> Planned:
     outcome = _outcome(as_is, before_bytes, candidate, request)
     if candidate.changed and not request.inside:
         outcome = replace(outcome, kernels_ns=_kernels_ns(as_is, before_bytes, request))
-    _dump(jaxpr, candidate, outcome)
+    _dump(jaxpr, candidate, outcome, request.device)
     return Planned(candidate=candidate, outcome=replace(outcome, seconds=time.perf_counter() - started))
 
 
-def _dump(jaxpr: Jaxpr, candidate: Candidate, outcome: StageOutcome) -> None:
+def _dump(jaxpr: Jaxpr, candidate: Candidate, outcome: StageOutcome, device: DeviceModel) -> None:
     """Write what was made of a program, if someone asked for it."""
     program, plan_made = candidate.lifted.program, candidate.plan
     dump(
@@ -182,7 +183,7 @@ def _dump(jaxpr: Jaxpr, candidate: Candidate, outcome: StageOutcome) -> None:
         {
             "jaxpr.txt": lambda: str(jaxpr),
             "program.txt": lambda: program_text(program),
-            "program.json": program.to_json,
+            "program.json": lambda: with_energy(candidate.lifted, device).to_json(),
             "plan.txt": lambda: "as it is\n" if plan_made is None else plan_text(plan_made, program),
             "emitted.txt": lambda: str(candidate.emitted),
             "outcome.json": lambda: json.dumps(outcome.to_dict(), indent=1, default=str),

@@ -134,7 +134,7 @@ def _places(eqns: Sequence[JaxprEqn], outvars: Sequence[Atom], at: Key, iteratio
             continue
         n_carry = compat.scan_sizes(eqn)[1]
         body = _body(eqn)
-        marked = _marked(body)
+        marked = _marked_slices(body)
         for k, (inner, outer) in enumerate(zip(body.outvars, eqn.outvars, strict=True)):
             own = tuple(dict.fromkeys(readers.get(outer, ())))
             if k < n_carry or not own or outer in outvars or not _can_move(inner):
@@ -161,6 +161,17 @@ def _body(scan: JaxprEqn) -> Jaxpr:
 def _marked(jaxpr: Jaxpr) -> set[Var]:
     """Values that a user forced to the host."""
     return {v for eqn in jaxpr.eqns if compat.checkpoint_name_of(eqn) == OFFLOADED for v in eqn.outvars}
+
+
+def _marked_slices(body: Jaxpr) -> set[Var]:
+    """Values of a body that a user forced to the host, and stacks of such values that its own scans make."""
+    marked = _marked(body)
+    for eqn in body.eqns:
+        if eqn.primitive.name == "scan":
+            inner = _body(eqn)
+            slices = _marked_slices(inner)
+            marked |= {v for v, slice_ in zip(eqn.outvars, inner.outvars, strict=True) if slice_ in slices}
+    return marked
 
 
 def _is_sliced(eqn: JaxprEqn, stack: Atom) -> bool:
