@@ -294,16 +294,10 @@ class _Search:
             record = dataclasses.replace(self.record, budget_bytes=least - 1)
             seen = {(plan, record.budget_bytes) for plan, _ in self.seen}
             request = dataclasses.replace(self, record=record, seen=seen, kept=[], looks=0)
-            request.plan()
+            request._look(Wish(budget_bytes=least - 1, aim_bytes=least - 1))
             self.looks += request.looks
             if min(self._totals()) >= least:
                 return
-
-    def plan(self) -> Choice | None:
-        """What a request for the budget is planned to, and followed by; None where it cannot be had."""
-        budget_bytes = self.record.budget_bytes
-        first = self._look(Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes))
-        return None if first is None else self.tuned(self._choice(first))
 
     def named(self, refused: StageOutcome) -> StageOutcome:
         """The refusal with the least budget that is known to be met when it is asked for."""
@@ -316,8 +310,10 @@ class _Search:
 
     def explore(self, refused: StageOutcome) -> None:
         """Look at what the least may be."""
-        if (best := self.plan()) is not None:
-            self.paged(best, hlo_of(best))
+        budget_bytes = self.record.budget_bytes
+        first = self._look(Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes))
+        if first is not None:
+            self.paged(self.tuned(self._choice(first)), hlo_of(first))
         for asked in self._wishes(refused):
             self._look(asked)
         self.ask_for_the_least(refused)

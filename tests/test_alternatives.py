@@ -220,7 +220,7 @@ def test_looks_take_no_longer_than_the_compile_once_something_keeps_the_budget(
         choice = ways().choose(planned(), paged, MODULE)
         assert choice.record.hlo is not None
         times[choice.record.hlo.limited] = len(asked)
-    for_the_least = 1 + TRIES.most_looks
+    for_the_least = 1
     refused = 7 + len(TRIES.ratios) - 3 + for_the_least
     assert times == {True: BACKENDS["cpu"].looks, False: refused}
 
