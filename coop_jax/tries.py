@@ -37,7 +37,7 @@ class TriesConfig:
     missed_ratio: float = 1.15
     most_looks: int = 3
     most_looks_if_kept: int = 1
-    most_asked: int = 2
+    most_asked: int = 4
 
 
 TRIES = TriesConfig()
