@@ -101,6 +101,19 @@ def _reduction_hero(fused: Computation) -> Instruction | None:
     return next((r for r in roots if r.opcode == "reduce"), None)
 
 
+def _is_transposed(fused: Computation, root: Instruction) -> bool:
+    """True if a result is made of a transpose: XLA's transpose emitter writes it in another order."""
+    seen, work = {root.id}, [root]
+    while work:
+        current = work.pop()
+        if current.opcode == "transpose":
+            return True
+        above = [o for o in fused.operands(current) if o.id not in seen]
+        seen.update(o.id for o in above)
+        work.extend(above)
+    return False
+
+
 def _reduced_roots(fused: Computation) -> frozenset[int]:
     """The results of a fusion that are reductions, beside others."""
     root = fused.by_id[fused.root]
@@ -214,17 +227,20 @@ class Sharing:
         if seen is None:
             return False
         root = fused.by_id[fused.root]
-        if root.opcode == "tuple" and not self._other_roots(fused, root, output, core, seen):
+        if root.opcode == "tuple" and not self._other_roots(fusion, fused, root, output, core, seen):
             return False
         return output.id in seen
 
     def _other_roots(
-        self, fused: Computation, root: Instruction, output: Instruction, core: Instruction, seen: set[int]
-    ) -> bool:
+        self, fusion: Instruction, fused: Computation, root: Instruction, output: Instruction,
+        core: Instruction, seen: set[int],
+    ) -> bool:  # fmt: skip
         reached = [fused.by_id[o] for o in root.operands if o in seen]
         if all(r is output for r in reached):
             return True
-        return is_elementwise(core) and all(r.opcode not in ("transpose", "copy") for r in reached)
+        if not is_elementwise(core) or any(r.opcode in ("transpose", "copy") for r in reached):
+            return False
+        return fusion.proto.fusion_kind != "kInput" or not any(_is_transposed(fused, r) for r in reached)
 
     def _walk(
         self, fused: Computation, parameter: Instruction, core: Instruction, target: tuple[int, ...],
