@@ -27,8 +27,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 from coop_jax import relowering, tuning
 from coop_jax.known import Known, Memory
@@ -269,14 +270,14 @@ class _Search:
             return Choice(record=with_hlo(self.record, refused))
         self.ways.learn(Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes), refused)
         known = self._known()
-        ways = [(k.wish, True) for k in known] + [(w, False) for w in self._wishes(refused)]
-        found = self._first(ways)
+        wishes = ((w, False) for w in self._wishes(refused))
+        found = self._first(chain(((k.wish, True) for k in known), wishes))
         if found is None:
             self.ask_for_the_least(refused)
-            found = self._first([(k.wish, True) for k in self._known() if k not in known])
+            found = self._first((k.wish, True) for k in self._known() if k not in known)
         return found or Choice(record=with_hlo(self.record, self.named(refused)))
 
-    def _first(self, ways: list[tuple[Wish, bool]]) -> Choice | None:
+    def _first(self, ways: Iterable[tuple[Wish, bool]]) -> Choice | None:
         """The first way that keeps the budget; each with whether it is known to."""
         variants = (self._try(asked, known=known) for asked, known in ways)
         return next((self._choice(v) for v in variants if v is not None), None)
@@ -327,19 +328,21 @@ class _Search:
         known = [k for k in MEMORY.of(self.ways.key) if k.total_bytes <= self.record.budget_bytes]
         return sorted(known, key=lambda k: (k.cost_ns is None, k.cost_ns or 0, k.total_bytes))
 
-    def _wishes(self, refused: StageOutcome) -> list[Wish]:
+    def _wishes(self, refused: StageOutcome) -> Iterator[Wish]:
         """The program as it is, unless that breaks a constraint, then deeper plans, the mildest first.
 
         Then its own kernels, some of them recomputed. Last deeper plans with smaller kernels, where XLA makes
         large ones.
         """
-        plain = [] if self.record.constraints else [relowering.PLAIN]
-        own = [dataclasses.replace(asked, budget_bytes=self.record.budget_bytes) for asked in plain]
+        if not self.record.constraints:
+            yield relowering.PLAIN
         deeper = self._deeper(refused)
-        strict = [dataclasses.replace(asked, calibration=STRICT) for asked in deeper]
-        if self._is_planned_before(deeper[-1]):  # what was planned for more bytes is the deepest plan already
-            deeper = []
-        return [*plain, *deeper, *own, *(strict if self._backend().fuses_results else [])]
+        if not self._is_planned_before(deeper[-1]):  # else there is nothing between that plan and the first
+            yield from deeper
+        if not self.record.constraints:
+            yield dataclasses.replace(relowering.PLAIN, budget_bytes=self.record.budget_bytes)
+        if self._backend().fuses_results:
+            yield from [dataclasses.replace(asked, calibration=STRICT) for asked in deeper]
 
     def _deeper(self, refused: StageOutcome) -> list[Wish]:
         """Plans for fewer temporaries than the budget leaves, the mildest first."""
@@ -415,16 +418,16 @@ class _Search:
 
     def _is_planned_before(self, asked: Wish) -> bool:
         """True if a wish is planned as something that was looked at; nothing is compiled for the answer."""
-        planned: list[tuple[Hashable, int]] = []
+        planned: set[tuple[Hashable, int]] = set()
 
         def skip(record: Record) -> bool:
-            planned.append((plan_key(record, asked), record.budget_bytes))
+            planned.add((plan_key(record, asked), record.budget_bytes))
             return True
 
         self.tell("planning for as little as can be")
         record = dataclasses.replace(self.record, jaxpr=None, budget_bytes=asked.budget_bytes)
         relowering.variant(self.ways.program, asked, record, skip=skip)
-        return any(plan in self.seen for plan in planned)
+        return bool(planned & self.seen)
 
     def _choice(self, variant: Variant) -> Choice:
         """A way with the words of the user's own request."""

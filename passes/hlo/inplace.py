@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from passes.backend import Backend
 from passes.hlo.graph import Computation, Instruction, Module
+from passes.reach import reached
 
 Pair = tuple[int, tuple[int, ...], tuple[int, ...]]
 
@@ -103,15 +104,7 @@ def _reduction_hero(fused: Computation) -> Instruction | None:
 
 def _is_transposed(fused: Computation, root: Instruction) -> bool:
     """True if a result is made of a transpose: XLA's transpose emitter writes it in another order."""
-    seen, work = {root.id}, [root]
-    while work:
-        current = work.pop()
-        if current.opcode == "transpose":
-            return True
-        above = [o for o in fused.operands(current) if o.id not in seen]
-        seen.update(o.id for o in above)
-        work.extend(above)
-    return False
+    return any(i.opcode == "transpose" for i in reached([root], fused.operands))
 
 
 def _reduced_roots(fused: Computation) -> frozenset[int]:
@@ -235,12 +228,12 @@ class Sharing:
         self, fusion: Instruction, fused: Computation, root: Instruction, output: Instruction,
         core: Instruction, seen: set[int],
     ) -> bool:  # fmt: skip
-        reached = [fused.by_id[o] for o in root.operands if o in seen]
-        if all(r is output for r in reached):
+        written = [fused.by_id[o] for o in root.operands if o in seen]
+        if all(r is output for r in written):
             return True
-        if not is_elementwise(core) or any(r.opcode in ("transpose", "copy") for r in reached):
+        if not is_elementwise(core) or any(r.opcode in ("transpose", "copy") for r in written):
             return False
-        return fusion.proto.fusion_kind != "kInput" or not any(_is_transposed(fused, r) for r in reached)
+        return fusion.proto.fusion_kind != "kInput" or not any(_is_transposed(fused, r) for r in written)
 
     def _walk(
         self, fused: Computation, parameter: Instruction, core: Instruction, target: tuple[int, ...],
