@@ -37,6 +37,7 @@ from coop_jax.text import format_table
 from passes.cost import DEVICES, DeviceModel
 from passes.ir import Plan, Program
 from passes.link import LINKS, Link
+from passes.objective import Objective
 from passes.planners import PlannerConfig, least_peak, plan
 from passes.planners.paging.energy import with_energy
 from passes.simulate import simulate
@@ -136,7 +137,9 @@ def measure(
             if link is links[-1]:
                 ways["delta"] = replace(pages, planner="delta")
             if energy:
-                ways["least energy"] = replace(pages, objective="energy", max_overhead=alone.overhead_ratio)
+                ways["least energy"] = replace(
+                    pages, objective=Objective(least="energy", max_overhead=alone.overhead_ratio)
+                )
             for way, config in ways.items():
                 made = plan(program, budget_bytes, config)
                 rows.append(row(program, ratio, link, way, made, peak_bytes))

@@ -23,6 +23,7 @@ from passes.checked import InputError, is_whole, whole_of
 from passes.ir import Plan, Program
 from passes.link import LINKS, Link
 from passes.liveness import Graph
+from passes.objective import Objective
 from passes.offsets.placement import place_graph
 from passes.planners import PlannerConfig, plan
 from passes.planners.placing import end_of
@@ -105,12 +106,13 @@ def _with_objective(config: PlannerConfig, arguments: argparse.Namespace) -> Pla
     if arguments.objective == "energy" and not PLANNERS[arguments.planner].frugal:
         raise InputError(f"--planner {arguments.planner} knows time only; leave out --objective energy")
     if text is None:
-        return dataclasses.replace(config, objective=arguments.objective)
+        return dataclasses.replace(config, objective=Objective(least=arguments.objective))
     if arguments.objective != "energy":
         raise InputError("--max-overhead is for --objective energy; the least time has no other limit")
     if not NUMBER.fullmatch(text.strip()):
         raise InputError(f"--max-overhead is {reprlib.repr(text)}; give a share of the time, such as 0.1")
-    return dataclasses.replace(config, objective="energy", max_overhead=float(text))
+    objective = Objective(least="energy", max_overhead=float(text))
+    return dataclasses.replace(config, objective=objective)
 
 
 def _link(text: str) -> Link:

@@ -201,6 +201,11 @@ class Program:
         """Cost of running every op once."""
         return sum(op.cost_ns for op in self.ops)
 
+    @property
+    def energy_pj(self) -> int:
+        """Energy of running every op once; 0 where it is not known."""
+        return sum(op.energy_pj for op in self.ops)
+
     def __str__(self) -> str:
         return as_text(self)
 

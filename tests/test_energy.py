@@ -14,17 +14,22 @@ from strategies import example, small_gpt
 from passes.cost import DEVICES, kernel_pj
 from passes.ir import Program
 from passes.jaxpr import compat
-from passes.jaxpr.energy import with_energy
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.lift import lift
 from passes.link import PCIE5, Link
 from passes.listing import read_plan
+from passes.objective import Objective
 from passes.planners import PlannerConfig, plan
 from passes.simulate import simulate
 from passes.validate import validate
 
 LINK = Link(to_host_bytes_per_second=3e8, from_host_bytes_per_second=3e8, picojoules_per_byte=1.0)
 HOST = {"host_bytes": 1 << 30, "link": LINK, "quick": True}
+
+
+def energy(max_overhead: float | None = None) -> Objective:
+    """The least energy."""
+    return Objective(least="energy", max_overhead=max_overhead)
 
 
 def frugal_gpt() -> Program:
@@ -44,8 +49,8 @@ def half_of(program: Program) -> int:
 def test_less_energy_is_found_where_time_may_be_spent(options: dict[str, object]):
     program = frugal_gpt()
     budget_bytes = half_of(program)
-    kept = plan(program, budget_bytes, PlannerConfig(objective="energy", max_overhead=0.15, **options))
-    free = plan(program, budget_bytes, PlannerConfig(objective="energy", **options))
+    kept = plan(program, budget_bytes, PlannerConfig(objective=energy(0.15), **options))
+    free = plan(program, budget_bytes, PlannerConfig(objective=energy(), **options))
     quick = plan(program, budget_bytes, PlannerConfig(**options))
     for made in (kept, free):
         validate(program, made, LINK)
@@ -61,19 +66,19 @@ def test_less_energy_is_found_where_time_may_be_spent(options: dict[str, object]
 
 def test_a_limit_that_no_plan_keeps_is_not_kept_silently():
     program = frugal_gpt()
-    made = plan(program, half_of(program), PlannerConfig(objective="energy", max_overhead=0.0, quick=True))
+    made = plan(program, half_of(program), PlannerConfig(objective=energy(0.0), quick=True))
     assert not made.status.found
 
 
 def test_what_energy_needs_is_said():
     with pytest.raises(ValueError, match="no op of the program has `energy_pj`"):
-        plan(example(), 12, PlannerConfig(objective="energy"))
+        plan(example(), 12, PlannerConfig(objective=energy()))
     with pytest.raises(ValueError, match="planner 'dtr' knows time only"):
-        PlannerConfig(objective="energy", planner="dtr")
+        PlannerConfig(objective=energy(), planner="dtr")
     with pytest.raises(ValueError, match="it is time or energy"):
-        PlannerConfig(objective="money")
+        PlannerConfig(objective=Objective(least="money"))
     with pytest.raises(ValueError, match="it is a share, for `objective` energy"):
-        PlannerConfig(max_overhead=0.1)
+        PlannerConfig(objective=Objective(max_overhead=0.1))
 
 
 def test_kernels_of_a_compiled_program_say_their_energy(h200: str) -> None:
@@ -84,7 +89,7 @@ def test_kernels_of_a_compiled_program_say_their_energy(h200: str) -> None:
     assert busy
     assert all(op.energy_pj > 0 for op in busy)
     budget_bytes = int(0.8 * simulate(program, tuple(op.id for op in program.ops)).peak_bytes)
-    made = plan(program, budget_bytes, PlannerConfig(objective="energy", **HOST))
+    made = plan(program, budget_bytes, PlannerConfig(objective=energy(), **HOST))
     quick = plan(program, budget_bytes, PlannerConfig(**HOST))
     validate(program, made, LINK)
     assert made.status.found
@@ -112,10 +117,9 @@ def test_programs_lifted_from_a_jaxpr_say_their_energy() -> None:
     avals = [jax.typeof(jnp.zeros(shape)) for shape in ((8, 64, 64), (4096, 64))]
     jaxpr = compat.open_jaxpr(inline_calls(compat.trace(lambda *args: [jax.grad(loss)(*args)], avals)))[0]
     h200 = DEVICES["h200"]
-    lifted = lift(jaxpr, h200, as_xla=True)
-    program = with_energy(lifted, h200)
+    program = lift(jaxpr, h200, as_xla=True).program
     by_name = {op.name: op.energy_pj for op in program.ops}
     flops_pj = 2 * 4096 * 64 * 64 * h200.picojoules_per_flop(32)
     assert flops_pj < by_name["dot_general"] < by_name["scan"] / 8
-    assert plan(program, half_of(program), PlannerConfig(objective="energy", quick=True)).energy_pj
-    assert with_energy(lifted, DEVICES["v5e"]) is lifted.program
+    assert plan(program, half_of(program), PlannerConfig(objective=energy(), quick=True)).energy_pj
+    assert not lift(jaxpr, DEVICES["v5e"], as_xla=True).program.energy_pj

@@ -15,6 +15,7 @@ from strategies import chain
 from passes.ir import Buffer, BufferId, Op, OpId, Program, Status
 from passes.link import Link
 from passes.liveness import Graph
+from passes.objective import Objective
 from passes.planners import PlannerConfig, plan
 from passes.planners.exact.pages import PROVED
 from passes.simulate import simulate
@@ -102,9 +103,10 @@ def test_brute_force_agrees_with_the_exact_mode_about_energy():
         ops = tuple(dataclasses.replace(op, energy_pj=draw.randint(1, 9)) for op in plain.ops)
         program = dataclasses.replace(plain, ops=ops)
         most = draw.choice((0.3, 1.0, None))
-        options = {"host_bytes": host_bytes, "link": FRUGAL, "work_limit": QUICK, "objective": "energy"}
-        quick = plan(program, budget_bytes, PlannerConfig(max_overhead=most, **options))
-        made = plan(program, budget_bytes, PlannerConfig(planner="exact", max_overhead=most, **options))
+        objective = Objective(least="energy", max_overhead=most)
+        options = {"host_bytes": host_bytes, "link": FRUGAL, "work_limit": QUICK, "objective": objective}
+        quick = plan(program, budget_bytes, PlannerConfig(**options))
+        made = plan(program, budget_bytes, PlannerConfig(planner="exact", **options))
         validate(program, made, FRUGAL)
         limit_ns = 200 if most is None else int(program.cost_ns * (1 + most))
         least_pj = Search(program, budget_bytes, host_bytes, FRUGAL).least_pj(limit_ns)
@@ -122,7 +124,7 @@ def test_least_energy_without_a_host_is_proved():
     ops = tuple(dataclasses.replace(op, energy_pj=1 + op.id % 3) for op in plain.ops)
     program = dataclasses.replace(plain, ops=ops)
     budget_bytes = int(0.8 * simulate(program, tuple(op.id for op in program.ops)).peak_bytes)
-    made = plan(program, budget_bytes, PlannerConfig(planner="exact", objective="energy"))
+    made = plan(program, budget_bytes, PlannerConfig(planner="exact", objective=Objective(least="energy")))
     validate(program, made, None)
     assert made.planner == PROVED
     assert not made.pages

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from passes.backend import BACKENDS
-from passes.cost import DeviceModel, kernel_ns
+from passes.cost import DeviceModel, kernel_ns, kernel_pj
 from passes.ir import Buffer, BufferId, Op, OpId, Program
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
@@ -140,16 +140,7 @@ class _Lift:
                 self.reads[result] = self.reads[operand]
                 self.stored.add(result)
             return
-        reads: dict[Var, int] = {}
-        for position, v in enumerate(eqn.invars):
-            if isinstance(v, compat.Literal):
-                continue
-            limit = None
-            if position == 0 and eqn.primitive.name in SLICING:
-                limit = sum(compat.aval_nbytes(o.aval) for o in eqn.outvars)
-            for leaf, nbytes in self.reads[v].items():
-                read = nbytes if limit is None else min(nbytes, limit)
-                reads[leaf] = max(reads.get(leaf, 0), read)
+        reads = self._kernel_reads(eqn)
         # Results of one equation are stored together or not at all.
         stored = any(self._is_stored(i, eqn, kind, v, reads, needed) for v in eqn.outvars)
         for v in eqn.outvars:
@@ -337,46 +328,49 @@ class _Lift:
         eqn = self.jaxpr.eqns[root]
         outvars = [v for v in eqn.outvars if not isinstance(v, compat.DropVar)]
         opaque = any(self.kinds[i] is Kind.OPAQUE or has_effect(self.jaxpr.eqns[i]) for i in body)
+        inside = eqn.primitive.name in CONTROL_FLOW
+        cost_ns, energy_pj = self._inner_cost(eqn) if inside else self._kernel_cost(root, body, outvars)
         return Op(
             id=op_id,
             inputs=leaves,
             outputs=tuple(buffer_of[v] for v in outvars),
-            cost_ns=self._inner_ns(eqn)
-            if eqn.primitive.name in CONTROL_FLOW
-            else self._kernel_ns(root, body, outvars),
+            cost_ns=cost_ns,
             recomputable=not opaque,
             may_share=self._may_share(root, outvars, buffer_of, leaves),
             workspace_bytes=sum(self._workspace(self.jaxpr.eqns[i]) for i in body),
             name=eqn.primitive.name,
             source=compat.source_line(eqn),
+            energy_pj=energy_pj,
         )
 
-    def _kernel_ns(self, root: int, body: tuple[int, ...], outvars: Sequence[Var]) -> int:
-        """Time of one kernel, of what it sends to other devices, too; a copy to or from the host is none."""
+    def _kernel_cost(self, root: int, body: tuple[int, ...], outvars: Sequence[Var]) -> tuple[int, int]:
+        """Time and energy of one kernel, the time of what it sends to other devices, too; a copy to or from
+        the host is none."""
         eqn = self.jaxpr.eqns[root]
         if moves_memory(eqn):
-            return 0
+            return 0, 0
         is_saved = compat.checkpoint_name_of(eqn) is not None and self.kinds[root] is Kind.OPAQUE
         nbytes = said_bytes(eqn)
         if nbytes is None:
             nbytes = sum(self._kernel_reads(eqn).values()) + sum(compat.aval_nbytes(v.aval) for v in outvars)
+        nbytes = 0 if is_saved else nbytes
         flops, bits = matrix_work([self.jaxpr.eqns[i] for i in body if self.kinds[i] in _WHOLE])
+        vector_flops = sum(self.vector_flops[i] for i in body)
         kernel = kernel_ns(
-            self.device,
-            nbytes=0 if is_saved else nbytes,
-            matrix_flops=flops,
-            bits=bits,
-            vector_flops=sum(self.vector_flops[i] for i in body),
+            self.device, nbytes=nbytes, matrix_flops=flops, bits=bits, vector_flops=vector_flops
         )
         kernel += sum(split_ns(self.jaxpr.eqns[i], self.device) for i in body)
-        return kernel + round(1e9 * sent_bytes(eqn) / self.device.link_bytes_per_second)
+        kernel += round(1e9 * sent_bytes(eqn) / self.device.link_bytes_per_second)
+        return kernel, kernel_pj(self.device, nbytes=nbytes, matrix_flops=flops, bits=bits)
 
     def _kernel_reads(self, eqn: JaxprEqn) -> dict[Var, int]:
+        """The stored variables that a kernel reads, with the bytes of each: a slice reads as many as it gives."""
         reads: dict[Var, int] = {}
-        limit = None
-        if eqn.primitive.name in SLICING:
-            limit = sum(compat.aval_nbytes(v.aval) for v in eqn.outvars)
-        for v in compat.variables(eqn.invars):
+        slices = eqn.primitive.name in SLICING
+        for position, v in enumerate(eqn.invars):
+            if isinstance(v, compat.Literal):
+                continue
+            limit = sum(compat.aval_nbytes(o.aval) for o in eqn.outvars) if slices and not position else None
             for leaf, nbytes in self.reads[v].items():
                 reads[leaf] = max(reads.get(leaf, 0), nbytes if limit is None else min(nbytes, limit))
         return reads
@@ -401,24 +395,30 @@ class _Lift:
         bodies = _works(eqn, self.device) if eqn.primitive.name in CONTROL_FLOW else []
         return max((work.peak_bytes for work in bodies), default=split_bytes(eqn, self.device))
 
-    def _inner_ns(self, eqn: JaxprEqn) -> int:
-        """Time of control flow: its dearest body, as often as it is known to run."""
-        inner = [work.cost_ns for work in _works(eqn, self.device)]
-        iterations_ns = int(eqn.params.get("length") or 1) * max(inner, default=0)
+    def _inner_cost(self, eqn: JaxprEqn) -> tuple[int, int]:
+        """Time and energy of control flow: of its dearest body, as often as it is known to run."""
+        dearest = max(_works(eqn, self.device), key=lambda work: work.cost_ns, default=NO_WORK)
+        iterations = int(eqn.params.get("length") or 1)
+        cost_ns, energy_pj = iterations * dearest.cost_ns, iterations * dearest.energy_pj
         if eqn.primitive.name != "scan":
-            return iterations_ns
+            return cost_ns, energy_pj
         n_consts, n_carry = compat.scan_sizes(eqn)
         stacks = [*eqn.invars[n_consts + n_carry :], *eqn.outvars[n_carry:]]
         moved = SLICE_PASSES * sum(compat.aval_nbytes(v.aval) for v in stacks)
-        return iterations_ns + round(1e9 * moved / self.device.bytes_per_second)
+        cost_ns += round(1e9 * moved / self.device.bytes_per_second)
+        return cost_ns, energy_pj + kernel_pj(self.device, nbytes=moved)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InnerWork:
-    """One run of a body of control flow: its peak of temporaries, results counted too, and its time."""
+    """One run of a body of control flow: its peak of temporaries, results counted too, time and energy."""
 
     peak_bytes: int
     cost_ns: int
+    energy_pj: int
+
+
+NO_WORK = InnerWork(peak_bytes=0, cost_ns=0, energy_pj=0)
 
 
 def _nbytes(v: Atom, device: DeviceModel) -> int:
@@ -445,4 +445,6 @@ def inner_work(jaxpr: Jaxpr, device: DeviceModel, carried: tuple[int, int] = (0,
     in_place = updated_in_place(lifted, *carried)
     results = sum(_nbytes(v, device) for k, v in enumerate(flat.outvars) if k not in in_place)
     peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
-    return InnerWork(peak_bytes=int(peak_bytes) + results, cost_ns=program.cost_ns)
+    return InnerWork(
+        peak_bytes=int(peak_bytes) + results, cost_ns=program.cost_ns, energy_pj=program.energy_pj
+    )

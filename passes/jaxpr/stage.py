@@ -20,7 +20,6 @@ from passes.jaxpr.bodies import has_control_flow
 from passes.jaxpr.candidate import Candidate, JaxprRequest
 from passes.jaxpr.compat import ClosedJaxpr, Jaxpr
 from passes.jaxpr.emit import emit_split
-from passes.jaxpr.energy import with_energy
 from passes.jaxpr.halves import Joined, Split, closed_halves, join
 from passes.jaxpr.lift import lift as lift_jaxpr
 from passes.jaxpr.lifted import LiftedJaxpr
@@ -183,7 +182,7 @@ def _dump(jaxpr: Jaxpr, candidate: Candidate, outcome: StageOutcome, device: Dev
         {
             "jaxpr.txt": lambda: str(jaxpr),
             "program.txt": lambda: program_text(program),
-            "program.json": lambda: with_energy(candidate.lifted, device).to_json(),
+            "program.json": lambda: program.to_json(),
             "plan.txt": lambda: "as it is\n" if plan_made is None else plan_text(plan_made, program),
             "emitted.txt": lambda: str(candidate.emitted),
             "outcome.json": lambda: json.dumps(outcome.to_dict(), indent=1, default=str),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from passes.ir import BufferId
 from passes.link import Link
+from passes.objective import LEAST_TIME, Objective
 from passes.registry import PLANNERS as PLANNERS
 
 SEARCHING = tuple(name for name, planner in PLANNERS.items() if planner.searches)
@@ -66,10 +67,7 @@ class PlannerConfig:
         host_bytes: bytes that pages may take on the host at once; 0 for no paging.
         link: what carries them; needed where `host_bytes` is not 0.
         must_page: buffers that spend the longest gap between their uses on the host, whatever it costs.
-        objective: "time", or "energy": the least energy within the budgets and `max_overhead`, after POET;
-            for programs whose ops have `energy_pj`.
-        max_overhead: by which share of the program's time a plan of least energy may be slower; None for
-            any.
+        objective: what a plan takes the least of; energy for programs whose ops have `energy_pj`.
         report: called by the exact mode with lines of progress, after two seconds.
     """
 
@@ -87,8 +85,7 @@ class PlannerConfig:
     host_bytes: int = 0
     link: Link | None = None
     must_page: frozenset[BufferId] = frozenset()
-    objective: str = "time"
-    max_overhead: float | None = None
+    objective: Objective = LEAST_TIME
     report: Callable[[str], None] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -102,14 +99,10 @@ class PlannerConfig:
             raise ValueError(f"`host_bytes` is {self.host_bytes}; it must not be negative")
         if self.host_bytes and self.link is None:
             raise ValueError(f"`host_bytes` is {self.host_bytes}, but no `link` says how fast they move")
-        if self.objective not in ("time", "energy"):
-            raise ValueError(f"`objective` is {self.objective!r}; it is time or energy")
-        if self.objective == "energy" and not PLANNERS[self.planner].frugal:
+        if self.objective.least == "energy" and not PLANNERS[self.planner].frugal:
             raise ValueError(
                 f"planner {self.planner!r} knows time only; `objective` energy is for auto and exact"
             )
-        if self.max_overhead is not None and (self.max_overhead < 0 or self.objective == "time"):
-            raise ValueError(f"`max_overhead` is {self.max_overhead}; it is a share, for `objective` energy")
         if self.planner == "delta" and not self.host_bytes:
             raise ValueError("planner 'delta' swaps to the host; give `host_bytes` and a `link`")
         if self.must_page and not self.host_bytes:

@@ -29,7 +29,7 @@ def plan(program: Program, budget_bytes: int, config: PlannerConfig | None = Non
     config = config or PlannerConfig()
     planner = PLANNERS[config.planner]
     other = planner.paged if config.host_bytes else ""
-    if config.objective == "energy":
+    if config.objective.least == "energy":
         other = planner.frugal
     module, _, function = (other or planner.entry).partition(":")
     made: Plan = getattr(importlib.import_module(module), function)(program, budget_bytes, config)

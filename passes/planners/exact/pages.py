@@ -30,7 +30,7 @@ from passes.link import Link
 from passes.liveness import Graph
 from passes.planners.exact.axis import Axis
 from passes.planners.exact.limits import Clock, ExactConfig
-from passes.planners.paging.director import Energy
+from passes.planners.paging.director import Prices
 from passes.planners.paging.energy import with_energy
 from passes.planners.paging.queues import traffic
 from passes.simulate import simulate
@@ -107,7 +107,7 @@ def total(terms: Sequence[cp_model.LinearExprT]) -> cp_model.LinearExpr:
 
 def solve_paged(
     program: Program, budget_bytes: int, hint: Plan, link: Link, config: ExactConfig,
-    energy: Energy | None = None,
+    energy: Prices | None = None,
 ) -> Plan:  # fmt: skip
     """The quickest plan with pages within both budgets, with a proof where the limit allows it.
 
@@ -142,7 +142,7 @@ def solve_paged(
     return dataclasses.replace(answer, planner=planner, status=Status.FEASIBLE)
 
 
-def _horizon_ns(axis: Axis, link: Link, hint: Plan, energy: Energy | None) -> int:
+def _horizon_ns(axis: Axis, link: Link, hint: Plan, energy: Prices | None) -> int:
     """No plan that is looked for takes longer."""
     graph = axis.graph
     base_ns = sum(graph.cost_ns)
@@ -153,13 +153,12 @@ def _horizon_ns(axis: Axis, link: Link, hint: Plan, energy: Energy | None) -> in
     return longest_ns if energy is None else int(min(longest_ns, energy.limit_ns))
 
 
-def _energy_pj(made: _Model, energy: Energy) -> cp_model.LinearExpr:
+def _energy_pj(made: _Model, energy: Prices) -> cp_model.LinearExpr:
     """Of all steps, and of what the link carries."""
-    runs = [energy.op_pj[op] * on for op, on in zip(made.axis.steps, made.on, strict=True)]
+    runs = [energy.op[op] * on for op, on in zip(made.axis.steps, made.on, strict=True)]
     starts = [(b, literal) for (event, _, b), literal in made.event.items() if event == "start"]
     copies = [(b, literal) for (_, b), literal in made.sent.items()] + starts
-    rate = made.link.picojoules_per_byte
-    return total(runs) + total([round(rate * made.graph.nbytes[b]) * literal for b, literal in copies])
+    return total(runs) + total([round(energy.byte * made.graph.nbytes[b]) * literal for b, literal in copies])
 
 
 def _build(axis: Axis, link: Link, horizon_ns: int, budget_bytes: int, host_bytes: int) -> _Model:

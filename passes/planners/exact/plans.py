@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 
 from passes.ir import Plan, Program
@@ -16,7 +15,7 @@ from passes.planners.exact.placed import solve_jointly
 from passes.planners.exact.solve import solve_exact
 from passes.planners.paging import energy as frugal
 from passes.planners.paging import plans as paging
-from passes.planners.paging.director import Energy
+from passes.planners.paging.director import Prices
 
 
 def plan(program: Program, budget_bytes: int, config: PlannerConfig) -> Plan:
@@ -44,12 +43,12 @@ def plan_energy(program: Program, budget_bytes: int, config: PlannerConfig) -> P
     begin = time.perf_counter()
     found = frugal.plan_energy(program, budget_bytes, dataclasses.replace(config, planner="auto"))
     hint = dataclasses.replace(found, planner=config.planner)
-    most = math.inf if config.max_overhead is None else 1 + config.max_overhead
-    energy = Energy(op_pj=[op.energy_pj for op in program.ops], limit_ns=most * program.cost_ns)
+    link = config.link or PCIE5
+    prices = Prices.of_energy(program, link, config.objective.limit_ns(program.cost_ns))
     if config.link is None:
         here = tuple(dataclasses.replace(b, pageable=False) for b in program.buffers)
         program = dataclasses.replace(program, buffers=here)
-    made = solve_paged(program, hint.budget_bytes, hint, config.link or PCIE5, _limits(config), energy)
+    made = solve_paged(program, hint.budget_bytes, hint, link, _limits(config), prices)
     return dataclasses.replace(made, seconds=time.perf_counter() - begin)
 
 

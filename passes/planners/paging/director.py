@@ -10,16 +10,20 @@ levels    recompute down to some level between the budget and the peak, pages fo
 again     as `carried`, with what the best sequence pages at last, where it does.
 around    a search around the best: some recomputes are taken out, and pages or cuts make up for them.
 
-All are compared by the time of their steps and of waiting for the link, replayed in both queues.
+All are compared by the price of their steps, of their copies and of waiting for the link, replayed in both
+queues: for the least time, or for the least energy in a limit of time, that is what `Prices` say.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from passes.ir import Program
+from passes.link import Link
 from passes.liveness import Graph
 from passes.planners.candidate import Candidate, WorkLimit
 from passes.planners.cut import SCHEDULE_UNITS, Style, descend, lower_to
@@ -66,14 +70,14 @@ class Mixed:
         paged: its pages.
         page_offsets: where each page's live range comes back, if it is placed.
         end_bytes: the end of the highest live range then.
-        energy_pj: of all steps and copies, if that is the objective.
+        price: of its steps, copies and waiting, by the director's prices.
     """
 
     candidate: Candidate
     paged: Paged
     page_offsets: tuple[int, ...] = ()
     end_bytes: int = 0
-    energy_pj: int = 0
+    price: int = 0
 
     @property
     def total_ns(self) -> int:
@@ -82,16 +86,31 @@ class Mixed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Energy:
-    """The objective energy.
+class Prices:
+    """What is weighed against each other, in the unit of the objective.
 
     Attributes:
-        op_pj: energy of a run of every op.
+        op: of a run of every op.
+        byte: of a byte over the link.
+        waiting: of a nanosecond in which the program waits for the link.
         limit_ns: no plan may take more time.
     """
 
-    op_pj: list[int]
-    limit_ns: float
+    op: list[int]
+    byte: float = 0.0
+    waiting: int = 0
+    limit_ns: float = math.inf
+
+    @classmethod
+    def of_time(cls, graph: Graph) -> Prices:
+        """Nanoseconds."""
+        return cls(op=graph.cost_ns, waiting=1)
+
+    @classmethod
+    def of_energy(cls, program: Program, link: Link, limit_ns: float) -> Prices:
+        """Picojoules; waiting costs time only: idle power is not in the model."""
+        op_pj = [op.energy_pj for op in program.ops]
+        return cls(op=op_pj, byte=link.picojoules_per_byte, limit_ns=limit_ns)
 
 
 class Director:
@@ -102,25 +121,24 @@ class Director:
     """
 
     def __init__(
-        self, graph: Graph, budget_bytes: int, host: Host, work: WorkLimit, energy: Energy | None = None
+        self, graph: Graph, budget_bytes: int, host: Host, work: WorkLimit, prices: Prices | None = None
     ) -> None:
         self.graph, self.budget_bytes, self.host, self.work = graph, budget_bytes, host, work
-        self.energy = energy
+        self.prices = Prices.of_time(graph) if prices is None else prices
         self.start = Candidate.of(Schedule(graph, range(len(graph.cost_ns))))
         self.pager = Pager(graph, self.start.steps, host)
         self.best: Mixed | None = None
 
-    def direct(self, alone: Candidate, floor_ns: int) -> Mixed | None:
+    def direct(self, alone: Candidate, floor: int) -> Mixed | None:
         """The cheapest sequence with pages that is found; None if none keeps the budgets.
 
         Args:
             alone: recompute alone for the same budget.
-            floor_ns: nothing cheaper is looked for.
+            floor: a price; nothing cheaper is looked for.
         """
         self.offer(alone)
         for _ in self._ways():
-            near = self.energy is None and self.best is not None and self.best.total_ns <= floor_ns
-            if near or (self.best is not None and not self.work.left):
+            if self.best is not None and (self.rank(self.best)[:2] <= (False, floor) or not self.work.left):
                 break
         return self.best
 
@@ -131,31 +149,24 @@ class Director:
         if paged is None:
             return None
         self.work.done += CONFIG.page_units * len(paged.pages)
-        mixed = Mixed(candidate=candidate, paged=paged)
-        if self.energy is not None:
-            mixed = self._with_energy(mixed, self.energy)
+        mixed = self._mixed(candidate, paged)
         if self.best is None or self.rank(mixed) < self.rank(self.best):
             self.best = mixed
         return mixed
 
     def rank(self, mixed: Mixed) -> tuple[bool, int, int, int]:
         """The cheaper the better; then fewer pages, on a link that others may use."""
-        late = self.energy is not None and mixed.total_ns > self.energy.limit_ns
-        price = mixed.total_ns if self.energy is None or late else mixed.energy_pj
+        late = mixed.total_ns > self.prices.limit_ns
+        price = mixed.total_ns if late else mixed.price
         return late, price, len(mixed.paged.pages), mixed.paged.host_peak_bytes
 
-    def _with_energy(self, mixed: Mixed, energy: Energy) -> Mixed:
-        """The same with its energy, and with its time where cuts have put prices in energy."""
-        steps = mixed.candidate.steps
-        moved_bytes = mixed.paged.moved_bytes
-        energy_pj = sum([energy.op_pj[op] for op in steps])
-        energy_pj += round(self.host.link.picojoules_per_byte * moved_bytes)
+    def _mixed(self, candidate: Candidate, paged: Paged) -> Mixed:
+        """A sequence and its pages with their price; the cuts may have weighed another cost than time."""
+        prices, steps = self.prices, candidate.steps
+        price = sum([prices.op[op] for op in steps]) + prices.waiting * paged.waiting_ns
+        price += round(prices.byte * paged.moved_bytes)
         cost_ns = sum([self.graph.cost_ns[op] for op in steps])
-        return replace(mixed, candidate=replace(mixed.candidate, cost_ns=cost_ns), energy_pj=energy_pj)
-
-    def _priced(self, graph: Graph) -> Graph:
-        """The graph whose costs the cuts weigh: time, or energy."""
-        return graph if self.energy is None else replace(graph, cost_ns=self.energy.op_pj)
+        return Mixed(candidate=replace(candidate, cost_ns=cost_ns), paged=paged, price=price)
 
     def _ways(self) -> Iterator[None]:
         yield from self._carried(CONFIG.shares[:1])
@@ -202,7 +213,7 @@ class Director:
     def _lowered(
         self, graph: Graph, start: Candidate, level_bytes: int, preferred: Collection[int]
     ) -> Iterator[None]:
-        graph = self._priced(graph)
+        graph = replace(graph, cost_ns=self.prices.op)
         begin = Candidate.of(Schedule(graph, start.steps))
         for tilt_ratio in CONFIG.tilts:
             lowered = begin
@@ -251,5 +262,5 @@ class Director:
             reserve_ratio=random_number.choice((0.0, 0.0, 0.02)),
             tilt_ratio=random_number.choice((0.0, 0.1, -0.1)),
         )
-        lowered = lower_to(self._priced(graph), steps, self.budget_bytes, self.work, style)
+        lowered = lower_to(replace(graph, cost_ns=self.prices.op), steps, self.budget_bytes, self.work, style)
         return self.offer(lowered, preferred)

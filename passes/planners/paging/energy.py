@@ -8,16 +8,16 @@ Waiting costs time only: idle power is not in the model.
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 
 from passes.ir import OpId, Plan, Program, Status
 from passes.link import Link
 from passes.liveness import Graph
+from passes.objective import LEAST_TIME
 from passes.planners import search
 from passes.planners.candidate import Candidate, WorkLimit
 from passes.planners.config import PlannerConfig
-from passes.planners.paging.director import Director, Energy, Mixed
+from passes.planners.paging.director import Director, Mixed, Prices
 from passes.planners.paging.pager import Host
 from passes.planners.paging.plans import plan_paged
 from passes.planners.paging.queues import traffic
@@ -37,14 +37,14 @@ def plan_energy(program: Program, budget_bytes: int, config: PlannerConfig) -> P
     if program.ops and not any(op.energy_pj for op in program.ops):
         raise ValueError("the objective is energy, but no op of the program has `energy_pj`")
     begin = time.perf_counter()
-    quickest = dataclasses.replace(config, objective="time", max_overhead=None, placed=False)
+    quickest = dataclasses.replace(config, objective=LEAST_TIME, placed=False)
     run = plan_paged if config.host_bytes else search.plan
     tried = [run(program, budget_bytes, quickest), _frugal_alone(program, budget_bytes, quickest)]
     if config.host_bytes:
         tried += _with_pages(program, tried, config)
     tried = [with_energy(program, made, config.link) for made in tried]
-    limit = math.inf if config.max_overhead is None else config.max_overhead
-    kept = [made for made in tried if made.status.found and made.overhead_ratio <= limit + 1e-9]
+    limit_ns = config.objective.limit_ns(program.cost_ns)
+    kept = [made for made in tried if made.status.found and _time_ns(program, made) <= limit_ns]
     best = min(kept, key=lambda made: made.energy_pj, default=None)
     if best is None:
         best = dataclasses.replace(tried[0], status=_missed(tried[0]))
@@ -54,6 +54,10 @@ def plan_energy(program: Program, budget_bytes: int, config: PlannerConfig) -> P
         best, status=status, lower_bound_ratio=tried[0].lower_bound_ratio, seconds=seconds,
         planner=config.planner, host_budget_bytes=config.host_bytes,
     )  # fmt: skip
+
+
+def _time_ns(program: Program, made: Plan) -> int:
+    return round(program.cost_ns * (1 + made.overhead_ratio))
 
 
 def _missed(quickest: Plan) -> Status:
@@ -78,10 +82,9 @@ def _with_pages(program: Program, known: list[Plan], config: PlannerConfig) -> l
     assert config.link is not None, "a host budget comes with a link"
     graph = Graph.of(program)
     base_ns, budget_bytes = program.cost_ns, known[0].budget_bytes
-    limit_ns = math.inf if config.max_overhead is None else base_ns * (1 + config.max_overhead)
-    energy = Energy(op_pj=[op.energy_pj for op in program.ops], limit_ns=limit_ns)
+    prices = Prices.of_energy(program, config.link, config.objective.limit_ns(base_ns))
     host = Host(link=config.link, nbytes=config.host_bytes, forced=config.must_page)
-    director = Director(graph, budget_bytes, host, WorkLimit(config.units(len(program.ops))), energy)
+    director = Director(graph, budget_bytes, host, WorkLimit(config.units(len(program.ops))), prices)
     start = Candidate.of(Schedule(graph, known[-1].steps))
     mixed = director.direct(start, 0)
     return [] if mixed is None else [_plan_of(mixed, known[0], base_ns)]
