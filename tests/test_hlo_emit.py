@@ -191,6 +191,18 @@ def test_what_only_an_unread_output_of_a_fusion_read_is_dropped_with_it(kind: st
     assert [*module.schedule.sequences[0].value.instruction_ids] == [i.id for i in entry.instructions]
 
 
+def test_a_fusion_that_names_its_outputs_by_number_keeps_them() -> None:
+    """A TPU's collectives that go on inside of kernels: an Adam step over four of them."""
+    aliased = FOR_NOTHING.replace(
+        "calls=two", "calls=two, output_to_operand_aliasing={{0}: (0, {}), {1}: (1, {})}"
+    )
+    module = proto.parse(compat.hlo_of_text(aliased))
+    prune(module, module.entry_computation_id, once=())
+    entry = next(c for c in module.computations if c.id == module.entry_computation_id)
+    (fusion,) = (i for i in entry.instructions if i.opcode == "fusion")
+    assert len(fusion.shape.tuple_shapes) == len(fusion.operand_ids) == 2
+
+
 def test_a_run_whose_every_use_was_taken_over_disappears() -> None:
     def choose(program: Program) -> list[OpId]:
         return [step for op in program.ops for step in ([op.id, op.id] if op.recomputable else [op.id])]

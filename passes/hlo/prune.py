@@ -1,6 +1,7 @@
 """Drop what nothing reads, down to outputs of fusions, and operands that a fusion has twice, as XLA does.
 
-A fusion left with one output stops being a tuple: its only get-tuple-element disappears.
+A fusion left with one output stops being a tuple: its only get-tuple-element disappears. Fusions that name
+their operands or outputs by number stay as they are: those that carry a collective on, on TPUs.
 """
 
 from __future__ import annotations
@@ -29,8 +30,13 @@ def drop_uncalled(module: Any) -> None:
 
 def can_merge_operands(instruction: Any) -> bool:
     """True for the fusions that are XLA's own, all of whose operands may be numbered anew."""
-    is_own = instruction.opcode == "fusion" and instruction.fusion_kind != "kCustom"
-    return is_own and not _has_numbered_operands(instruction)
+    return _is_own(instruction) and not _has_numbered_operands(instruction)
+
+
+def _is_own(instruction: Any) -> bool:
+    """True for the fusions that are XLA's own, whose outputs may be numbered anew."""
+    is_custom = instruction.fusion_kind == "kCustom" or bool(instruction.output_operand_aliasing)
+    return instruction.opcode == "fusion" and not is_custom
 
 
 def merge_operands(fusion: Any, fused: Any) -> None:
@@ -69,7 +75,7 @@ def prune(module: Any, scope: int, once: Collection[int]) -> None:
         operands = set(instruction.operand_ids)
         if instruction.id not in stays and not users[instruction.id]:
             replaced[instruction.id] = instruction.id
-        elif instruction.opcode == "fusion" and instruction.fusion_kind != "kCustom":
+        elif _is_own(instruction):
             if instruction.id != entry.root_id:
                 _prune(instruction, list(users[instruction.id].values()), computations, replaced)
             operands -= set(instruction.operand_ids)
