@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from passes.backend import CPU, TPU, Backend
 from passes.hlo import graph, proto
 from passes.hlo.inplace import Sharing
+from passes.jaxpr import compat
 from passes.offsets.xla_heap import Interval, pack_in_time
 
 BF16, F32, PRED = 16, 11, 1
@@ -173,3 +174,26 @@ def test_prediction_is_what_xla_allocates_but_for_slots_of_scalars(v5e: str, mod
 def test_edited_modules_are_predicted_too(v5e: str, model: str) -> None:
     compiled, found, _ = h.with_steps(h.example(model, "donated"), h.random_steps(1, 0.4), "tpu")
     assert h.is_foreseen(found.total_bytes, compiled.memory_analysis().total_allocation_bytes, "tpu")
+
+
+VIEWED = """HloModule m, is_scheduled=true
+fused {
+  p = f32[16,64,1]{1,0,2:T(8,128)} parameter(0)
+  n = f32[16,64,1]{1,0,2:T(8,128)} negate(p)
+  ROOT b = f32[16,64]{1,0:T(8,128)} bitcast(n)
+}
+ENTRY e {
+  p = f32[16,64,1]{1,0,2:T(8,128)} parameter(0)
+  made = f32[16,64,1]{1,0,2:T(8,128)} sine(p)
+  ROOT f = f32[16,64]{1,0:T(8,128)} fusion(made), kind=kLoop, calls=fused
+}"""
+
+
+@pytest.mark.parametrize(("backend", "shares"), [(TPU, True), (CPU, False)])
+def test_a_tpu_writes_over_an_operand_of_the_same_bytes_in_another_shape(
+    backend: Backend, shares: bool
+) -> None:
+    """As in the backward body of a scanned GPT: with it every value but tables is where XLA puts it."""
+    entry = graph.read(proto.parse(compat.hlo_of_text(VIEWED)))
+    made, fusion = (next(i for i in entry.entry.by_id.values() if i.name == name) for name in ("made", "f"))
+    assert Sharing(entry, backend).may_share(entry.entry, made, (), fusion, ()) is shares

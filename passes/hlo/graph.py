@@ -58,6 +58,12 @@ class Shape:
         """Number of elements of an array."""
         return prod(self.dims)
 
+    def is_same_memory(self, other: Shape) -> bool:
+        """True for arrays of as many elements of one kind in as many bytes, padding included."""
+        mine = (self.element, self.count, self.nbytes, self.element_bits, self.memory_space)
+        its = (other.element, other.count, other.nbytes, other.element_bits, other.memory_space)
+        return mine == its and not self.is_tuple and not other.is_tuple
+
     def leaves(self) -> tuple[tuple[tuple[int, ...], Shape], ...]:
         """Every sub-shape with its index, this shape first."""
         return self._leaves

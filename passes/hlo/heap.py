@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from passes.hlo import graph
 from passes.hlo.assign import Assigner
+from passes.hlo.cost import host_transfer
 from passes.hlo.graph import HOST
 from passes.hlo.liverange import Range
 from passes.offsets.tight import live_bound, pack_tight
@@ -244,8 +245,9 @@ def predict_assigned(assigner: Assigner) -> HeapPrediction:
 
 
 def _offloads(module: graph.Module) -> bool:
-    """True if a core of another kind runs part of a program."""
-    return any(i.opcode == "async-start" for c in module.computations.values() for i in c.by_id.values())
+    """True if a core of another kind runs part of a program; slices to and from the host are copies."""
+    started = (i for c in module.computations.values() for i in c.by_id.values() if i.opcode == "async-start")
+    return any(host_transfer(module, i) is None for i in started)
 
 
 def _host_bytes(assigner: Assigner) -> int:

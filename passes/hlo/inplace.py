@@ -150,7 +150,8 @@ class Sharing:
         if user.opcode == "fusion":
             if self._by_emitters:
                 return self._gpu_fusion(operand, user, target, number, same)
-            return same and self._cpu_fusion(user, number)
+            alike = same or (self._reduces and before.is_same_memory(after))
+            return alike and self._cpu_fusion(user, number)
         if not same:
             return False
         return self._plain(computation, operand, user, target, number)
@@ -176,10 +177,12 @@ class Sharing:
         return is_elementwise(user, number)
 
     def _cpu_fusion(self, fusion: Instruction, number: int) -> bool:
-        """True if all that an operand reaches is elementwise or, where XLA allows that, a reduced result."""
+        """True if all that an operand reaches is elementwise or, on a TPU, a reduced result or a view of the
+        same bytes."""
         fused = self._module.computations[fusion.called[0]]
         kind = fusion.proto.fusion_kind
-        allow_tuple = kind in ("kLoop", "kInput")
+        free = {"tuple"} if kind in ("kLoop", "kInput") else set[str]()
+        free |= {"bitcast"} if self._reduces else set()
         reduced = _reduced_roots(fused) if self._reduces else frozenset()
         users = self.users(fused)
         parameter = fused.parameters()[number]
@@ -190,9 +193,8 @@ class Sharing:
                 if user.id in reduced:
                     continue
                 for n, o in enumerate(user.operands):
-                    if o == current.id and not (
-                        is_elementwise(user, n) or (allow_tuple and user.opcode == "tuple")
-                    ):
+                    moved = not (is_elementwise(user, n) or user.opcode in free)
+                    if o == current.id and moved:
                         return False
                 if user.id not in seen:
                     seen.add(user.id)
