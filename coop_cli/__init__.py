@@ -153,6 +153,17 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--tune", type=int, default=0, metavar="N", help="run the N cheapest plans here, and take the fastest"
     )
+    _add_objective(command)
+
+
+def _add_objective(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--objective", default="time", choices=("time", "energy"),
+        help="the least time (default), or the least energy where it is known what the kernels take",
+    )  # fmt: skip
+    command.add_argument(
+        "--max-overhead", metavar="SHARE", help="with --objective energy: how much slower, such as 0.1"
+    )
 
 
 def _add_pareto(command: argparse.ArgumentParser) -> None:
@@ -227,13 +238,7 @@ def _add_solve(command: argparse.ArgumentParser) -> None:
         "--link", default="pcie5", metavar="NAME|GB/S",
         help="what carries them: pcie3, pcie4, pcie5 (default), c2c, tpu-v5e, tpu-v6e, or GB/s each way",
     )  # fmt: skip
-    command.add_argument(
-        "--objective", default="time", choices=("time", "energy"),
-        help="the least time (default), or the least energy of a program whose ops say theirs",
-    )  # fmt: skip
-    command.add_argument(
-        "--max-overhead", metavar="SHARE", help="with --objective energy: how much slower, such as 0.1"
-    )
+    _add_objective(command)
     _add_output(command, "PLAN.json")
 
 

@@ -31,15 +31,14 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
-from coop_jax import relowering, tuning
+from coop_jax import relowering, tries, tuning
 from coop_jax.known import Known, Memory
 from coop_jax.progress import progress
 from coop_jax.record import UNLIMITED_BYTES, Record, with_hlo
 from coop_jax.registry import Choice
 from coop_jax.relowering import Plain, Variant, Wish
 from coop_jax.replacing import Calls, in_place_of, signature
-from coop_jax.text import format_bytes
-from coop_jax.tries import TRIES, as_counted, cost_ns_of, hlo_of, is_changed, plan_key, rank
+from coop_jax.tries import TRIES, cost_ns_of, hlo_of, is_cheaper, plan_key, price_of, rank
 from passes.backend import BACKENDS, Backend
 from passes.cost import DEVICES
 from passes.ir import Status
@@ -57,6 +56,7 @@ class OtherWays:
     Attributes:
         program: how to lower it again.
         key: tells programs apart, whatever their budgets.
+        alone: the key of the same program without the host memory that this one has; "" if it has none.
         settings: of JAX when it was lowered; with others it would be another program.
         calls: the Python functions that it calls, by number.
     """
@@ -64,6 +64,7 @@ class OtherWays:
     program: BeingLowered
     key: str
     settings: Hashable
+    alone: str = ""
     calls: Calls = ()
 
     def choose(self, record: Record, outcome: StageOutcome, module: bytes) -> Choice:
@@ -86,7 +87,7 @@ class OtherWays:
         best = self._cheapest(search, first)
         return (
             search.fastest(best)
-            if record.tune and hlo_of(best).status.found and is_changed(best.record)
+            if record.tune and hlo_of(best).status.found and tries.is_changed(best.record)
             else best
         )
 
@@ -96,13 +97,13 @@ class OtherWays:
         search.is_seen(record, first_wish)
         tuned = search.paged(search.tuned(first), outcome)
         if not hlo_of(tuned).status.found:
-            return search.instead_of(outcome)
+            return search.instead_of(first)
         tuned = search.with_its_own_kernels(tuned)
         taken = search.cheaper_than(tuned)
         if taken is not None:
             return taken
         if tuned is first:
-            self.learn(first_wish, outcome)
+            self.learn(first_wish, first)
         return tuned
 
     def refusal(self, record: Record, outcome: StageOutcome) -> StageOutcome:
@@ -116,11 +117,12 @@ class OtherWays:
             search = _Search(ways=self, record=record, tell=tell)
         return search.named(dataclasses.replace(outcome, least_total_bytes=None))
 
-    def learn(self, asked: Wish, outcome: StageOutcome) -> None:
+    def learn(self, asked: Wish, way: Choice | Variant) -> None:
         """Remember what keeps its budget, or what would keep a larger one."""
+        outcome = hlo_of(way)
         if outcome.status.found:
-            total, cost = outcome.planned_total_bytes, cost_ns_of(outcome)
-            MEMORY.learn(self.key, Known(wish=asked, total_bytes=total, cost_ns=cost))
+            known = Known(wish=asked, total_bytes=outcome.planned_total_bytes, price=price_of(way))
+            MEMORY.learn(self.key, known)
         elif outcome.least_total_bytes is not None:
             least = outcome.least_total_bytes
             larger = dataclasses.replace(asked, budget_bytes=least)
@@ -184,12 +186,13 @@ class _Search:
             if variant is None:
                 break
             planned, verdict = variant.record.jaxpr, hlo_of(variant)
-            if rank(verdict) < rank(hlo_of(best)):
+            if rank(variant) < rank(best):
                 best = self._choice(variant)
         return best
 
     def paged(self, best: Choice, first: StageOutcome) -> Choice:
-        """The best of what is known and programs in which less is recomputed, and pages do the rest."""
+        """The best of what is known and programs in which less is recomputed, and pages do the rest; where
+        that mostly waits for the link, of recompute alone, too, the first that keeps the budget."""
         planned = self.record.jaxpr
         if not first.host_budget_bytes or planned is None or not planned.changed:
             return best
@@ -199,8 +202,13 @@ class _Search:
         aims += [Wish(budget_bytes=budget_bytes, temp_ratio=r) for r in TRIES.paged_ratios if r > left]
         for asked in aims:
             variant = self._look(asked) if self.may_look(best) else None
-            if variant is not None and rank(hlo_of(variant)) < rank(hlo_of(best)):
+            if variant is not None and rank(variant) < rank(best):
                 best = self._choice(variant)
+        hlo = hlo_of(best)
+        if self.ways.alone and cost_ns_of(hlo) > TRIES.missed_ratio * (cost_ns_of(hlo) - hlo.waiting_ns):
+            deeper = (dataclasses.replace(asked, alone=True) for asked in self._deeper(first))
+            found = self._first((asked, False) for asked in deeper)
+            best = best if found is None or rank(found) >= rank(best) else found
         return best
 
     def with_its_own_kernels(self, made: Choice) -> Choice:
@@ -215,7 +223,7 @@ class _Search:
         if not self.may_look(made):
             return made
         variant = self._try(Wish(plain=True, budget_bytes=self.record.budget_bytes), known=True)
-        if variant is None or cost_ns_of(hlo_of(variant)) >= cost_ns_of(hlo):
+        if variant is None or price_of(variant) >= price_of(made):
             return made
         return self._choice(variant)
 
@@ -230,7 +238,7 @@ class _Search:
         for asked in (*kernels, *self._deeper(hlo_of(best))):
             if len(self.kept) < most:
                 self._look(asked)
-        found = sorted(self.kept, key=lambda way: rank(hlo_of(way[1])))[:most]
+        found = sorted(self.kept, key=lambda way: rank(way[1]))[:most]
         self.tell(f"running {len(found)} programs")
         timed = tuning.run_times([self._candidate(*way) for way in found])
         order = sorted(range(len(found)), key=lambda k: (timed[k].run_ns, k))
@@ -251,24 +259,25 @@ class _Search:
         Where nothing was planned, and the program keeps the budget without `coop.remat`, that is the only
         other way.
         """
-        limit_ns = TRIES.cheaper_ratio * cost_ns_of(hlo_of(first))
-        known = [k.wish for k in self._known() if k.cost_ns is not None and k.cost_ns < limit_ns]
-        if known and not is_changed(first.record):
+        price = price_of(first)
+        known = [k.wish for k in self._known() if k.price is not None and is_cheaper(k.price, price)]
+        if known and not tries.is_changed(first.record):
             plain = self._plain()
             if plain is not None and plain.memory.total_bytes <= self.record.budget_bytes:
-                known = [relowering.PLAIN] if plain.cost_ns < limit_ns else []
+                is_worth_it = is_cheaper(tries.price_of_plain(plain, self.record.objective), price)
+                known = [relowering.PLAIN] if is_worth_it else []
         for asked in known:
             variant = self._try(asked, known=True)
-            if variant is not None and cost_ns_of(hlo_of(variant)) < limit_ns:
+            if variant is not None and is_cheaper(price_of(variant), price):
                 return self._choice(variant)
         return None
 
-    def instead_of(self, refused: StageOutcome) -> Choice:
+    def instead_of(self, first: Choice) -> Choice:
         """The first way that keeps the budget, else the refusal with the least budget that is known."""
-        budget_bytes = self.record.budget_bytes
+        budget_bytes, refused = self.record.budget_bytes, hlo_of(first)
         if refused.needs_pinning:
-            return Choice(record=with_hlo(self.record, refused))
-        self.ways.learn(Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes), refused)
+            return first
+        self.ways.learn(Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes), first)
         known = self._known()
         wishes = ((w, False) for w in self._wishes(refused))
         found = self._first(chain(((k.wish, True) for k in known), wishes))
@@ -295,7 +304,9 @@ class _Search:
             record = dataclasses.replace(self.record, budget_bytes=least - 1)
             seen = {(plan, record.budget_bytes) for plan, _ in self.seen}
             request = dataclasses.replace(self, record=record, seen=seen, kept=[], looks=0)
-            request._look(Wish(budget_bytes=least - 1, aim_bytes=least - 1))
+            for alone in (False, True) if self.ways.alone else (False,):
+                if min(self._totals()) >= least:
+                    request._look(Wish(budget_bytes=least - 1, aim_bytes=least - 1, alone=alone))
             self.looks += request.looks
             if min(self._totals()) >= least:
                 return
@@ -320,13 +331,20 @@ class _Search:
         self.ask_for_the_least(refused)
 
     def _totals(self) -> list[int]:
-        known = (k.total_bytes for k in MEMORY.of(self.ways.key))
+        known = (k.total_bytes for k in self._all_known())
         return [total for total in known if total > self.record.budget_bytes]
+
+    def _all_known(self) -> Iterator[Known]:
+        """What is known of the program, and of the same without host memory, which is always a way, too."""
+        yield from MEMORY.of(self.ways.key)
+        for known in MEMORY.of(self.ways.alone) if self.ways.alone else ():
+            if not known.wish.plain:
+                yield dataclasses.replace(known, wish=dataclasses.replace(known.wish, alone=True))
 
     def _known(self) -> list[Known]:
         """What keeps the budget, cheapest first."""
-        known = [k for k in MEMORY.of(self.ways.key) if k.total_bytes <= self.record.budget_bytes]
-        return sorted(known, key=lambda k: (k.cost_ns is None, k.cost_ns or 0, k.total_bytes))
+        known = [k for k in self._all_known() if k.total_bytes <= self.record.budget_bytes]
+        return sorted(known, key=lambda k: (k.price is None, k.price or (), k.total_bytes))
 
     def _wishes(self, refused: StageOutcome) -> Iterator[Wish]:
         """The program as it is, unless that breaks a constraint, then deeper plans, the mildest first.
@@ -343,6 +361,8 @@ class _Search:
             yield dataclasses.replace(relowering.PLAIN, budget_bytes=self.record.budget_bytes)
         if self._backend().fuses_results:
             yield from [dataclasses.replace(asked, calibration=STRICT) for asked in deeper]
+        if self.ways.alone:
+            yield dataclasses.replace(deeper[-1], alone=True)
 
     def _deeper(self, refused: StageOutcome) -> list[Wish]:
         """Plans for fewer temporaries than the budget leaves, the mildest first."""
@@ -363,7 +383,7 @@ class _Search:
         if plain is not None and not self._is_met_by(plain):
             return None
         record = dataclasses.replace(self.record, jaxpr=None, budget_bytes=asked.budget_bytes)
-        self._tell(asked)
+        self.tell(tries.said_of(asked, self.record.budget_bytes))
         self.asked += 1
         variant = relowering.variant(
             self.ways.program, asked, record, skip=lambda r: self.is_seen(r, asked) and not known
@@ -372,25 +392,16 @@ class _Search:
             return None
         self.looks += 1
         if plain is not None:
-            variant = as_counted(variant, plain)
+            variant = tries.as_counted(variant, plain)
         if self.module is not None:
             fit = in_place_of(variant.module, variant.calls, self.module, self.ways.calls)
             if fit is None:
                 return None
             variant = dataclasses.replace(variant, module=fit)
-        self.ways.learn(asked, hlo_of(variant))
+        self.ways.learn(asked, variant)
         if hlo_of(variant).status.found and hlo_of(variant).planned_total_bytes <= self.record.budget_bytes:
             self.kept.append((asked, variant))
         return variant
-
-    def _tell(self, asked: Wish) -> None:
-        within = f"for {format_bytes(self.record.budget_bytes, exact=False)}"
-        if asked.plain:
-            self.tell(f"compiling the program as it is, {within}")
-        elif asked.temp_ratio is not None:
-            self.tell(f"planning for {asked.temp_ratio:.0%} of the temporaries, {within}")
-        else:
-            self.tell(f"planning once more, {within}")
 
     def _plain(self) -> Plain | None:
         """The program without `coop.remat`, as XLA counts it; None where it cannot be had."""
@@ -402,7 +413,8 @@ class _Search:
             return False
         if plain.memory.host_bytes > self.record.host_budget_bytes > 0:
             return False
-        known = Known(wish=relowering.PLAIN, total_bytes=plain.memory.total_bytes, cost_ns=plain.cost_ns)
+        price = tries.price_of_plain(plain, self.record.objective)
+        known = Known(wish=relowering.PLAIN, total_bytes=plain.memory.total_bytes, price=price)
         MEMORY.learn(self.ways.key, known)
         return known.total_bytes <= self.record.budget_bytes
 

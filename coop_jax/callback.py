@@ -38,6 +38,7 @@ from passes.cost import DEVICES
 from passes.counts import MemoryBytes, Verdict
 from passes.hlo.enforce import EnforceRequest, OnFragmentation
 from passes.jaxpr import compat
+from passes.outcome import changes
 
 # Opcodes, as a module has them, within which XLA keeps values longer than they are used. Where only a name
 # holds one of them, the program is compiled once more than it needs to be.
@@ -128,6 +129,7 @@ def _enforced(data: bytes, attributes: Mapping[str, str], platform: str) -> byte
         planner=record.planner,
         old_rules=compat.OLD_RULES,
         host_bytes=record.host_budget_bytes,
+        objective=record.objective.after(changes(filter(None, [record.jaxpr]))[0]),
         on_fragmentation=_on_fragmentation(record, platform, pinned=trial or state.pin is not PinMode.NONE),
     )
     returned, outcome = pipeline.enforce(data, request)

@@ -19,7 +19,7 @@ from coop_jax.errors import CoopError, InfeasibleBudgetError
 from coop_jax.pack import pack_file, read_text
 from coop_jax.progress import on_terminal
 from coop_jax.text import format_bytes, printable
-from passes.checked import InputError, is_whole, whole_of
+from passes.checked import NUMBER, InputError, is_whole, share_of, whole_of
 from passes.ir import Plan, Program
 from passes.link import LINKS, Link
 from passes.liveness import Graph
@@ -33,7 +33,6 @@ from passes.validate import validate
 
 UNITS_PER_SECOND = 200_000
 FRACTION = re.compile(r"[01]?\.[0-9]+|[01]\.")
-NUMBER = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -109,9 +108,7 @@ def _with_objective(config: PlannerConfig, arguments: argparse.Namespace) -> Pla
         return dataclasses.replace(config, objective=Objective(least=arguments.objective))
     if arguments.objective != "energy":
         raise InputError("--max-overhead is for --objective energy; the least time has no other limit")
-    if not NUMBER.fullmatch(text.strip()):
-        raise InputError(f"--max-overhead is {reprlib.repr(text)}; give a share of the time, such as 0.1")
-    objective = Objective(least="energy", max_overhead=float(text))
+    objective = Objective(least="energy", max_overhead=share_of(text, "--max-overhead"))
     return dataclasses.replace(config, objective=objective)
 
 

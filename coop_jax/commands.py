@@ -25,7 +25,7 @@ from coop_jax.saving import ENDINGS, Shown, save
 from coop_jax.screen import Block, Heading, Lines, Table, as_text, print_blocks
 from coop_jax.tables import memory_blocks
 from coop_jax.text import format_bytes, printable
-from passes.checked import InputError, is_whole, json_of
+from passes.checked import InputError, is_whole, json_of, share_of
 from passes.cost import DEVICES
 from passes.ir import PLAN_FORMAT, PROGRAM_FORMAT, Program
 from passes.listing import plan_text, program_text, read_plan
@@ -85,8 +85,10 @@ def _pareto(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     program, options = _program(arguments)
     drawn = arguments.out is not None and arguments.out.suffix not in (".json", ".txt")
-    given = ("host", "planner", "tune")
+    given = ("host", "planner", "tune", "objective")
     asked = {"budget": _budget(arguments.budget), **{name: getattr(arguments, name) for name in given}}
+    if arguments.max_overhead is not None:
+        asked["max_overhead"] = share_of(arguments.max_overhead, "--max-overhead")
     with of_user(arguments.target), progress() as tell:
         tell("compiling it within the budget")
         compiled = compile_within(program.function, *program.specs, **asked, **options)

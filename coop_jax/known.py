@@ -7,6 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from coop_jax.relowering import Wish
+from passes.objective import Price
 
 MOST_PROGRAMS = 256
 MOST_KNOWN = 32
@@ -19,12 +20,12 @@ class Known:
     Attributes:
         wish: how to get it again.
         total_bytes: what it needs.
-        cost_ns: estimated time of its kernels; None where nobody looked.
+        price: of its kernels, by the objective; None where nobody looked.
     """
 
     wish: Wish
     total_bytes: int
-    cost_ns: int | None = None
+    price: Price | None = None
 
 
 class Memory:
@@ -58,4 +59,4 @@ class Memory:
 def _beats(one: Known, other: Known) -> bool:
     if one.total_bytes > other.total_bytes:
         return False
-    return other.cost_ns is None or (one.cost_ns is not None and one.cost_ns <= other.cost_ns)
+    return other.price is None or (one.price is not None and one.price <= other.price)

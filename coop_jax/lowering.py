@@ -35,6 +35,7 @@ from passes.jaxpr.constraints import constrain_pair, constrain_program
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.scans.host_stacks import offloaded_bytes, uses_host, with_host_stacks
 from passes.jaxpr.values import Constraints, ConstraintUnsupported, names_in
+from passes.objective import LEAST_TIME, Objective
 from passes.outcome import StageOutcome, scaled
 from passes.pipeline import plan_joint, plan_program
 from passes.saved import OFFLOADED
@@ -53,6 +54,7 @@ class RematConfig:
         name: the function's name, for people.
         pin, on_fragmentation: see `coop_jax.remat`.
         constraints: what was asked about single values.
+        objective: what is least.
         tune: how many candidates are run to see which is fastest; 0 for none.
         derived: True for a derivative of what was planned already, which may use random keys again.
     """
@@ -64,6 +66,7 @@ class RematConfig:
     pin: bool = False
     on_fragmentation: OnFragmentation = "recompute"
     constraints: Constraints = field(default_factory=Constraints)
+    objective: Objective = LEAST_TIME
     tune: int = 0
     derived: bool = False
 
@@ -106,6 +109,8 @@ def _planned_and_marked(
     ctx: Any, jaxpr: ClosedJaxpr, config: RematConfig, planned: Planned | None, asked: Wish | None
 ) -> ClosedJaxpr:
     """The jaxpr to write in the place of `jaxpr`, in a program that is marked."""
+    if asked is not None and asked.alone:
+        config = dataclasses.replace(config, budget=dataclasses.replace(config.budget, host=None))
     facts = module.module_facts(ctx)
     _refuse_what_cannot_be_kept(ctx, facts)
     if config.tune and asked is None:
@@ -117,13 +122,13 @@ def _planned_and_marked(
     devices = devices_of(facts, constrained)
     known = None
     if asked is None and config.budget.needs_baseline:
-        request = request_of(devices, UNLIMITED_BYTES, device, config.planner)
+        request = request_of(devices, UNLIMITED_BYTES, device, config.planner, config.objective)
         known = baseline(program, _part(jaxpr, planned), facts, devices, request)
     budget_bytes = _budget_bytes(config, facts, known, asked)
     if constrained is not None:
         is_plain = constrained is plain and isinstance(devices, OneDevice)
         known_bytes = known.total_bytes if known is not None and known.compiled and is_plain else None
-        request = request_of(devices, budget_bytes, device, config.planner, known_bytes)
+        request = request_of(devices, budget_bytes, device, config.planner, config.objective, known_bytes)
         jaxpr, outcome = _plan_whole(constrained, request, devices, facts, config, asked)
     else:
         assert planned is not None, "the program is planned here or was"
@@ -143,15 +148,19 @@ def _planned_and_marked(
         pin=config.pin,
         on_fragmentation=config.on_fragmentation,
         constraints=str(config.constraints),
+        objective=config.objective,
         tune=config.tune,
         host_budget_bytes=_host_budget_bytes(config, facts, jaxpr if constrained is None else constrained),
     )
     alternatives = None
     if program is not None:
         unplanned = (plain,) if planned is None else (planned.forward, planned.backward)
+        without = dataclasses.replace(record, host_budget_bytes=0)
+        may_page = bool(config.budget.host_bytes and BACKENDS[facts.platforms[0]].pages)
         alternatives = OtherWays(
             program=program,
             key=_program_key(unplanned, facts, record),
+            alone=_program_key(unplanned, facts, without) if may_page else "",
             settings=program.settings(),
             calls=module.python_calls(ctx),
         )
@@ -221,7 +230,7 @@ def _program_key(unplanned: Sequence[Any], facts: module.ModuleFacts, record: Re
     parts = [*map(_digest, unplanned), str(facts.device_argument_nbytes), str(facts.device_output_nbytes)]
     parts += [str(facts.aliased), str(facts.num_devices), str(facts.argument_parts), str(facts.platforms)]
     parts += [record.device_name, record.planner, record.on_fragmentation, record.constraints]
-    parts += [str(record.host_budget_bytes)]
+    parts += [str(record.host_budget_bytes), str(record.objective)]
     return hashlib.sha256("|".join(parts).encode()).hexdigest()
 
 
@@ -244,6 +253,7 @@ def plan_pair(
         alias_bytes=0,
         device=_expected_model(config, forward.in_avals),
         planner=config.planner,
+        objective=config.objective,
     )
 
     def predicted_bytes() -> int:
@@ -348,8 +358,24 @@ def _arguments_over_budget(outcome: StageOutcome) -> InfeasibleBudgetError:
 
 def _model(config: RematConfig, facts: module.ModuleFacts) -> DeviceModel:
     if config.device is not None:
-        return DEVICES[config.device]
-    return aot.model_for(facts.platforms[0], "" if facts.device is None else facts.device.device_kind)
+        return _with_power(DEVICES[config.device], config)
+    kind = "" if facts.device is None else facts.device.device_kind
+    return _with_power(aot.model_for(facts.platforms[0], kind), config)
+
+
+def _with_power(device: DeviceModel, config: RematConfig) -> DeviceModel:
+    """The same; for the least energy its power must be known.
+
+    Raises:
+        UnsupportedError: it is not.
+    """
+    if config.objective.least == "energy" and not device.watts:
+        known = ", ".join(sorted(d.name for d in DEVICES.values() if d.watts))
+        raise UnsupportedError(
+            f"objective is 'energy', but what a {device.name} takes is not known: its maker publishes no "
+            f"power. It is known of {known}; leave objective out for the least time."
+        )
+    return device
 
 
 def _expected_memory_bytes(config: RematConfig) -> int | None:
@@ -362,9 +388,9 @@ def _expected_memory_bytes(config: RematConfig) -> int | None:
 def _expected_model(config: RematConfig, avals: Sequence[Any]) -> DeviceModel:
     """The cost model of the device that a program is probably for; sure only when it is lowered."""
     if config.device is not None:
-        return DEVICES[config.device]
+        return _with_power(DEVICES[config.device], config)
     device = _expected_device(avals)
-    return aot.model_for(device.platform, device.device_kind)
+    return _with_power(aot.model_for(device.platform, device.device_kind), config)
 
 
 def _expected_device(avals: Sequence[Any]) -> jax.Device:

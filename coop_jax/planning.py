@@ -85,6 +85,8 @@ def plan(
     policy: Callable[..., bool] | None = None,
     offload: str | Sequence[str] = (),
     tune: int = 0,
+    objective: str = "time",
+    max_overhead: float | None = None,
 ) -> Report:
     """Compile a function within a budget, perhaps for a device that is not here, and report.
 
@@ -94,7 +96,7 @@ def plan(
         specs: its positional arguments, as arrays or `jax.ShapeDtypeStruct` objects.
         budget: every form of `coop.remat`'s budget.
         device: such as "h200", "v5e" or "v6e:2x4"; None means the default device of this process.
-        host, planner, save, recompute, policy, offload, tune: as in `coop.remat`.
+        host, planner, save, recompute, policy, offload, tune, objective, max_overhead: as in `coop.remat`.
         donate_argnums, static_argnums: as in `jax.jit`.
         kwargs: keyword arguments of `fn`.
 
@@ -106,7 +108,8 @@ def plan(
         compile_within(
             fn, *specs, budget=budget, host=host, device=device, planner=planner,
             donate_argnums=donate_argnums, static_argnums=static_argnums, kwargs=kwargs, save=save,
-            recompute=recompute, policy=policy, offload=offload, tune=tune,
+            recompute=recompute, policy=policy, offload=offload, tune=tune, objective=objective,
+            max_overhead=max_overhead,
         )
     )  # fmt: skip
 

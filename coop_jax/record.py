@@ -17,6 +17,7 @@ from typing import Any
 
 from passes.hlo import proto, wire
 from passes.hlo.enforce import OnFragmentation
+from passes.objective import LEAST_TIME, Objective
 from passes.outcome import StageOutcome
 
 UNLIMITED_BYTES = 1 << 62
@@ -59,6 +60,7 @@ class Record:
         on_fragmentation: "recompute", "pin" or "error" where only XLA's packing breaks the budget.
         constraints: what was asked about single values, for people.
         host_budget_bytes: what may wait in the host's memory, as far as JAX can use it; 0: no paging.
+        objective: what is least.
         tune: how many candidates were asked to be run; 0: none.
         timed: those that were, the fastest, which was taken, first.
     """
@@ -77,6 +79,7 @@ class Record:
     on_fragmentation: OnFragmentation = "recompute"
     constraints: str = ""
     host_budget_bytes: int = 0
+    objective: Objective = LEAST_TIME
     tune: int = 0
     timed: tuple[Timed, ...] = ()
 
@@ -103,17 +106,20 @@ def record_of_mark(attributes: Mapping[str, str]) -> Record:
     facts = json.loads(attributes[FACTS])
     given = {name: facts[name] for name in _IN_MARK}
     jaxpr = None if facts["jaxpr"] is None else StageOutcome.from_dict(facts["jaxpr"])
-    return Record(id=attributes[RECORD], jaxpr=jaxpr, **given)
+    objective = Objective(**facts["objective"])
+    return Record(id=attributes[RECORD], jaxpr=jaxpr, objective=objective, **given)
 
 
-_IN_MARK = tuple(f.name for f in dataclasses.fields(Record) if f.name not in ("id", "jaxpr", "hlo", "timed"))
+_OWN = ("id", "jaxpr", "hlo", "timed", "objective")
+_IN_MARK = tuple(f.name for f in dataclasses.fields(Record) if f.name not in _OWN)
 
 
 def _facts(record: Record) -> dict[str, Any]:
     """The part of a record that a mark may hold: no wall times, nothing that differs between runs."""
     given = {name: getattr(record, name) for name in _IN_MARK}
     jaxpr = None if record.jaxpr is None else {**record.jaxpr.to_dict(), "seconds": 0.0}
-    return {**given, "format": MARK_FORMAT, "jaxpr": jaxpr}
+    objective = dataclasses.asdict(record.objective)
+    return {**given, "format": MARK_FORMAT, "jaxpr": jaxpr, "objective": objective}
 
 
 def read_attributes(data: bytes) -> dict[str, str]:

@@ -40,6 +40,7 @@ class Wish:
         aim_bytes: what the jaxpr stage is asked for instead, in the place of the user's budget.
         temp_ratio: the jaxpr stage aims for that part of a function's own temporaries.
         calibration: what it should know of XLA.
+        alone: without the host's memory, whatever the user gives of it.
         traced: True where the program is traced for the wish, so that what is differentiated is planned for
             it; else the plans that are in it already can only stay as they are.
     """
@@ -49,6 +50,7 @@ class Wish:
     aim_bytes: int | None = None
     temp_ratio: float | None = None
     calibration: Calibration = UNCALIBRATED
+    alone: bool = False
     traced: bool = False
 
     @property
@@ -83,12 +85,13 @@ class Plain:
 
     Attributes:
         memory: XLA's count.
-        cost_ns: estimated time of its kernels.
+        cost_ns, energy_pj: estimated time and energy of its kernels.
         signature: what it takes and returns, see `coop_jax.replacing`.
     """
 
     memory: aot.Memory
     cost_ns: int
+    energy_pj: int
     signature: list[tuple[int, bytes]]
 
 
@@ -135,6 +138,7 @@ def _plain(program: BeingLowered, device: str, options: dict[str, Any] | None) -
     return Plain(
         memory=aot.memory(compiled),
         cost_ns=aot.kernels_ns(compiled, DEVICES[device]),
+        energy_pj=aot.kernels_pj(compiled, DEVICES[device]),
         signature=signature(aot.final_module(compiled)),
     )
 

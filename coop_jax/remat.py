@@ -21,6 +21,7 @@ from passes.hlo.enforce import OnFragmentation
 from passes.jaxpr import compat
 from passes.jaxpr.compat import ClosedJaxpr
 from passes.jaxpr.values import Constraints, names_in
+from passes.objective import Objective
 from passes.planners.config import PLANNERS
 
 compat.hide_frames(__file__)
@@ -50,6 +51,8 @@ def remat(  # type: ignore[misc]  # the options stand here once
     pin: bool = False,
     on_fragmentation: OnFragmentation = "recompute",
     tune: int = 0,
+    objective: str = "time",
+    max_overhead: float | None = None,
 ) -> Callable[..., Any]:
     """Hold the compiled program that contains `fn` to a memory budget, by recomputing values.
 
@@ -97,6 +100,11 @@ def remat(  # type: ignore[misc]  # the options stand here once
         tune: how many of the cheapest plans by estimate are compiled to the end and run, on the device that
             is here and made-up arguments, to take the fastest; the report says what was measured. It takes
             as many compiles. A clock decides then, so another process may take another plan. 0 for none.
+        objective: what is least within the budgets: "time", or "energy", by estimate, on devices whose makers
+            publish their power (GPUs).
+        max_overhead: with objective "energy" by which share the program may be slower than without
+            recomputes, by estimate: 0.1 for a tenth; None for any. Where no plan keeps that, the quickest is
+            taken, and the report says so.
 
     Returns:
         A function of the same signature. What its compile is at, after two seconds, is told to the logger
@@ -125,6 +133,7 @@ def remat(  # type: ignore[misc]  # the options stand here once
         raise UnsupportedError(f"on_fragmentation {on_fragmentation!r} is not one of {known}.")
     if not isinstance(tune, int) or tune < 0:
         raise UnsupportedError(f"tune is {tune!r}: how many programs are run is a number, such as 3.")
+    least = _objective(objective, max_overhead, planner)
     parsed = Budget.of(budget, host)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,7 +145,7 @@ def remat(  # type: ignore[misc]  # the options stand here once
         name = getattr(function, "__name__", type(function).__name__)
         config = RematConfig(
             budget=parsed, planner=planner, device=device, name=name, pin=pin,
-            on_fragmentation=on_fragmentation, constraints=constraints, tune=tune,
+            on_fragmentation=on_fragmentation, constraints=constraints, tune=tune, objective=least,
         )  # fmt: skip
         return _decorate(function, config, static_argnums, static_argnames)
 
@@ -243,6 +252,22 @@ def _stage(function: Callable[..., Any], config: RematConfig, args: Any, kwargs:
     results = iter(autodiff.bind(jaxpr, config, operands))
     ((out_tree, forwarded),) = out_trees
     return jax.tree.unflatten(out_tree, [next(results) if n is None else operands[n] for n in forwarded])
+
+
+def _objective(least: str, max_overhead: float | None, planner: str) -> Objective:
+    """What is least.
+
+    Raises:
+        UnsupportedError: neither time nor energy, no share of the time, or a planner that knows time only.
+    """
+    try:
+        objective = Objective(least=least, max_overhead=max_overhead)
+    except ValueError as error:
+        raise UnsupportedError(f"{error}.") from None
+    if least == "energy" and not PLANNERS[planner].frugal:
+        knowing = ", ".join(name for name, known in PLANNERS.items() if known.frugal)
+        raise UnsupportedError(f"planner {planner!r} knows time only; objective energy is for {knowing}.")
+    return objective
 
 
 def _constraints(save: Any, recompute: Any, policy: Any, offload: Any) -> Constraints:

@@ -20,10 +20,11 @@ from coop_jax.host_use import HostUse
 from coop_jax.offsets import Offsets
 from coop_jax.record import Record, Timed
 from coop_jax.screen import Block, Lines, Printable, Table
-from coop_jax.text import format_bytes, format_ns, format_table
+from coop_jax.text import format_bytes, format_ns, format_pj, format_table
 from passes.backend import backend_of
 from passes.ir import Status
-from passes.outcome import Recomputed, StageOutcome
+from passes.objective import LEAST_TIME
+from passes.outcome import Recomputed, StageOutcome, changes
 
 # What tells kernels of the same kind apart.
 _NUMBER = re.compile(r"\.[0-9]+$")
@@ -47,6 +48,10 @@ class Report(Printable):
             compiled; None where that program was not compiled, or came from JAX's compilation cache.
         overhead_ratio: estimated change of the program's time by all that was planned: 0.1 for a tenth more,
             negative where recompute saves more traffic than it costs.
+        objective: what was planned for, such as "least energy within 10% more time".
+        max_overhead: the limit of time in it, which `overhead_ratio` is above where no plan keeps it.
+        compiled_energy_pj: estimated energy of a run as compiled, in picojoules; 0 where it is not known.
+        energy_ratio: estimated change of the program's energy by all that was planned.
         lower_bound_ratio: no plan for this budget costs less (0.0: nothing proved).
         status: "optimal" or "feasible".
         host: what waits in the host's memory; see `coop_jax.host_use`.
@@ -90,6 +95,10 @@ class Report(Printable):
     constraints: str = ""
     host: HostUse = field(default_factory=HostUse)
     changed: bool = False
+    objective: str = str(LEAST_TIME)
+    max_overhead: float | None = None
+    compiled_energy_pj: int = 0
+    energy_ratio: float = 0.0
 
     @property
     def baseline(self) -> str:
@@ -151,7 +160,9 @@ class Report(Printable):
                 header=("", "bytes", "", "of budget"), rows=tuple(rows),
                 shares=tuple(min(1.0, max(0, int(row[1])) / self.budget_bytes / 1.2) for row in rows),
             ),
-            Lines(lines=(self._recompute_text(), *self.host.lines(), *self._times())),
+            Lines(
+                lines=(self._recompute_text(), *self.host.lines(), *self._times(), *self._energy_lines())
+            ),
         ]  # fmt: skip
         if self.recomputed:
             header = ("recomputed", "times", "bytes", "cost", "stage")
@@ -194,6 +205,18 @@ class Report(Printable):
             change = 100 * (self.compiled_cost_ns / plain_ns - 1)
             text += f", without rematerialization {format_ns(plain_ns)} ({change:+.2f} %)"
         return [text, *runs]
+
+    def _energy_lines(self) -> list[str]:
+        """What is known of the program's energy, and whether a limit of time is kept."""
+        if not self.compiled_energy_pj:
+            return []
+        text = f"energy of a run: estimated {format_pj(self.compiled_energy_pj)}"
+        text += f", {100 * self.energy_ratio:+.2f} % by what was planned"
+        if self.objective != str(LEAST_TIME):
+            text += f"; planned for the {self.objective}"
+        if self.max_overhead is not None and self.overhead_ratio > self.max_overhead + 1e-9:
+            text += ", which no plan keeps that was found: this is the quickest"
+        return [text]
 
     def _recompute_text(self) -> str:
         if not self.recomputed and not self.changed:
@@ -248,6 +271,7 @@ def _assemble(record: Record, memory: aot.Memory, offsets: Offsets, host: HostUs
     if baseline is None:
         baseline = memory.fixed_bytes + stages[0].before_temp_bytes if stages else memory.total_bytes
     changed = [s for s in stages if s.changed]
+    overhead_ratio, energy_ratio = changes(stages)
     return Report(
         budget=str(record.budget),
         budget_bytes=record.budget_bytes,
@@ -261,7 +285,11 @@ def _assemble(record: Record, memory: aot.Memory, offsets: Offsets, host: HostUs
         temp_bytes=memory.temp_bytes,
         baseline_cost_ns=record.baseline_cost_ns,
         compiled_cost_ns=None if record.hlo is None else record.hlo.cost_ns + record.hlo.recompute_ns,
-        overhead_ratio=_overhead(stages),
+        overhead_ratio=overhead_ratio,
+        objective=str(record.objective),
+        max_overhead=record.objective.max_overhead,
+        compiled_energy_pj=0 if record.hlo is None else record.hlo.energy_pj + record.hlo.recompute_pj,
+        energy_ratio=energy_ratio,
         lower_bound_ratio=changed[0].lower_bound_ratio if changed else 0.0,
         status=_status(changed),
         device_name=record.device_name,
@@ -282,14 +310,6 @@ def _timed_text(timed: Timed) -> str:
     """One line about a program that was run."""
     need = format_bytes(timed.total_bytes, exact=False)
     return f"measured: {format_ns(timed.run_ns)} in {need}, estimated {format_ns(timed.estimated_ns)}"
-
-
-def _overhead(stages: Sequence[StageOutcome]) -> float:
-    """A later stage's program already contains what an earlier one added, so factors multiply."""
-    factor = 1.0
-    for stage in stages:
-        factor *= 1 + stage.recompute_ns / max(1, stage.cost_ns)
-    return factor - 1
 
 
 def _status(changed: Sequence[StageOutcome]) -> Status:

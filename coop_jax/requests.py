@@ -15,6 +15,7 @@ from passes.jaxpr import compat
 from passes.jaxpr.candidate import JaxprRequest
 from passes.jaxpr.compat import ClosedJaxpr
 from passes.jaxpr.shards import enter, parts_of
+from passes.objective import Objective
 from passes.outcome import StageOutcome
 
 
@@ -87,6 +88,7 @@ def request_of(
     budget_bytes: int,
     device: DeviceModel,
     planner: str,
+    objective: Objective,
     baseline_total_bytes: int | None = None,
 ) -> JaxprRequest:
     """A request for a budget per device."""
@@ -97,6 +99,7 @@ def request_of(
         alias_bytes=devices.parts * devices.alias_bytes,
         device=device,
         planner=planner,
+        objective=objective,
         baseline_total_bytes=baseline_total_bytes,
     )
 

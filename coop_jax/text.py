@@ -37,6 +37,14 @@ def format_ns(cost_ns: int) -> str:
     return f"{cost_ns / 10**9:.3g} s"
 
 
+def format_pj(energy_pj: int) -> str:
+    """An estimated energy for people: "12.3 uJ", "4.56 mJ", "1.2 J"."""
+    for limit, unit in ((10**9, "uJ"), (10**12, "mJ")):
+        if energy_pj < limit:
+            return f"{energy_pj / limit * 1000:.3g} {unit}"
+    return f"{energy_pj / 10**12:.3g} J"
+
+
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table with aligned columns; the first column is left-aligned, the others right."""
     cells = [list(header), *[list(row) for row in rows]]

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from coop_jax.record import Record, with_hlo
 from coop_jax.registry import Choice
 from coop_jax.relowering import Plain, Variant, Wish
-from passes.outcome import StageOutcome
+from coop_jax.text import format_bytes
+from passes.objective import Objective, Price
+from passes.outcome import StageOutcome, changes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,16 +50,47 @@ def plan_key(record: Record, asked: Wish) -> Hashable:
     made = record.jaxpr
     return made and (
         made.changed, made.recipe, made.planned_temp_bytes, made.recomputed, made.tightest,
-        asked.calibration.strict,
+        asked.calibration.strict, asked.alone,
     )  # fmt: skip
 
 
-def rank(verdict: StageOutcome) -> tuple[bool, int]:
-    """Within the budget by time, else by bytes; smaller is better."""
+def rank(way: Choice | Variant) -> tuple[int, ...]:
+    """Within the budget by price, else by bytes; smaller is better."""
+    verdict = hlo_of(way)
     if verdict.status.found:
-        return False, cost_ns_of(verdict)
+        return False, *price_of(way)
     least = verdict.least_total_bytes
     return True, verdict.fixed_bytes + verdict.before_temp_bytes if least is None else least
+
+
+def price_of(way: Choice | Variant) -> Price:
+    """What the objective makes of a way's time and energy."""
+    hlo = hlo_of(way)
+    slower_ratio, _ = changes(filter(None, (way.record.jaxpr, hlo)))
+    base_ns = round(cost_ns_of(hlo) / (1 + slower_ratio))
+    return way.record.objective.price(
+        cost_ns=cost_ns_of(hlo), energy_pj=hlo.energy_pj + hlo.recompute_pj, base_ns=base_ns
+    )
+
+
+def price_of_plain(plain: Plain, objective: Objective) -> Price:
+    """The same of the program without `coop.remat`."""
+    return objective.price(cost_ns=plain.cost_ns, energy_pj=plain.energy_pj, base_ns=plain.cost_ns)
+
+
+def is_cheaper(price: Price, than: Price) -> bool:
+    """True if a price is worth a compile."""
+    return price < (than[0], TRIES.cheaper_ratio * than[1])
+
+
+def said_of(asked: Wish, budget_bytes: int) -> str:
+    """What is being done for a wish."""
+    within = f"for {format_bytes(budget_bytes, exact=False)}"
+    if asked.plain:
+        return f"compiling the program as it is, {within}"
+    if asked.temp_ratio is not None:
+        return f"planning for {asked.temp_ratio:.0%} of the temporaries, {within}"
+    return f"planning once more, {within}"
 
 
 def hlo_of(way: Choice | Variant) -> StageOutcome:

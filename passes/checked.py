@@ -15,6 +15,7 @@ from typing import Any
 MOST = 2**53
 _MOST_DIGITS = 40
 _WHOLE = re.compile(r"[-+]?[0-9]+")
+NUMBER = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 
 
 class InputError(ValueError):
@@ -48,6 +49,13 @@ def whole(value: object, what: str) -> int:
     if not 0 <= value < MOST:
         raise InputError(f"{what} is {reprlib.repr(value)}; {_range()}")
     return value
+
+
+def share_of(text: str, what: str) -> float:
+    """The finite number, not below 0, that a text is."""
+    if not NUMBER.fullmatch(text.strip()) or float(text) == float("inf"):
+        raise InputError(f"{what} is {reprlib.repr(text)}; give a share of the time, such as 0.1")
+    return float(text)
 
 
 def whole_of(text: str, what: str, *, least: int = 0) -> int:

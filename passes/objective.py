@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from passes.ir import Program
+
 OBJECTIVES = ("time", "energy")
 
 # Later than the limit of time or not; then what the least is taken of. What is late is compared by its time.
@@ -57,6 +59,10 @@ class Objective:
         if self.max_overhead is None:
             return self
         return replace(self, max_overhead=max(0.0, (1 + self.max_overhead) / (1 + overhead_ratio) - 1))
+
+    def of(self, program: Program) -> Objective:
+        """The same for a program whose ops say their energy; else there is only time to weigh."""
+        return self if program.energy_pj else LEAST_TIME
 
     def __str__(self) -> str:
         within = "" if self.max_overhead is None else f" within {self.max_overhead:.0%} more time"

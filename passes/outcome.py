@@ -5,7 +5,7 @@ Both stages that plan (the jaxpr stage and the enforcing stage) return one `Stag
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -83,6 +83,7 @@ class StageOutcome:
         cost_ns: estimated time of the program before this stage.
         recompute_ns: estimated time of the program after this stage less `cost_ns`: negative where recompute
             saves more traffic than it costs.
+        energy_pj, recompute_pj: the same of its energy; 0 where the device's power is not known.
         lower_bound_ratio: no plan of this stage's program costs less (0.0: nothing proved).
         status: see `Status`.
         recipe: what was done, and whose plan was taken.
@@ -131,6 +132,8 @@ class StageOutcome:
     waiting_ns: int = 0
     paged: tuple[Paged, ...] = ()
     kernels_ns: int | None = None
+    energy_pj: int = 0
+    recompute_pj: int = 0
 
     @property
     def fixed_bytes(self) -> int:
@@ -162,6 +165,18 @@ class StageOutcome:
         fields["paged"] = tuple(Paged(**p) for p in data["paged"])
         fields["tightest"] = tuple(LiveValue(**v) for v in data["tightest"])
         return cls(**fields)
+
+
+def changes(stages: Iterable[StageOutcome]) -> tuple[float, float]:
+    """By which shares stages, in their order, change a program's time and its energy.
+
+    A later stage's program already contains what an earlier one added, so factors multiply.
+    """
+    time_ratio = energy_ratio = 1.0
+    for stage in stages:
+        time_ratio *= 1 + stage.recompute_ns / max(1, stage.cost_ns)
+        energy_ratio *= 1 + stage.recompute_pj / max(1, stage.energy_pj)
+    return time_ratio - 1, energy_ratio - 1
 
 
 def scaled(outcome: StageOutcome, *, times: int = 1, over: int = 1) -> StageOutcome:

@@ -85,7 +85,7 @@ def asked_of(
 
     monkeypatch.setattr(relowering, "variant", variant)
     counted: Any = SimpleNamespace(total_bytes=plain_bytes, host_bytes=0)
-    plain = Plain(memory=counted, cost_ns=plain_ns, signature=signature(module))
+    plain = Plain(memory=counted, cost_ns=plain_ns, energy_pj=0, signature=signature(module))
     monkeypatch.setattr(relowering, "plain_program", lambda *_: plain)
     return asked
 
@@ -103,7 +103,7 @@ def test_what_was_found_is_taken_and_remembered(monkeypatch: pytest.MonkeyPatch)
     assert dataclasses.replace(choice.record.hlo, seconds=0.0) == OUTCOME
     assert asked == []
     wish = Wish(budget_bytes=BUDGET, aim_bytes=BUDGET)
-    assert alternatives.MEMORY.of("one program") == (Known(wish=wish, total_bytes=1000, cost_ns=1100),)
+    assert alternatives.MEMORY.of("one program") == (Known(wish=wish, total_bytes=1000, price=(False, 1100)),)
 
 
 def test_before_a_refusal_the_plain_program_and_every_deeper_plan_is_tried(
@@ -139,6 +139,36 @@ def test_the_least_that_is_named_is_what_a_request_for_it_gets(monkeypatch: pyte
     asked = asked_of(monkeypatch, outcome_of)
     ways(key="proved").choose(RECORD, proved, MODULE)
     assert not any(w.aim_bytes == 1999 for w in asked)
+
+
+def test_what_is_known_without_host_memory_is_a_way_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least with host memory is never above the least without."""
+    asked_of(monkeypatch)
+    ways(key="without").choose(RECORD, dataclasses.replace(REFUSED, least_total_bytes=1500), MODULE)
+    asked = asked_of(monkeypatch)
+    with_host = ways(key="with", alone="without")
+    refusal = with_host.choose(RECORD, REFUSED, MODULE).record.hlo
+    assert refusal is not None
+    assert refusal.least_total_bytes == 1500
+    assert any(w.alone and w.temp_ratio == TRIES.ratios[-1] for w in asked)
+    enough = dataclasses.replace(OUTCOME, planned_temp_bytes=1500 - FIXED)
+    asked = asked_of(monkeypatch, lambda w: enough if w.alone else None)
+    taken = with_host.choose(dataclasses.replace(RECORD, budget_bytes=1500), REFUSED, MODULE)
+    assert taken.module == MODULE
+    assert [w.alone for w in asked] == [True]
+
+
+def test_pages_that_are_mostly_waited_for_are_compared_with_recompute_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An Adam step over four v5e: pages at twice the time of the plan that is found without host memory."""
+    for waiting_ns, is_asked in ((900, True), (100, False)):
+        paged = dataclasses.replace(OUTCOME, host_budget_bytes=1, recompute_ns=1000, waiting_ns=waiting_ns)
+        asked = asked_of(monkeypatch, lambda w, paged=paged: OUTCOME if w.alone else paged)  # type: ignore[misc]
+        choice = ways(key=str(waiting_ns), alone="without").choose(planned(), paged, MODULE)
+        assert choice.record.hlo is not None
+        assert (choice.record.hlo.recompute_ns == OUTCOME.recompute_ns) == is_asked
+        assert any(w.alone for w in asked) == is_asked
 
 
 def planned(record: Record = RECORD, **changes: Any) -> Record:
@@ -258,7 +288,7 @@ def test_what_is_known_to_keep_a_budget_is_looked_at_though_a_plan_like_it_was_s
 ) -> None:
     asked_of(monkeypatch)
     known = Wish(budget_bytes=BUDGET, aim_bytes=900)
-    alternatives.MEMORY.learn("one program", Known(wish=known, total_bytes=1000, cost_ns=1))
+    alternatives.MEMORY.learn("one program", Known(wish=known, total_bytes=1000, price=(False, 1)))
 
     def variant(program: Any, wish: Wish, plain: Record, *, skip: Any) -> Variant | None:
         record = planned(plain)
@@ -422,19 +452,19 @@ def test_the_plain_program_is_held_to_xlas_own_count_of_it(monkeypatch: pytest.M
 def test_what_others_beat_in_bytes_and_in_time_is_forgotten() -> None:
     memory = alternatives.Memory()
     for total, cost in ((1000, 50), (900, 60), (1000, 55), (950, 50), (800, 50)):
-        memory.learn("p", Known(wish=PLAIN, total_bytes=total, cost_ns=cost))
+        memory.learn("p", Known(wish=PLAIN, total_bytes=total, price=(False, cost)))
     memory.learn("p", Known(wish=PLAIN, total_bytes=850))
-    assert [(k.total_bytes, k.cost_ns) for k in memory.of("p")] == [(800, 50)]
-    memory.learn("p", Known(wish=PLAIN, total_bytes=1200, cost_ns=40))
+    assert [(k.total_bytes, k.price) for k in memory.of("p")] == [(800, (False, 50))]
+    memory.learn("p", Known(wish=PLAIN, total_bytes=1200, price=(False, 40)))
     assert len(memory.of("p")) == 2
 
 
 def test_the_memory_is_bounded() -> None:
     memory = alternatives.Memory()
     for n in range(known.MOST_PROGRAMS + 5):
-        memory.learn(str(n), Known(wish=PLAIN, total_bytes=1, cost_ns=1))
+        memory.learn(str(n), Known(wish=PLAIN, total_bytes=1, price=(False, 1)))
     for n in range(known.MOST_KNOWN + 5):
-        memory.learn("last", Known(wish=PLAIN, total_bytes=1000 - n, cost_ns=n))
+        memory.learn("last", Known(wish=PLAIN, total_bytes=1000 - n, price=(False, n)))
     assert memory.of("0") == ()
     assert len(memory.of("last")) == known.MOST_KNOWN
     assert len(memory._known) == known.MOST_PROGRAMS

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import hlo_support as h
 import jax
@@ -11,14 +14,21 @@ import pytest
 from jax import lax
 from strategies import example, small_gpt
 
+import coop_jax as coop
+from coop_jax.errors import UnsupportedError
+from coop_jax.report import Report
+from examples.models import GPTConfig, gpt
 from passes.cost import DEVICES, kernel_pj
 from passes.ir import Program
 from passes.jaxpr import compat
+from passes.jaxpr.candidate import JaxprRequest
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.lift import lift
 from passes.link import PCIE5, Link
 from passes.listing import read_plan
 from passes.objective import Objective
+from passes.outcome import StageOutcome
+from passes.pipeline import plan_program
 from passes.planners import PlannerConfig, plan
 from passes.simulate import simulate
 from passes.validate import validate
@@ -123,3 +133,80 @@ def test_programs_lifted_from_a_jaxpr_say_their_energy() -> None:
     assert flops_pj < by_name["dot_general"] < by_name["scan"] / 8
     assert plan(program, half_of(program), PlannerConfig(objective=energy(), quick=True)).energy_pj
     assert not lift(jaxpr, DEVICES["v5e"], as_xla=True).program.energy_pj
+
+
+def normalized_loss(ws: list[jax.Array], x: jax.Array) -> jax.Array:
+    """Products, which take energy, beside many small kernels, which take time."""
+    for w in ws:
+        h = x @ w
+        h = (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1, keepdims=True) + 1e-5)
+        x = x + jnp.tanh(h) @ w.T
+    return (x**2).mean()
+
+
+def flat(function: Callable[..., Any], specs: tuple[Any, ...]) -> tuple[Callable[..., Any], list[Any]]:
+    """A function of flat arguments and results, and what they are."""
+    leaves, tree = jax.tree.flatten(specs)
+    avals = [jax.core.ShapedArray(leaf.shape, leaf.dtype) for leaf in leaves]
+    return lambda *xs: jax.tree.leaves(function(*jax.tree.unflatten(tree, xs))), avals
+
+
+@functools.cache
+def planned(objective: str = "time", max_overhead: float | None = None) -> Report:
+    """The gradient of these for an H200 that is not here, below its peak."""
+    specs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (*[(512, 512)] * 3, (1024, 512))]
+    return coop.plan(
+        jax.grad(normalized_loss), specs[:-1], specs[-1], budget=11_573_546, device="h200",
+        objective=objective, max_overhead=max_overhead,
+    )  # fmt: skip
+
+
+def test_a_decorated_program_is_planned_for_the_least_energy(h200: str) -> None:
+    quick, frugal = planned(), planned("energy")
+    for made in (quick, frugal):
+        assert made.changed
+        assert made.compiled_total_bytes <= made.budget_bytes
+        assert "energy of a run: estimated" in str(made)
+    assert 0 < frugal.compiled_energy_pj <= quick.compiled_energy_pj
+    assert "planned for the least energy" in str(frugal)
+    assert Report.from_dict(frugal.to_dict()) == frugal
+
+
+def test_the_jaxpr_stage_spends_time_to_save_energy_and_no_more_than_it_may() -> None:
+    made = gpt.problem(GPTConfig(layers=2, width=256, heads=4, seq=128, batch=8, vocab=64))
+    jaxpr = compat.trace(*flat(jax.grad(made.loss), made.specs()))
+
+    def outcome(share: float, objective: Objective) -> StageOutcome:
+        request = JaxprRequest(
+            budget_bytes=1 << 40, argument_bytes=0, output_bytes=0, alias_bytes=0, device=DEVICES["h200"],
+            objective=objective,
+        )  # fmt: skip
+        before_bytes = plan_program(inline_calls(jaxpr), request)[1].before_temp_bytes
+        request = dataclasses.replace(request, budget_bytes=int(share * before_bytes))
+        return plan_program(inline_calls(jaxpr), request)[1]
+
+    quick, frugal, late = outcome(0.6, Objective()), outcome(0.6, energy()), outcome(0.6, energy(0.01))
+    assert frugal.recompute_pj < 0.9 * quick.recompute_pj
+    assert late.recompute_ns == quick.recompute_ns
+
+
+def test_a_limit_of_time_that_no_plan_keeps_is_said(h200: str) -> None:
+    within = planned("energy", 0.0)
+    assert within.compiled_total_bytes <= within.budget_bytes
+    assert within.overhead_ratio > 0
+    assert "within 0% more time, which no plan keeps" in str(within)
+    assert within.overhead_ratio <= planned("energy").overhead_ratio
+
+
+def test_what_is_asked_of_energy_in_vain_is_said() -> None:
+    for options, text in (
+        ({"objective": "money"}, "it is time or energy"),
+        ({"max_overhead": 0.1}, "it is a share, for `objective` energy"),
+        ({"objective": "energy", "max_overhead": -0.1}, "it is a share"),
+        ({"objective": "energy", "max_overhead": "much"}, "it is a share"),
+        ({"objective": "energy", "planner": "dtr"}, "'dtr' knows time only"),
+    ):
+        with pytest.raises(UnsupportedError, match=text):
+            coop.remat(budget="1GiB", **options)
+    with pytest.raises(UnsupportedError, match="what a cpu takes is not known"):
+        jax.jit(coop.remat(jnp.tanh, budget="1GiB", objective="energy")).lower(jnp.ones(3))

@@ -73,7 +73,8 @@ def instruction_pj(
 ) -> int:
     """Estimated energy of one run of an instruction in picojoules, called computations included.
 
-    Of its bytes and products; copies to and from the host are not in it. 0 where the device's is unknown.
+    Of its bytes and products; of copies to and from the host only those in called computations, since plans
+    count the others. 0 where the device's is unknown.
     """
     opcode = instruction.opcode
     if not device.watts or opcode in _FREE or instruction.proto.custom_call_target in _NO_KERNELS:
@@ -81,15 +82,25 @@ def instruction_pj(
     if host_transfer(module, instruction) is not None:
         return 0
     if opcode in ("call", "async-start", "conditional", "while"):
-        inner = [_computation_pj(module, module.computations[c], device) for c in instruction.called]
+        inner = [computation_pj(module, module.computations[c], device) for c in instruction.called]
         iterations = trip_count(module, instruction) if opcode == "while" else 1
         return iterations * (max(inner) if opcode == "conditional" else sum(inner))
     nbytes, flops, bits, _ = _work(module, computation, instruction)
     return kernel_pj(device, nbytes=nbytes, matrix_flops=flops, bits=bits)
 
 
-def _computation_pj(module: Module, computation: Computation, device: DeviceModel) -> int:
-    return sum(instruction_pj(module, computation, computation.by_id[i], device) for i in computation.order)
+def computation_pj(module: Module, computation: Computation, device: DeviceModel) -> int:
+    """Estimated energy of one run of a computation in picojoules, copies to and from the host included."""
+    if not device.watts:
+        return 0
+    total = 0
+    for i in computation.order:
+        instruction = computation.by_id[i]
+        total += instruction_pj(module, computation, instruction, device)
+        copied = host_transfer(module, instruction)
+        if copied is not None and device.host_link is not None:
+            total += round(device.host_link.picojoules_per_byte * copied[1])
+    return total
 
 
 def computation_ns(module: Module, computation: Computation, device: DeviceModel) -> int:

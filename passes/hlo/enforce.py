@@ -20,7 +20,7 @@ from passes.cost import DeviceModel
 from passes.hlo import graph, proto
 from passes.hlo.assign import Assigner
 from passes.hlo.barriers import drop_barriers
-from passes.hlo.cost import computation_ns, computation_times_ns
+from passes.hlo.cost import computation_ns, computation_pj, computation_times_ns
 from passes.hlo.emit import emit
 from passes.hlo.fit import Task, Written, fit
 from passes.hlo.heap import HeapPrediction, packing_saves, predict_assigned
@@ -29,6 +29,7 @@ from passes.hlo.lift import LiftedModule, lift
 from passes.hlo.loops import tightened
 from passes.hlo.reorder import reordered
 from passes.ir import Status
+from passes.objective import LEAST_TIME, Objective
 from passes.outcome import Recomputed, StageOutcome, paged_by, recomputed_by, tightest_values
 from passes.planners import PlannerConfig
 from passes.recipe import Recipe
@@ -48,6 +49,7 @@ class EnforceRequest:
         old_rules: True for jaxlib before 0.12: XLA's total counts the scalars of reducers, and
             asynchronous values live from their own instruction on.
         host_bytes: what may wait in the host's memory, a user's own offloading included; 0 for no paging.
+        objective: what is least.
         on_fragmentation: what to do where the budget would be kept but for XLA's packing of temporaries:
             "recompute", "pin" (count the bytes as they will be after pinning) or "error".
     """
@@ -58,6 +60,7 @@ class EnforceRequest:
     planner: str = "auto"
     old_rules: bool = False
     host_bytes: int = 0
+    objective: Objective = LEAST_TIME
     on_fragmentation: OnFragmentation = "recompute"
 
     @property
@@ -101,7 +104,57 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
     lifted = lift(view, request.device, request.platform, assigner=before, prediction=prediction)
     # What the program brings from the host by itself is waited for without a plan, too.
     cost_ns = computation_ns(view, view.entry, request.device)
-    task = _task(request, _reordered(lifted, request.device))
+    energy_pj = computation_pj(view, view.entry, request.device)
+    lifted = _reordered(lifted, request.device)
+    found = _found(request, lifted)
+    if (
+        request.pages
+        and not forced
+        and (found.is_over or (found.written.plan.pages and prediction.host_bytes))
+    ):
+        # Recompute alone packs otherwise. And copies of the program's own, of which plans know nothing, share
+        # the link with pages.
+        found = min(found, _found(replace(request, host_bytes=0), lifted), key=_Found.rank)
+    if found.is_over:
+        return module_bytes, _refusal(request, found, prediction, begin)
+    written = found.written
+    outcome = _outcome(request, prediction, written.prediction, cost_ns, energy_pj, begin)
+    return proto.serialize(written.module), _changed(request, outcome, found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """A plan of a module, with the bodies of its loops planned where that was needed.
+
+    Attributes:
+        inside: what bodies of loops recompute.
+        loops: whether they were planned.
+    """
+
+    request: EnforceRequest
+    task: Task
+    written: Written
+    inside: tuple[Recomputed, ...]
+    loops: bool
+
+    @property
+    def is_over(self) -> bool:
+        """True if it breaks a budget."""
+        return self.task.is_over(self.written)
+
+    def rank(self) -> tuple[int, ...]:
+        """Within the budgets by price, else by bytes; smaller is better."""
+        if self.is_over:
+            return True, self.written.needed_bytes
+        view, device = self.written.view, self.request.device
+        cost_ns, energy_pj = (of(view, view.entry, device) for of in (computation_ns, computation_pj))
+        base_ns = self.task.lifted.program.cost_ns
+        return False, *self.request.objective.price(cost_ns=cost_ns, energy_pj=energy_pj, base_ns=base_ns)
+
+
+def _found(request: EnforceRequest, lifted: LiftedModule) -> _Found:
+    """The first plan that keeps the budgets, else the smallest."""
+    task = _task(request, lifted)
     written, inside = fit(task), tuple[Recomputed, ...]()
     entry, lowest, loops = task, written, False
     for limit_bytes in (_limit_bytes(task, lowest), 0):
@@ -111,20 +164,12 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
             break
         (task, inside), loops = deeper, True
         written = fit(task)
-    if task.is_over(written):
-        return module_bytes, _refusal(request, task, written, prediction, begin, loops=loops)
-    outcome = _outcome(request, prediction, written.prediction, cost_ns, begin)
-    return proto.serialize(written.module), _changed(request, outcome, task, written, inside)
+    return _Found(request=request, task=task, written=written, inside=inside, loops=loops)
 
 
-def _changed(
-    request: EnforceRequest,
-    outcome: StageOutcome,
-    task: Task,
-    written: Written,
-    inside: tuple[Recomputed, ...],
-) -> StageOutcome:
-    """The outcome of what was written; `inside` is what bodies of loops recompute."""
+def _changed(request: EnforceRequest, outcome: StageOutcome, found: _Found) -> StageOutcome:
+    """The outcome of what was written."""
+    task, written = found.task, found.written
     program, plan, cost_ns = task.lifted.program, written.plan, outcome.cost_ns
     kernels_ns, waiting_ns = computation_times_ns(written.view, written.view.entry, request.device)
     recompute_ns = kernels_ns + waiting_ns - cost_ns
@@ -133,11 +178,12 @@ def _changed(
         outcome,
         changed=True,
         recompute_ns=recompute_ns,
+        recompute_pj=computation_pj(written.view, written.view.entry, request.device) - outcome.energy_pj,
         # Proved for plans that recompute what they move.
         lower_bound_ratio=max(0.0, min(plan.lower_bound_ratio, recompute_ns / max(cost_ns, 1))),
         status=Status.FEASIBLE,
         recipe=Recipe(recompute=plan.planner),
-        recomputed=inside + recomputed_by(program, plan.steps, "hlo"),
+        recomputed=found.inside + recomputed_by(program, plan.steps, "hlo"),
         paged=paged_by(program, plan.pages, "hlo"),
         waiting_ns=waiting_ns,
         planned_temp_bytes=written.needed_bytes - task.fixed_bytes + constant_bytes,
@@ -177,7 +223,8 @@ def _with_loops(
 
 def _task(request: EnforceRequest, lifted: LiftedModule) -> Task:
     """What is to be planned: with pages where there is a host budget and a link."""
-    config = PlannerConfig(planner=request.planner, quick=True)
+    objective = request.objective.of(lifted.program)
+    config = PlannerConfig(planner=request.planner, quick=True, objective=objective)
     if request.pages:
         config = replace(
             config,
@@ -206,12 +253,18 @@ def _unchanged(
     request: EnforceRequest, view: graph.Module, prediction: HeapPrediction, begin: float
 ) -> StageOutcome:
     kernels_ns, waiting_ns = computation_times_ns(view, view.entry, request.device)
-    kept = _outcome(request, prediction, prediction, kernels_ns + waiting_ns, begin)
+    energy_pj = computation_pj(view, view.entry, request.device)
+    kept = _outcome(request, prediction, prediction, kernels_ns + waiting_ns, energy_pj, begin)
     return replace(kept, waiting_ns=waiting_ns)
 
 
 def _outcome(
-    request: EnforceRequest, before: HeapPrediction, after: HeapPrediction, cost_ns: int, begin: float
+    request: EnforceRequest,
+    before: HeapPrediction,
+    after: HeapPrediction,
+    cost_ns: int,
+    energy_pj: int,
+    begin: float,
 ) -> StageOutcome:
     return StageOutcome(
         stage="hlo", changed=False, budget_bytes=request.budget_bytes, argument_bytes=before.argument_bytes,
@@ -221,21 +274,21 @@ def _outcome(
         cost_ns=cost_ns, recompute_ns=0, lower_bound_ratio=0.0, status=Status.OPTIMAL,
         recipe=Recipe(recompute=request.planner), seconds=time.perf_counter() - begin,
         host_budget_bytes=request.host_bytes if request.pages else 0, host_bytes=after.host_bytes,
+        energy_pj=energy_pj,
     )  # fmt: skip
 
 
-def _refusal(
-    request: EnforceRequest, task: Task, least: Written, before: HeapPrediction, begin: float, *, loops: bool
-) -> StageOutcome:
-    """The outcome for a budget that was not met; `least` is what a second call could be asked for.
+def _refusal(request: EnforceRequest, found: _Found, before: HeapPrediction, begin: float) -> StageOutcome:
+    """The outcome for a budget that was not met; what was found is what a second call could be asked for.
 
     Where bodies of loops were planned nothing is proved: the bound takes a loop for one op.
     """
+    task, least, loops = _task(request, found.task.lifted), found.written, found.loops
     program = task.lifted.program
     bound = task.fixed_bytes + task.bound_bytes(program)
     proved = not loops and bound > task.budget_bytes
     least_bytes = min(least.needed_bytes, before.total_bytes)
-    outcome = _outcome(request, before, before, program.cost_ns, begin)
+    outcome = _outcome(request, before, before, program.cost_ns, program.energy_pj, begin)
     return replace(
         outcome,
         status=Status.INFEASIBLE if proved else Status.UNKNOWN,

@@ -19,7 +19,9 @@ from passes.hlo.lift import LiftedModule
 from passes.hlo.steer import steered
 from passes.ir import OpId, Plan, Program, Status
 from passes.liveness import Graph
+from passes.objective import Price
 from passes.planners import PlannerConfig, least_peak, plan, working_set_bytes
+from passes.planners.paging.energy import with_energy
 from passes.planners.schedule import HOLE, Schedule, reverse_delete
 from passes.simulate import simulate
 
@@ -92,10 +94,6 @@ class Task:
         units = self.config.units(len(self.lifted.program.ops))
         return replace(self.config, work_limit=units // 3, bound=False)
 
-    def without_host(self) -> PlannerConfig:
-        """How to plan without pages."""
-        return replace(self.for_retries(), host_bytes=0, link=None)
-
     def assigner(self, view: graph.Module) -> Assigner:
         """Where XLA will put the values of a module."""
         return Assigner(view, self.lifted.platform, old_rules=self.lifted.assigner.old_rules)
@@ -133,6 +131,13 @@ class Task:
     def host_excess_bytes(self, written: Written) -> int:
         """By how much a module with pages breaks the host's budget: holes between what waits there."""
         return max(0, written.prediction.host_bytes - self.host_bytes) if written.plan.pages else 0
+
+    def price(self, written: Written) -> Price:
+        """What to compare a plan by."""
+        program = self.lifted.program
+        made = with_energy(program, written.plan, self.config.link)
+        cost_ns = round(program.cost_ns * (1 + made.overhead_ratio))
+        return self.config.objective.price(cost_ns=cost_ns, energy_pj=made.energy_pj, base_ns=program.cost_ns)
 
     def is_over(self, written: Written) -> bool:
         """True if a module breaks one of both budgets."""
@@ -179,7 +184,7 @@ def fit(task: Task) -> Written:
         if not task.is_over(written):
             return _with_bound(written, bound_ratio)
         tried.append(written)
-        if not written.plan.status.found:
+        if written.plan.peak_bytes > target:
             break
         config = _with_less_host(task.for_retries(), config.host_bytes - task.host_excess_bytes(written))
         if not written.displaced <= displaced:
@@ -197,7 +202,7 @@ def fit(task: Task) -> Written:
 def _packed(task: Task, tried: list[Written]) -> Written:
     """The cheapest of the plans whose packing alone is over the budget, packed tighter, else the smallest."""
     best = tried[-1]
-    for written in sorted(tried, key=lambda w: w.plan.overhead_ratio):
+    for written in sorted(tried, key=task.price):
         found = task.steered(written)
         if not task.is_over(found):
             return found
@@ -228,9 +233,6 @@ def lowest(task: Task) -> tuple[Program, Written]:
         config = _with_less_host(config, less)
         displaced |= written.displaced
         program = task.program_with(displaced)
-    if any(written.plan.pages for _, written in tried) and not task.config.must_page:
-        # Copies take bytes of their own that no plan counts: tables of pointers on a TPU.
-        tried.append((program, task.write(least_peak(program, task.without_host()))))
     return min(tried, key=lambda t: (task.host_excess_bytes(t[1]) > 0, t[1].needed_bytes))
 
 

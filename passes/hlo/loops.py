@@ -20,7 +20,7 @@ from passes.hlo.emit import emit
 from passes.hlo.graph import Instruction
 from passes.hlo.lift import LiftedModule, lift
 from passes.hlo.reorder import reordered
-from passes.ir import OpId, Plan, Program, Status
+from passes.ir import OpId, Plan, Program
 from passes.outcome import Recomputed, recomputed_by
 from passes.planners import PlannerConfig, least_peak, plan, working_set_bytes
 from passes.simulate import simulate
@@ -71,7 +71,7 @@ class _Work:
             self._write(body, order)
             body = self._body(loop)
         made = self._plan(body.program, target_bytes)
-        if not made.status.found:
+        if made.peak_bytes > target_bytes:
             before = self.lifted
             self.shrink_loops(body, made, target_bytes, iterations)
             if self.lifted is not before:
@@ -97,10 +97,11 @@ class _Work:
 
     def _plan(self, program: Program, target_bytes: int) -> Plan:
         if target_bytes >= working_set_bytes(program):
-            made = plan(program, target_bytes, self.config)
-            if made.status.found:
+            config = replace(self.config, objective=self.config.objective.of(program))
+            made = plan(program, target_bytes, config)
+            if made.peak_bytes <= target_bytes:
                 return made
-        return replace(least_peak(program, self.config), status=Status.UNKNOWN)
+        return least_peak(program, self.config)
 
     def _write(self, body: LiftedModule, steps: Sequence[OpId]) -> None:
         module = graph.read(emit(body, steps))

@@ -11,6 +11,7 @@ from passes.jaxpr.compat import Jaxpr
 from passes.jaxpr.emit import EmitConfig
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.scans.choice import Level
+from passes.objective import LEAST_TIME, Objective
 from passes.outcome import Paged
 from passes.recipe import Recipe, Scans
 
@@ -27,6 +28,7 @@ class JaxprRequest:
         baseline_total_bytes: what the program needs without this stage, where that was compiled.
         calibration: what XLA made of other plans of this program.
         host_bytes: how many bytes of stacks of scans may wait on the host.
+        objective: what is least.
         inside: True for a body of a program whose scans, inner ones, too, are rewritten already.
     """
 
@@ -39,6 +41,7 @@ class JaxprRequest:
     baseline_total_bytes: int | None = None
     calibration: Calibration = UNCALIBRATED
     host_bytes: int = 0
+    objective: Objective = LEAST_TIME
     inside: bool = False
 
     @property
@@ -60,7 +63,7 @@ class Candidate:
         lifted: the program that `steps` are a plan of.
         steps, config, emitted: what is run and how it is written.
         peak_bytes: expected peak of XLA's temporaries.
-        cost_ns: expected time of what is run.
+        cost_ns, energy_pj: expected time and energy of what is run.
         plan: None for a program without recomputes.
         scans: how its pairs of scans were rewritten before it was planned.
         rewritten: True if anything was done to it before it was planned.
@@ -74,6 +77,7 @@ class Candidate:
     emitted: Jaxpr
     peak_bytes: int
     cost_ns: int
+    energy_pj: int
     plan: Plan | None = None
     scans: Level = ()
     rewritten: bool = False

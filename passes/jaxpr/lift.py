@@ -364,7 +364,7 @@ class _Lift:
         return kernel, kernel_pj(self.device, nbytes=nbytes, matrix_flops=flops, bits=bits)
 
     def _kernel_reads(self, eqn: JaxprEqn) -> dict[Var, int]:
-        """The stored variables that a kernel reads, with the bytes of each: a slice reads as many as it gives."""
+        """The stored variables that a kernel reads, with the bytes of each: a slice as many as it gives."""
         reads: dict[Var, int] = {}
         slices = eqn.primitive.name in SLICING
         for position, v in enumerate(eqn.invars):

@@ -29,6 +29,7 @@ from passes.jaxpr.simplify import scatter_in_place, without_literal_barriers
 from passes.jaxpr.straight import as_it_is, search
 from passes.jaxpr.structured import search_structured
 from passes.listing import plan_text, program_text
+from passes.objective import Objective
 from passes.outcome import StageOutcome, recomputed_by, tightest_values
 from passes.planners import cut_bound
 
@@ -164,17 +165,17 @@ def plan(as_is: LiftedJaxpr, request: JaxprRequest) -> Planned:
     if not _fits_as_it_is(before_bytes, request):
         scale = _scale(before_bytes, request)
         if has_control_flow(jaxpr.eqns):
-            candidate = search_structured(jaxpr, request, scale, _body)
+            candidate = search_structured(as_is, request, scale, _body)
         else:
             candidate = search(as_is, request, scale)
     outcome = _outcome(as_is, before_bytes, candidate, request)
     if candidate.changed and not request.inside:
         outcome = replace(outcome, kernels_ns=_kernels_ns(as_is, before_bytes, request))
-    _dump(jaxpr, candidate, outcome, request.device)
+    _dump(jaxpr, candidate, outcome)
     return Planned(candidate=candidate, outcome=replace(outcome, seconds=time.perf_counter() - started))
 
 
-def _dump(jaxpr: Jaxpr, candidate: Candidate, outcome: StageOutcome, device: DeviceModel) -> None:
+def _dump(jaxpr: Jaxpr, candidate: Candidate, outcome: StageOutcome) -> None:
     """Write what was made of a program, if someone asked for it."""
     program, plan_made = candidate.lifted.program, candidate.plan
     dump(
@@ -182,7 +183,7 @@ def _dump(jaxpr: Jaxpr, candidate: Candidate, outcome: StageOutcome, device: Dev
         {
             "jaxpr.txt": lambda: str(jaxpr),
             "program.txt": lambda: program_text(program),
-            "program.json": lambda: program.to_json(),
+            "program.json": program.to_json,
             "plan.txt": lambda: "as it is\n" if plan_made is None else plan_text(plan_made, program),
             "emitted.txt": lambda: str(candidate.emitted),
             "outcome.json": lambda: json.dumps(outcome.to_dict(), indent=1, default=str),
@@ -208,11 +209,11 @@ def _scale(peak_bytes: int, request: JaxprRequest) -> float:
 
 def _body(body: Jaxpr, nbytes: int, request: JaxprRequest) -> Jaxpr:
     """A body of control flow planned for some bytes of temporaries."""
-    return _planned_body(body, nbytes, request.device, request.planner)
+    return _planned_body(body, nbytes, request.device, request.planner, request.objective)
 
 
 @compat.cached_by_jaxpr
-def _planned_body(body: Jaxpr, nbytes: int, device: DeviceModel, planner: str) -> Jaxpr:
+def _planned_body(body: Jaxpr, nbytes: int, device: DeviceModel, planner: str, objective: Objective) -> Jaxpr:
     inner = JaxprRequest(
         budget_bytes=nbytes,
         argument_bytes=0,
@@ -220,6 +221,7 @@ def _planned_body(body: Jaxpr, nbytes: int, device: DeviceModel, planner: str) -
         alias_bytes=0,
         device=device,
         planner=planner,
+        objective=objective,
         inside=True,
     )
     changed: Jaxpr = plan(lift(body, inner), inner).candidate.emitted
@@ -264,6 +266,8 @@ def _outcome(
         planned_temp_bytes=candidate.peak_bytes,
         cost_ns=as_is.program.cost_ns,
         recompute_ns=recompute_ns,
+        energy_pj=as_is.program.energy_pj,
+        recompute_pj=candidate.energy_pj - as_is.program.energy_pj,
         lower_bound_ratio=_lower_bound_ratio(candidate, as_is.program.cost_ns, recompute_ns),
         status=Status.FEASIBLE if fits else Status.UNKNOWN,
         recipe=candidate.recipe,

@@ -48,6 +48,7 @@ def as_it_is(as_is: LiftedJaxpr) -> Candidate:
         emitted=as_is.jaxpr,
         peak_bytes=simulate(as_is.program, steps).peak_bytes,
         cost_ns=as_is.program.cost_ns,
+        energy_pj=as_is.program.energy_pj,
     )
 
 
@@ -61,7 +62,8 @@ def search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate
     peak_bytes = simulate(lifted.program, _identity(lifted)).peak_bytes
     target_bytes = max(int(request.temp_budget_bytes * scale), 1)
     written = emit_config(lifted, as_is, request.device, strict=request.calibration.strict)
-    config = PlannerConfig(planner=request.planner, bound=False, quick=True)
+    objective = request.objective.of(lifted.program)
+    config = PlannerConfig(planner=request.planner, bound=False, quick=True, objective=objective)
     best: Candidate | None = None
     level = _levels_down(target_bytes / max(peak_bytes, 1))
     for _ in range(CONFIG.most_candidates):
@@ -72,7 +74,7 @@ def search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate
             best = candidate
         if candidate.peak_bytes <= target_bytes:
             break
-        if not made.status.found:
+        if made.peak_bytes > level_bytes:
             break
         # What XLA is expected to need beyond the plan changes little from level to level.
         beyond_bytes = candidate.peak_bytes - made.peak_bytes
@@ -103,6 +105,7 @@ def evaluate(lifted: LiftedJaxpr, made: Plan, config: EmitConfig, device: Device
         emitted=emitted,
         peak_bytes=(made.peak_bytes + max(seen_bytes, made.peak_bytes)) // 2,
         cost_ns=seen.program.cost_ns,
+        energy_pj=seen.program.energy_pj,
         plan=made,
     )
 

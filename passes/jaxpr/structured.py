@@ -23,6 +23,7 @@ from passes.jaxpr.scans.host_choice import sent_to_host
 from passes.jaxpr.scans.sink import sink_into_scans
 from passes.jaxpr.scans.views import view_inside_scans
 from passes.jaxpr.straight import as_it_is, search
+from passes.objective import Price
 from passes.recipe import Recipe, Scans
 
 # (open jaxpr of a body, bytes for its temporaries, request) -> an open jaxpr.
@@ -57,7 +58,9 @@ class StructuredConfig:
 CONFIG = StructuredConfig()
 
 
-def search_structured(jaxpr: Jaxpr, request: JaxprRequest, scale: float, plan_body: PlanBody) -> Candidate:
+def search_structured(
+    as_is: LiftedJaxpr, request: JaxprRequest, scale: float, plan_body: PlanBody
+) -> Candidate:
     """The cheapest candidate that fits, among the scans' levels and what can be done beside them.
 
     A level alone, with recomputes beside the scans, with the bodies of control flow planned, too, and planned
@@ -65,7 +68,10 @@ def search_structured(jaxpr: Jaxpr, request: JaxprRequest, scale: float, plan_bo
     budget with stacks on the host. What was compiled counts as measured (`request.calibration`), the others
     as estimated times what their like turned out to need.
     """
-    search_for = _Search(original=jaxpr, request=request, scale=scale, plan_body=plan_body)
+    jaxpr = as_is.jaxpr
+    search_for = _Search(
+        original=jaxpr, base_ns=as_is.program.cost_ns, request=request, scale=scale, plan_body=plan_body
+    )
     look_at = search_for.levels
     if request.inside:
         return _next(look_at(_Levels(jaxpr, [()], request.device), WAYS), request).candidate
@@ -135,12 +141,14 @@ class _Look:
     """A candidate.
 
     Attributes:
+        price: what the objective makes of its time and energy.
         expected_bytes: what XLA is expected to need for it.
         over: whether that is over the budget.
         tried: True if the expectation was measured.
     """
 
     candidate: Candidate
+    price: Price
     expected_bytes: int
     over: bool
     tried: bool
@@ -152,10 +160,12 @@ class _Search:
 
     Attributes:
         original: the program as it came.
+        base_ns: its time.
         scale: estimated over real bytes of temporaries, before anything was compiled.
     """
 
     original: Jaxpr
+    base_ns: int
     request: JaxprRequest
     scale: float
     plan_body: PlanBody
@@ -208,7 +218,7 @@ class _Search:
         last = len(levels) - 1
         looks: dict[int, _Look] = {}
         for k in sorted({round(n * last / (CONFIG.levels_sent - 1)) for n in range(CONFIG.levels_sent)}):
-            if not here.over and levels[k].lifted.program.cost_ns >= here.candidate.cost_ns:
+            if not here.over and self._price(as_it_is(levels[k].lifted)) >= here.price:
                 continue
             if (look := self._sent(levels[k], ALONE)) is not None:
                 looks[k] = look
@@ -242,6 +252,7 @@ class _Search:
             return replace(
                 made, scans=level.level, rewritten=True, bodies=program is not level.program,
                 paged=sent.paged, cost_ns=made.cost_ns + sent.waiting_ns,
+                energy_pj=made.energy_pj + sent.energy_pj,
             )  # fmt: skip
 
         alone = self._expect(named(as_it_is(lifted)), ratio)
@@ -291,7 +302,14 @@ class _Search:
         known = self.request.calibration.tried(made.recipe, made.peak_bytes)
         nbytes = round(made.peak_bytes * ratio) if known is None else known.temp_bytes
         over = nbytes > self.request.temp_budget_bytes
-        return _Look(candidate=made, expected_bytes=nbytes, over=over, tried=known is not None)
+        return _Look(
+            candidate=made, price=self._price(made), expected_bytes=nbytes, over=over, tried=known is not None
+        )
+
+    def _price(self, made: Candidate) -> Price:
+        return self.request.objective.price(
+            cost_ns=made.cost_ns, energy_pj=made.energy_pj, base_ns=self.base_ns
+        )
 
     def _ratio(self, recipe: Recipe, estimated_bytes: int, prior_ratio: float) -> float:
         return self.request.calibration.expected_ratio(recipe, estimated_bytes, prior_ratio)
@@ -309,14 +327,14 @@ def _next(looks: Sequence[_Look], request: JaxprRequest) -> _Look:
         return look.expected_bytes <= ratio * request.temp_budget_bytes
 
     def is_worth_it(look: _Look) -> bool:
-        cheaper = look.candidate.cost_ns <= CONFIG.cheaper_ratio * best.candidate.cost_ns
+        cheaper = look.price <= (best.price[0], CONFIG.cheaper_ratio * best.price[1])
         return not look.tried and cheaper and may_fit(look)
 
     return min(filter(is_worth_it, looks), key=lambda look: look.expected_bytes, default=best)
 
 
-def _rank(look: _Look) -> tuple[int, int, int]:
-    """Within the budget by time; then by bytes, what was not tried first. Smaller is better."""
+def _rank(look: _Look) -> tuple[int, ...]:
+    """Within the budget by price; then by bytes, what was not tried first. Smaller is better."""
     if look.over:
-        return 1 + look.tried, look.expected_bytes, look.candidate.cost_ns
-    return 0, look.candidate.cost_ns, look.expected_bytes
+        return 1 + look.tried, look.expected_bytes, *look.price
+    return 0, *look.price, look.expected_bytes

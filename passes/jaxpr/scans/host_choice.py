@@ -30,12 +30,14 @@ class Sent:
         program: open jaxpr.
         paged: what waits there.
         waiting_ns: estimated time that kernels stand still for the link.
+        energy_pj: estimated energy of what the link carries.
         excess_bytes: by how much the program is over what it may need; 0 or less for one that fits.
     """
 
     program: Jaxpr
     paged: tuple[Paged, ...]
     waiting_ns: int
+    energy_pj: int
     excess_bytes: int
 
 
@@ -52,7 +54,8 @@ def sent_to_host(
     Returns:
         None where nothing can be sent.
     """
-    if device.host_link is None:
+    link = device.host_link
+    if link is None:
         return None
     stacks = stacks_of(jaxpr)
     least_bytes = SMALL_RATIO * sum(s.nbytes for s in stacks)
@@ -63,8 +66,11 @@ def sent_to_host(
 
     def sent(chosen: Sequence[Stack]) -> Sent:
         program, paged = with_stacks_on_host(jaxpr, {s.key for s in chosen})
-        waiting_ns = waiting_for_stacks_ns(chosen, device)
-        return Sent(program=program, paged=paged, waiting_ns=waiting_ns, excess_bytes=excess_of(program))
+        return Sent(
+            program=program, paged=paged, waiting_ns=waiting_for_stacks_ns(chosen, device),
+            energy_pj=round(link.picojoules_per_byte * sum(map(_moved_bytes, chosen))),
+            excess_bytes=excess_of(program),
+        )  # fmt: skip
 
     low, high, best = 1, len(possible), sent(possible)
     if best.excess_bytes > 0:
@@ -90,6 +96,11 @@ def _within(stacks: Sequence[Stack], host_bytes: int) -> list[Stack]:
             host_bytes -= stack.nbytes
             within.append(stack)
     return within
+
+
+def _moved_bytes(stack: Stack) -> int:
+    """What the link carries for a stack, both ways."""
+    return stack.iterations * (1 + len(stack.readers)) * stack.nbytes
 
 
 def waiting_for_stacks_ns(stacks: Sequence[Stack], device: DeviceModel) -> int:
