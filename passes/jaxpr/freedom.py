@@ -16,12 +16,12 @@ from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of
 from passes.jaxpr.emit import EmitConfig
 from passes.jaxpr.lifted import LiftedJaxpr
+from passes.jaxpr.primitives import MATRIX
 from passes.liveness import last_readers
 from passes.saved import is_saved
 
 # Dots with results up to this size are small: XLA:GPU splits them along their depth, and merges them.
 SMALL_DOT_ELEMENTS = 2 << 20
-MATRIX = frozenset({"dot_general", "conv_general_dilated"})
 MOVES = frozenset({"slice", "dynamic_slice", "split", "gather", "convert_element_type"})
 
 

@@ -21,6 +21,7 @@ from passes.backend import BACKENDS
 from passes.cost import DeviceModel, kernel_ns, kernel_pj
 from passes.ir import Buffer, BufferId, Op, OpId, Program
 from passes.jaxpr import compat
+from passes.jaxpr.avals import array_of
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.flops import matrix_work, said_bytes, sent_bytes, vector_work
 from passes.jaxpr.in_place import (
@@ -33,7 +34,7 @@ from passes.jaxpr.in_place import (
 )
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.lifted import LiftedJaxpr
-from passes.jaxpr.primitives import CONTROL_FLOW, SLICING, Kind, is_expensive
+from passes.jaxpr.primitives import CONTROL_FLOW, SLICING, Kind, is_dear_to_xla
 from passes.jaxpr.purity import eqn_kind, has_effect, is_on_host, moves_memory
 from passes.jaxpr.simplify import without_literal_barriers
 from passes.jaxpr.softmax import DataflowGraph, inside_softmax
@@ -82,6 +83,9 @@ class _Lift:
         # For every variable: stored variables that it is computed from, with the bytes read of each.
         self.reads: dict[Var, dict[Var, int]] = {}
         self.order: dict[Var, int] = {}
+        self.graph = DataflowGraph(
+            eqns=jaxpr.eqns, kinds=self.kinds, producer=self.producer, readers=self.readers
+        )
 
     def run(self) -> LiftedJaxpr:
         self._index()
@@ -89,10 +93,7 @@ class _Lift:
         needed = self._needed_in_memory()
         self.inside = set[Var]()
         if BACKENDS[self.device.platform].fuses_normalisation:
-            graph = DataflowGraph(
-                eqns=self.jaxpr.eqns, kinds=self.kinds, producer=self.producer, readers=self.readers
-            )
-            self.inside = inside_softmax(graph, self.results, needed)
+            self.inside = inside_softmax(self.graph, self.results, needed)
         self.kernels = self._reading_kernels(needed)
         for i, eqn in enumerate(self.jaxpr.eqns):
             self._decide(i, eqn, needed)
@@ -181,27 +182,8 @@ class _Lift:
             return False
         if BACKENDS[self.device.platform].stores_shared:
             return True
-        costly = traffic > SHARED_RATIO * compat.aval_nbytes(v.aval) or self._is_normalised(v)
-        return is_expensive(eqn.primitive.name) and costly
-
-    def _is_normalised(self, v: Var) -> bool:
-        """True for a value that is combined with its own reduction, as softmax does: one kernel makes all."""
-        return any(
-            u is not v and v in self._reduced(u)
-            for i in self.readers.get(v, ())
-            for u in compat.variables(self.jaxpr.eqns[i].invars)
-        )
-
-    def _reduced(self, v: Atom) -> Sequence[Var]:
-        """The operands of the reduction that `v` is a broadcast of, if it is one."""
-        while (i := compat.of_variable(self.producer, v)) is not None:
-            eqn = self.jaxpr.eqns[i]
-            if self.kinds[i] is Kind.REDUCTION:
-                return compat.variables(eqn.invars)
-            if self.kinds[i] is not Kind.VIEW and eqn.primitive.name != "broadcast_in_dim":
-                break
-            v = eqn.invars[0]
-        return ()
+        costly = traffic > SHARED_RATIO * compat.aval_nbytes(v.aval) or self.graph.is_normalised(v)
+        return costly and is_dear_to_xla(eqn.primitive.name, str(array_of(v).dtype))
 
     def _is_held(self, readers: Sequence[int]) -> bool:
         """True for a value that a barrier reads."""

@@ -76,6 +76,13 @@ KINDS: dict[str, Kind] = {
 
 _EXPENSIVE_NAMES = frozenset(_EXPENSIVE.split())
 
+# In bfloat16 XLA:GPU has no price for them: its table of clock cycles (`hlo_op_profiles_data.h`) says 79 for
+# an exponential in float32, 467 for a tanh, which is converted, and nothing for bfloat16.
+_UNPRICED_IN_BFLOAT16 = frozenset({"exp", "exp2", "log", "logistic"})
+
+MATRIX = frozenset({"dot_general", "conv_general_dilated"})
+"""Products of matrices, and convolutions."""
+
 SINCE_0_12 = frozenset({"polynomial"})
 """Primitives that JAX 0.11 does not have."""
 
@@ -103,3 +110,9 @@ def kind_of(primitive_name: str) -> Kind:
 def is_expensive(primitive_name: str) -> bool:
     """True for elementwise primitives that cost many instructions per element."""
     return primitive_name in _EXPENSIVE_NAMES
+
+
+def is_dear_to_xla(primitive_name: str, dtype_name: str) -> bool:
+    """True if XLA:GPU takes an elementwise primitive on such elements for expensive."""
+    unpriced = dtype_name == "bfloat16" and primitive_name in _UNPRICED_IN_BFLOAT16
+    return is_expensive(primitive_name) and not unpriced

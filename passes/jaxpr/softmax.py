@@ -18,6 +18,7 @@ from passes.jaxpr.primitives import Kind
 from passes.reach import reached
 
 _ELEMENTWISE = (Kind.VIEW, Kind.FUSIBLE)
+_IN_ANY_LAYOUT = ("broadcast_in_dim", "iota")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,42 @@ class DataflowGraph:
         """What a reduction reduces."""
         return self.unconverted(self.eqns[i].invars[0])
 
+    def is_along_rows(self, v: Atom, axis: int) -> bool:
+        """True if what is next to each other along an axis of a value is so in memory, too.
+
+        XLA leaves a kernel's result as it was written; what transposes it has another layout instead.
+        """
+        while (i := compat.of_variable(self.producer, v)) is not None and self.kinds[i] in _ELEMENTWISE:
+            eqn, shape = self.eqns[i], array_of(v).shape
+            if eqn.primitive.name == "transpose":
+                axis, v = eqn.params["permutation"][axis], eqn.invars[0]
+                continue
+            alike = (u for u in compat.variables(eqn.invars) if array_of(u).shape == shape)
+            before = next((u for u in alike if self.primitive(u) not in _IN_ANY_LAYOUT), None)
+            if before is None:
+                break
+            v = before
+        return bool(axis == array_of(v).ndim - 1)
+
+    def is_normalised(self, v: Var) -> bool:
+        """True for a value that is combined with its own reduction, as softmax does: one kernel makes all."""
+        return any(
+            u is not v and v in self._reduced(u)
+            for i in self.readers.get(v, ())
+            for u in compat.variables(self.eqns[i].invars)
+        )
+
+    def _reduced(self, v: Atom) -> Sequence[Var]:
+        """The operands of the reduction that `v` is a broadcast of, if it is one."""
+        while (i := compat.of_variable(self.producer, v)) is not None:
+            eqn = self.eqns[i]
+            if self.kinds[i] is Kind.REDUCTION:
+                return compat.variables(eqn.invars)
+            if self.kinds[i] is not Kind.VIEW and eqn.primitive.name != "broadcast_in_dim":
+                break
+            v = eqn.invars[0]
+        return ()
+
     def made_of(self, v: Var) -> set[Var]:
         """What is computed elementwise from a value."""
         readers = [r for r in self.readers.get(v, ()) if self.kinds[r] in _ELEMENTWISE]
@@ -64,10 +101,10 @@ class DataflowGraph:
 
         Nothing, if another kernel reads it or if it is among `results`.
         """
-        eqn, rows = self.eqns[i], self.rows_of(i)
-        if tuple(eqn.params["axes"]) != (array_of(rows).ndim - 1,):
+        rows, axes = self.rows_of(i), self.eqns[i].params["axes"]
+        if len(axes) != 1 or not self.is_along_rows(rows, axes[0]):
             return set(), set()
-        met, alone, stack = set[Var](), {*eqn.outvars}, [*eqn.outvars]
+        met, alone, stack = set[Var](), {*self.eqns[i].outvars}, [*self.eqns[i].outvars]
         while stack:
             for reader in self.readers.get(stack.pop(), ()):
                 eqn = self.eqns[reader]
