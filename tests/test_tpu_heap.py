@@ -55,7 +55,9 @@ def test_arrays_have_the_bytes_of_their_tiles(
     assert _shape(element, dims, minor_to_major, *tiles).nbytes == nbytes
 
 
-def _fusion_with_reduced_result(between: str) -> tuple[graph.Module, graph.Instruction, graph.Instruction]:
+def _fusion_with_reduced_result(
+    kind: str, between: str
+) -> tuple[graph.Module, graph.Instruction, graph.Instruction]:
     """The view of (sum(between(exp(x))), exp(x)) as one fusion, the operand, and the fusion."""
     module = proto.parse(b"")
     fused, entry = module.computations.add(id=2, root_id=24), module.computations.add(id=1, root_id=12)
@@ -75,7 +77,7 @@ def _fusion_with_reduced_result(between: str) -> tuple[graph.Module, graph.Instr
     made = add(entry, 11, "negate", [10], 64, 64)
     add(entry, 10, "parameter", [], 64, 64)
     fusion = add(entry, 12, "fusion", [11])
-    fusion.fusion_kind = "kLoop"
+    fusion.fusion_kind = kind
     fusion.called_computation_ids.append(2)
     pair = add(fused, 24, "tuple", [23, 21])
     for shape in (fusion.shape, pair.shape):
@@ -89,13 +91,18 @@ def _fusion_with_reduced_result(between: str) -> tuple[graph.Module, graph.Instr
 
 
 @pytest.mark.parametrize(
-    ("backend", "between", "shares"),
-    [(TPU, "negate", True), (TPU, "transpose", False), (CPU, "negate", False)],
+    ("backend", "kind", "between", "shares"),
+    [
+        (TPU, "kLoop", "negate", True),
+        (TPU, "kLoop", "transpose", False),
+        (TPU, "kOutput", "negate", True),  # what follows a dot, with its sums
+        (CPU, "kLoop", "negate", False),
+    ],
 )
 def test_a_tpu_writes_over_an_operand_that_is_reduced_to_another_result(
-    backend: Backend, between: str, shares: bool
+    backend: Backend, kind: str, between: str, shares: bool
 ) -> None:
-    view, operand, fusion = _fusion_with_reduced_result(between)
+    view, operand, fusion = _fusion_with_reduced_result(kind, between)
     assert Sharing(view, backend).may_share(view.entry, operand, (), fusion, (1,)) is shares
 
 

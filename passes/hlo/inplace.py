@@ -178,10 +178,10 @@ class Sharing:
 
     def _cpu_fusion(self, fusion: Instruction, number: int) -> bool:
         """True if all that an operand reaches is elementwise or, on a TPU, a reduced result or a view of the
-        same bytes."""
+        same bytes. There a dot's kernel may have several results, too."""
         fused = self._module.computations[fusion.called[0]]
-        kind = fusion.proto.fusion_kind
-        free = {"tuple"} if kind in ("kLoop", "kInput") else set[str]()
+        several = self._reduces or fusion.proto.fusion_kind in ("kLoop", "kInput")
+        free = {"tuple"} if several else set[str]()
         free |= {"bitcast"} if self._reduces else set()
         reduced = _reduced_roots(fused) if self._reduces else frozenset()
         users = self.users(fused)
