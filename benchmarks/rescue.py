@@ -192,7 +192,7 @@ def main() -> None:
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
     found = [Rescue(**json.loads(line)) for line in lines.read_text().splitlines()]
-    rows = list({r.program: r for r in found}.values())
+    rows = list({(r.program, r.chip): r for r in found}.values())
     args.out.write_text(HEAD + table(rows) + "\n")
 
 

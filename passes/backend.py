@@ -48,6 +48,7 @@ class Backend:
         pins_as_compiled: True if programs can be pinned by the compile that makes them.
         stores_shared: True if XLA stores an elementwise value that several kernels read.
         fuses_normalisation: True if XLA makes one kernel of a softmax, its reductions included.
+        reads_together: True if XLA makes one kernel of several that read the same.
         looks: how often a program can be planned once more, and compiled as far as XLA's schedule, in the
             time of one compile (in `benchmarks.side_by_side` once took .1 to .35 of a compile's CPU time on a
             CPU, where most of that is code generation, .6 to 1.3 for an H200; XLA's part is .1 on a TPU).
@@ -80,6 +81,7 @@ class Backend:
     pins_as_compiled: bool = False
     stores_shared: bool = False
     fuses_normalisation: bool = False
+    reads_together: bool = False
     fuses_results: bool = False
     splits_small_dots: bool = False
     looks: int = 1
@@ -93,7 +95,7 @@ CPU = Backend(
 CUDA = Backend(
     name="cuda", aliases=("gpu", "rocm"), alignment=256, sharing="emitters",
     library="jax_plugins.xla_cuda13", default_device="h100", takes_thunks=True,
-    splits_small_dots=True, fuses_normalisation=True, host_pool_bytes=64 << 30,
+    splits_small_dots=True, fuses_normalisation=True, reads_together=True, host_pool_bytes=64 << 30,
 )  # fmt: skip
 TPU = Backend(
     name="tpu", alignment=16384, host_alignment=4096, host_multiple=4096, heap="in time order",

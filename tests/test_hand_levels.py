@@ -47,7 +47,7 @@ def test_a_policy_is_taken_where_the_frontier_has_nothing_as_cheap(monkeypatch: 
     by_hand = hand_levels(jaxpr, CPU)[DOTS]
     enough = as_it_is(lift(rewrite(jaxpr, by_hand), CPU, as_xla=True)).peak_bytes
     request = JaxprRequest(budget_bytes=enough, argument_bytes=0, output_bytes=0, alias_bytes=0, device=CPU)
-    made = search_structured(jaxpr, request, 1.0, lambda body, nbytes, request: body)
+    made = search_structured(lift(jaxpr, CPU, as_xla=True), request, 1.0, lambda body, nbytes, request: body)
     assert made.peak_bytes <= enough
     assert [c.stacked_bytes for c in made.scans] == [c.stacked_bytes for c in by_hand]
 

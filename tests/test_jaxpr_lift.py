@@ -119,6 +119,32 @@ def test_what_a_softmax_reduces_to_is_never_stored_on_a_gpu(way: Callable[[Any],
     assert not {"reduce_max", "max", "integer_pow"} & {*names(found)}
 
 
+def costs(function: Callable[..., Any], *specs: Any) -> list[int]:
+    return [op.cost_ns for op in lifted(function, *specs, as_xla=True).program.ops]
+
+
+BIG = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+
+
+def test_sums_of_what_is_read_once_are_one_kernel_on_a_gpu():
+    """Read for each sum, the plain ResNet-50 was estimated at 37 % more time than it takes; now 10."""
+    sums = costs(lambda x, y: (x.sum(0), (x * y).sum(0)), BIG, BIG)
+    both, alone = costs(lambda x, y: (x * y).sum(0), BIG, BIG), costs(lambda x: x.sum(0), BIG)
+    assert sum(sums) < 1.01 * sum(both), "x is read once"
+    of_others = costs(lambda x, y: (x.sum(0), y.sum(0)), BIG, BIG)
+    assert sum(of_others) == 2 * sum(alone)
+
+
+def test_what_is_made_elementwise_is_summed_as_it_is_made_on_a_gpu():
+    made, summed, *_ = costs(lambda x, y: ((z := x + y), z.sum(0), jnp.sin(z) @ z), BIG, BIG)
+    assert summed < made / 100
+
+
+def test_a_sum_that_needs_another_reads_what_that_one_has_read():
+    first, second = costs(lambda x: ((x - x.sum(0)) ** 2).sum(0), BIG)
+    assert second > 0.9 * first
+
+
 def test_sum_of_many_values_does_not_keep_them_all():
     def added(x: Any) -> Any:
         total = x @ x

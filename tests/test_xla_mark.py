@@ -268,9 +268,9 @@ def test_an_interrupt_in_the_callback_comes_out_as_one(at: int, monkeypatch: pyt
         return enforce(data, request)
 
     monkeypatch.setattr(pipeline, "enforce", interrupted)
-    total = 4 * (2 * LAYERS * N * N + BATCH.size + 1) + 400_000
+    refused = 4 * (2 * LAYERS * N * N + BATCH.size + 1) + 100_000  # other plans are looked at first
     with pytest.raises(KeyboardInterrupt):
-        jax.jit(remat(step, budget=total)).lower(PARAMS, BATCH).compile()
+        jax.jit(remat(step, budget=refused)).lower(PARAMS, BATCH).compile()
     assert len(calls) == at
 
 

@@ -39,6 +39,7 @@ from passes.jaxpr.purity import eqn_kind, has_effect, is_on_host, moves_memory
 from passes.jaxpr.simplify import without_literal_barriers
 from passes.jaxpr.softmax import DataflowGraph, inside_softmax
 from passes.jaxpr.split_dots import split_bytes, split_ns
+from passes.jaxpr.together import Together
 from passes.simulate import simulate
 
 # Set by `benchmarks.gpt12`. A value with several readers is stored if reading its leaves costs more than this
@@ -86,6 +87,7 @@ class _Lift:
         self.graph = DataflowGraph(
             eqns=jaxpr.eqns, kinds=self.kinds, producer=self.producer, readers=self.readers
         )
+        self.together = Together(self.kinds)
 
     def run(self) -> LiftedJaxpr:
         self._index()
@@ -310,8 +312,13 @@ class _Lift:
         eqn = self.jaxpr.eqns[root]
         outvars = [v for v in eqn.outvars if not isinstance(v, compat.DropVar)]
         opaque = any(self.kinds[i] is Kind.OPAQUE or has_effect(self.jaxpr.eqns[i]) for i in body)
+        reads, joined = self._kernel_reads(eqn), False
+        if BACKENDS[self.device.platform].reads_together:
+            reads, joined = self.together.unread(root, eqn, reads)
         inside = eqn.primitive.name in CONTROL_FLOW
-        cost_ns, energy_pj = self._inner_cost(eqn) if inside else self._kernel_cost(root, body, outvars)
+        cost_ns, energy_pj = (
+            self._inner_cost(eqn) if inside else self._kernel_cost(root, body, outvars, reads, joined)
+        )
         return Op(
             id=op_id,
             inputs=leaves,
@@ -325,22 +332,30 @@ class _Lift:
             energy_pj=energy_pj,
         )
 
-    def _kernel_cost(self, root: int, body: tuple[int, ...], outvars: Sequence[Var]) -> tuple[int, int]:
+    def _kernel_cost(
+        self, root: int, body: tuple[int, ...], outvars: Sequence[Var], reads: dict[Var, int], joined: bool
+    ) -> tuple[int, int]:
         """Time and energy of one kernel, the time of what it sends to other devices, too; a copy to or from
-        the host is none."""
+        the host is none.
+
+        Args:
+            reads: what it reads, but for what another kernel that XLA joins it to has read.
+            joined: True if there is one.
+        """
         eqn = self.jaxpr.eqns[root]
         if moves_memory(eqn):
             return 0, 0
         is_saved = compat.checkpoint_name_of(eqn) is not None and self.kinds[root] is Kind.OPAQUE
         nbytes = said_bytes(eqn)
         if nbytes is None:
-            nbytes = sum(self._kernel_reads(eqn).values()) + sum(compat.aval_nbytes(v.aval) for v in outvars)
+            nbytes = sum(reads.values()) + sum(compat.aval_nbytes(v.aval) for v in outvars)
         nbytes = 0 if is_saved else nbytes
         flops, bits = matrix_work([self.jaxpr.eqns[i] for i in body if self.kinds[i] in _WHOLE])
         vector_flops = sum(self.vector_flops[i] for i in body)
         kernel = kernel_ns(
             self.device, nbytes=nbytes, matrix_flops=flops, bits=bits, vector_flops=vector_flops
         )
+        kernel -= self.device.launch_ns if joined else 0
         kernel += sum(split_ns(self.jaxpr.eqns[i], self.device) for i in body)
         kernel += round(1e9 * sent_bytes(eqn) / self.device.link_bytes_per_second)
         return kernel, kernel_pj(self.device, nbytes=nbytes, matrix_flops=flops, bits=bits)
