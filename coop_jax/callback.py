@@ -148,9 +148,13 @@ def _enforced(data: bytes, attributes: Mapping[str, str], platform: str) -> byte
 
 
 def _for_budget(choice: Choice, budget_bytes: int) -> Choice:
-    """A choice that was made for fewer bytes, in the words of the user's own budget."""
-    assert choice.record.hlo is not None, "the enforcing stage has spoken"
-    hlo = dataclasses.replace(choice.record.hlo, budget_bytes=budget_bytes)
+    """A choice that was made for fewer bytes, since XLA needed so many more, in the user's own budget."""
+    hlo, more_bytes = choice.record.hlo, budget_bytes - choice.record.budget_bytes
+    assert hlo is not None, "the enforcing stage has spoken"
+    if more_bytes and hlo.least_total_bytes is not None:
+        least_bytes = hlo.least_total_bytes + more_bytes
+        hlo = dataclasses.replace(hlo, least_total_bytes=least_bytes, least_proved=False)
+    hlo = dataclasses.replace(hlo, budget_bytes=budget_bytes)
     record = dataclasses.replace(choice.record, budget_bytes=budget_bytes, hlo=hlo)
     return dataclasses.replace(choice, record=record)
 

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coop_jax import alternatives, known, relowering
+from coop_jax import alternatives, callback, known, relowering
 from coop_jax.alternatives import OtherWays
 from coop_jax.known import Known
 from coop_jax.record import Record, with_hlo
+from coop_jax.registry import Choice
 from coop_jax.relowering import PLAIN, Plain, Variant, Wish
 from coop_jax.replacing import Calls, does_the_same, signature
 from coop_jax.tries import TRIES
@@ -104,6 +105,15 @@ def test_what_was_found_is_taken_and_remembered(monkeypatch: pytest.MonkeyPatch)
     assert asked == []
     wish = Wish(budget_bytes=BUDGET, aim_bytes=BUDGET)
     assert alternatives.MEMORY.of("one program") == (Known(wish=wish, total_bytes=1000, price=(False, 1100)),)
+
+
+def test_a_refusal_of_a_program_that_is_held_to_less_names_what_xla_would_count() -> None:
+    """XLA needed 300 bytes more than was promised: the least that was foreseen is 300 more by its count."""
+    refused = dataclasses.replace(REFUSED, budget_bytes=BUDGET - 300, least_total_bytes=BUDGET - 100)
+    held = dataclasses.replace(RECORD, budget_bytes=BUDGET - 300, hlo=refused)
+    said = callback._for_budget(Choice(record=held), BUDGET).record.hlo
+    assert said is not None
+    assert (said.budget_bytes, said.least_total_bytes, said.least_proved) == (BUDGET, BUDGET + 200, False)
 
 
 def test_before_a_refusal_the_plain_program_and_every_deeper_plan_is_tried(
