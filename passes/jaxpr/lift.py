@@ -313,7 +313,8 @@ class _Lift:
         outvars = [v for v in eqn.outvars if not isinstance(v, compat.DropVar)]
         opaque = any(self.kinds[i] is Kind.OPAQUE or has_effect(self.jaxpr.eqns[i]) for i in body)
         reads, joined = self._kernel_reads(eqn), False
-        if BACKENDS[self.device.platform].reads_together:
+        # A planner may run each of them again alone.
+        if self.as_xla and BACKENDS[self.device.platform].reads_together:
             reads, joined = self.together.unread(root, eqn, reads)
         inside = eqn.primitive.name in CONTROL_FLOW
         cost_ns, energy_pj = (
