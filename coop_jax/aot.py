@@ -31,7 +31,7 @@ from coop_jax.text import format_bytes
 from passes.backend import CPU, CUDA, TPU, backend_of
 from passes.cost import DEVICES, DeviceModel
 from passes.hlo import graph, proto
-from passes.hlo.cost import computation_pj, program_cost_ns
+from passes.hlo.cost import computation_ns, computation_pj, program_cost_ns
 
 GPUS = ("h200", "h100", "a100", "b200")
 TARGETS = (*GPUS, *tpu.CHIPS)
@@ -120,10 +120,11 @@ def kernels_ns(compiled: Compiled, device: DeviceModel) -> int:
     return program_cost_ns(proto.parse(final_module(compiled)), device)
 
 
-def kernels_pj(compiled: Compiled, device: DeviceModel) -> int:
-    """Estimated energy of the same in picojoules, host copies included; 0 where the power is not known."""
+def kernels_cost(compiled: Compiled, device: DeviceModel) -> tuple[int, int]:
+    """The same, and their estimated energy in picojoules, host copies included; 0 where the power is not
+    known."""
     view = graph.read(proto.parse(final_module(compiled)))
-    return computation_pj(view, view.entry, device)
+    return computation_ns(view, view.entry, device), computation_pj(view, view.entry, device)
 
 
 def inner_compiled(given: Any) -> Any:

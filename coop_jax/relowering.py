@@ -135,10 +135,11 @@ def _plain(program: BeingLowered, device: str, options: dict[str, Any] | None) -
         compiled = _quietly(lambda: lowered.compile(compiler_options=options))
     except jax.errors.JaxRuntimeError:
         return None
+    cost_ns, energy_pj = aot.kernels_cost(compiled, DEVICES[device])
     return Plain(
         memory=aot.memory(compiled),
-        cost_ns=aot.kernels_ns(compiled, DEVICES[device]),
-        energy_pj=aot.kernels_pj(compiled, DEVICES[device]),
+        cost_ns=cost_ns,
+        energy_pj=energy_pj,
         signature=signature(aot.final_module(compiled)),
     )
 

@@ -21,7 +21,7 @@ from passes.ir import OpId, Plan, Program, Status
 from passes.liveness import Graph
 from passes.objective import Price
 from passes.planners import PlannerConfig, least_peak, plan, working_set_bytes
-from passes.planners.paging.energy import with_energy
+from passes.planners.paging.energy import time_ns, with_energy
 from passes.planners.schedule import HOLE, Schedule, reverse_delete
 from passes.simulate import simulate
 
@@ -136,8 +136,9 @@ class Task:
         """What to compare a plan by."""
         program = self.lifted.program
         made = with_energy(program, written.plan, self.config.link)
-        cost_ns = round(program.cost_ns * (1 + made.overhead_ratio))
-        return self.config.objective.price(cost_ns=cost_ns, energy_pj=made.energy_pj, base_ns=program.cost_ns)
+        return self.config.objective.price(
+            cost_ns=time_ns(program, made), energy_pj=made.energy_pj, base_ns=program.cost_ns
+        )
 
     def is_over(self, written: Written) -> bool:
         """True if a module breaks one of both budgets."""

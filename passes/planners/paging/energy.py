@@ -44,7 +44,7 @@ def plan_energy(program: Program, budget_bytes: int, config: PlannerConfig) -> P
         tried += _with_pages(program, tried, config)
     tried = [with_energy(program, made, config.link) for made in tried]
     limit_ns = config.objective.limit_ns(program.cost_ns)
-    kept = [made for made in tried if made.status.found and _time_ns(program, made) <= limit_ns]
+    kept = [made for made in tried if made.status.found and time_ns(program, made) <= limit_ns]
     best = min(kept, key=lambda made: made.energy_pj, default=None)
     if best is None:
         best = dataclasses.replace(tried[0], status=_missed(tried[0]))
@@ -56,7 +56,8 @@ def plan_energy(program: Program, budget_bytes: int, config: PlannerConfig) -> P
     )  # fmt: skip
 
 
-def _time_ns(program: Program, made: Plan) -> int:
+def time_ns(program: Program, made: Plan) -> int:
+    """Estimated time of a plan, its waiting for copies included."""
     return round(program.cost_ns * (1 + made.overhead_ratio))
 
 
