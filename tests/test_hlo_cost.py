@@ -75,6 +75,20 @@ def test_a_slice_costs_what_it_reads_and_an_update_what_it_writes() -> None:
     assert program_cost_ns(proto.parse(data), H200) < 3 * kernel_ns(H200, nbytes=4 * 8 * 8 * 1024)
 
 
+def test_a_slice_that_is_taken_in_a_fusion_inside_of_a_fusion_costs_what_it_reads(v5e: str) -> None:
+    def fn(weights: Any, x: Any) -> Any:
+        return lax.scan(lambda v, w: (v @ (w * 2), None), x, weights)[0]
+
+    layers, width = 64, 512
+    args = (h.spec(layers, width, width, dtype=jnp.bfloat16), h.spec(8, width, dtype=jnp.bfloat16))
+    data, compiled = h.scheduled(h.Example(name="stack", fn=fn, args=args), "tpu")
+    final = compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
+    device = replace(DEVICES["v5e"], launch_ns=0)
+    weights_ns = kernel_ns(device, nbytes=2 * layers * width * width)
+    for module in (data, final):
+        assert weights_ns <= program_cost_ns(proto.parse(module), device) < 1.5 * weights_ns
+
+
 def test_loops_count_their_trips() -> None:
     def fn(w: Any, x: Any) -> Any:
         return lax.scan(lambda v, _: (jnp.sin(v @ w), None), x, None, length=7)[0]

@@ -5,7 +5,8 @@ an update in place writes the update. Dots and convolutions, alone, in fusions o
 2 * M * N * K flops at the width of their operands; elementwise work and reductions add a flop for an element,
 transcendental functions `EXPENSIVE_FLOPS`. Loops count their body times the trip count where the module says
 it. Copies to and from the host run beside the kernels, in two queues at the rates of the device's link: what
-counts is how long the program waits for them.
+counts is how long the program waits for them. Other copies that a program starts are into a TPU's memory on
+the chip; they run beside the kernels, too, and their bytes are counted where they are read.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from passes.hlo.graph import HOST, Computation, Instruction, Module
 
 _FREE = frozenset(
     {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "optimization-barrier", "opt-barrier",
-     "domain", "add-dependency", "async-done", "async-update", "copy-done", "partition-id", "replica-id",
-     "after-all"}
+     "domain", "add-dependency", "async-done", "async-update", "copy-start", "copy-done", "partition-id",
+     "replica-id", "after-all"}
 )  # fmt: skip
 _EXPENSIVE = frozenset(
     {"acos", "acosh", "asin", "asinh", "atan2", "atanh", "cbrt", "cosine", "cosh", "erf", "exponential",
@@ -30,7 +31,7 @@ _EXPENSIVE = frozenset(
 )  # fmt: skip
 # They move values, or are counted as matrix flops.
 _NO_ARITHMETIC = _FREE | {
-    "bitcast-convert", "broadcast", "concatenate", "convolution", "copy", "copy-start", "custom-call", "dot",
+    "bitcast-convert", "broadcast", "concatenate", "convolution", "copy", "custom-call", "dot",
     "dynamic-slice", "dynamic-update-slice", "fusion", "gather", "iota", "pad", "reshape", "reverse",
     "scaled-dot", "slice", "transpose",
 }  # fmt: skip
@@ -236,8 +237,8 @@ def _fused_work(module: Module, fused: Computation) -> _FusedWork:
         users = fused.users()
         flops = [_flops(module, fused, i) for i in fused.by_id.values()]
         _WORK[fused] = _FusedWork(
-            written_bytes=_written_by_fusion(fused),
-            used_bytes=tuple(_used_bytes(fused, users, parameter) for parameter in fused.parameters()),
+            written_bytes=_written_by_fusion(module, fused),
+            used_bytes=tuple(_used_bytes(module, fused, users, p) for p in fused.parameters()),
             matrix_flops=sum(f for f, _ in flops),
             bits=max((b for f, b in flops if f), default=32),
             vector_flops=sum(_vector_flops(module, fused, i) for i in fused.by_id.values()),
@@ -245,7 +246,7 @@ def _fused_work(module: Module, fused: Computation) -> _FusedWork:
     return _WORK[fused]
 
 
-def _written_by_fusion(fused: Computation) -> int:
+def _written_by_fusion(module: Module, fused: Computation) -> int:
     root = fused.by_id[fused.root]
     roots = fused.operands(root) if root.opcode == "tuple" else [root]
     total = 0
@@ -254,6 +255,8 @@ def _written_by_fusion(fused: Computation) -> int:
             at = fused.by_id[at.operands[0]]
         if at.opcode == "dynamic-update-slice":
             total += fused.by_id[at.operands[1]].shape.nbytes
+        elif at.opcode == "fusion":
+            total += _fused_work(module, module.computations[at.called[0]]).written_bytes
         elif at.opcode != "parameter":
             total += at.shape.total_nbytes
     return total
@@ -275,12 +278,17 @@ def _read(computation: Computation, instruction: Instruction) -> list[int]:
     return [computation.by_id[o].shape.total_nbytes for o in dict.fromkeys(instruction.operands)]
 
 
-def _used_bytes(fused: Computation, users: dict[int, list[Instruction]], at: Instruction) -> int:
-    """Bytes of a fusion's parameter that its users look at."""
+def _used_bytes(
+    module: Module, fused: Computation, users: dict[int, list[Instruction]], at: Instruction
+) -> int:
+    """Bytes of a fusion's parameter that its users look at, those in fusions inside of it included."""
     seen = 0
     for user in users[at.id]:
         if user.opcode in ("bitcast", "reshape") and user.id != fused.root:
-            seen += _used_bytes(fused, users, user)
+            seen += _used_bytes(module, fused, users, user)
+        elif user.opcode == "fusion":
+            inner = _fused_work(module, module.computations[user.called[0]]).used_bytes
+            seen += sum(n for operand, n in zip(user.operands, inner, strict=True) if operand == at.id)
         elif user.opcode in ("slice", "dynamic-slice", "gather") and user.operands[0] == at.id:
             seen += user.shape.nbytes
         elif (
