@@ -86,11 +86,17 @@ def _as_ours(error: Exception) -> BaseException | None:
 
 
 def _fell_short(record: Record, total_bytes: int) -> CoopError:
-    """The error for a program that needs more than was promised; its next compile is held to so much less."""
+    """The error for a program that needs more than was promised; its next compile is held to so much less.
+
+    So much is what the plan fell short of what it promised itself. That may be far below the budget: held to
+    less by what the budget is exceeded by alone, the next compile would take the same plan.
+    """
     refused = record.hlo is not None and not record.hlo.status.found
     if refused or not BACKENDS[DEVICES[record.device_name].platform].fast_bytes:
         return over_budget(record, total_bytes)
-    missed_bytes = REGISTRY.of(record).short_bytes + total_bytes - record.budget_bytes
+    held_bytes = record.budget_bytes - REGISTRY.of(record).short_bytes
+    promised_bytes = held_bytes if record.hlo is None else min(held_bytes, record.hlo.planned_total_bytes)
+    missed_bytes = total_bytes - promised_bytes
     REGISTRY.update(record, short_bytes=missed_bytes)
     return over_budget(record, total_bytes, record.budget_bytes - missed_bytes)
 
