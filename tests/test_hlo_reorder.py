@@ -71,6 +71,30 @@ def test_what_may_not_move_holds_its_readers() -> None:
     assert _order(program, [False, True, True, False, True]) == [0, 1, 2, 3, 4]
 
 
+# 0 a cotangent, 1 its other reader, 2 other work, 3 a gradient in parts, 4 the update that adds them up
+IN_PARTS = (
+    {"inputs": (), "outputs": (0,)},
+    {"inputs": (0,), "outputs": (1,)},
+    {"inputs": (1,), "outputs": (2,)},
+    {"inputs": (0,), "outputs": (3,)},
+    {"inputs": (3, 5), "outputs": (4,)},
+)
+
+
+@pytest.mark.parametrize(("other_bytes", "order"), [(300, [0, 1, 3, 4, 2]), (40, [0, 1, 2, 3, 4])])
+def test_a_gradient_in_parts_comes_early_with_its_update_if_its_parts_find_room(
+    other_bytes: int, order: list[int]
+) -> None:
+    program = _program(*IN_PARTS, nbytes=[100, 50, other_bytes, 250, 0, 0], outputs=(2, 4))
+    assert _order(program) == order
+
+
+def test_a_gradient_that_others_read_stays() -> None:
+    ops = [*IN_PARTS, {"inputs": (3,), "outputs": (6,)}]
+    program = _program(*ops, nbytes=[100, 50, 300, 250, 0, 0, 1], outputs=(2, 4, 6))
+    assert _order(program) == [0, 1, 2, 3, 4, 5]
+
+
 # 0 zeros for the loop at 3, 1 and 2 other work, 3 the loop; 4 reads the argument that 2 overwrites.
 ZEROS = (
     {"inputs": (), "outputs": (0,)},

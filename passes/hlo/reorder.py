@@ -7,16 +7,22 @@ result, goes to just behind the last other reader of the value, and what little 
 learning rate, comes with it. An op that frees nothing, since all that it reads is there anyway until its
 result is read, goes to just before that. Every kernel stays as it is.
 
+Such an op may be the last of several that run one after the other. XLA:GPU splits a matrix product along its
+depth: the parts of a weight's gradient take more than the product's operands, XLA's schedulers leave it to
+the end, and all operands wait. With the update that adds the parts up and writes over the weight it frees
+them, and takes nothing. What it takes in between must be there: the program's peak stays what it is.
+
 Not moved: what calls other computations but fusions, and what has control dependencies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from passes.hlo.lift import LiftedModule
 from passes.hlo.purity import Purity
 from passes.ir import BufferId, Op, OpId, Program
+from passes.simulate import simulate
 
 # What is taken over what is freed: less than the largest alignment's loss on values of a megabyte.
 NEXT_TO_NOTHING = 1 / 64
@@ -63,6 +69,8 @@ class Reorder:
         order: op ids.
         place: of every op in `order`.
         moved: True once something was moved.
+        live_bytes: at every op in the first order; hoisting only makes it less.
+        peak_bytes: the most of it.
     """
 
     def __init__(self, program: Program, movable: list[bool], needs: Sequence[Collection[OpId]]) -> None:
@@ -84,6 +92,8 @@ class Reorder:
             if op.deadline is not None:
                 self.overwritten_by.setdefault(OpId(op.deadline), []).append(op.id)
         self.kept = {*program.outputs, *program.arguments}
+        timeline = simulate(program, self.order)
+        self.live_bytes, self.peak_bytes = timeline.live_bytes, timeline.peak_bytes
 
     def run(self) -> None:
         """Hoist what frees, from the first op on; then sink what frees nothing, from the last."""
@@ -109,18 +119,37 @@ class Reorder:
 
     def _hoist(self, op: OpId, freed: BufferId) -> None:
         target = self._ready(freed, op)
-        group = self._with_late_producers(op, target)
+        next_to_nothing = NEXT_TO_NOTHING * self._nbytes(freed)
+        group = self._with_late_producers({op}, target)
+        while group is not None and self._bytes_of(left := self._left_by(group)) > next_to_nothing:
+            readers = {r for b in left for r in self.readers.get(b, ()) if r not in group}
+            may_follow = len(readers) == 1 and self.kept.isdisjoint(left)
+            group = self._with_late_producers({*group, *readers}, target) if may_follow else None
         if group is None:
-            return
-        buffers, ops = self.program.buffers, self.program.ops
-        taken = sum(buffers[b].nbytes for g in group for b in ops[g].outputs)
-        taken += max(ops[g].workspace_bytes for g in group)
-        if taken > NEXT_TO_NOTHING * buffers[freed].nbytes:
             return
         overwritten = (r for g in group for r in self.overwritten_by.get(g, ()) if r not in group)
         target = max([target, *(self.place[r] for r in overwritten)])
-        if self.place[group[0]] > target and self.place[op] > target + len(group):
+        taken = self._taken_by(group)
+        there = taken <= next_to_nothing or taken <= self.peak_bytes - self.live_bytes[self.order[target]]
+        first = [g for g in group if self.place[g] <= self.place[op]]
+        if there and self.place[group[0]] > target and self.place[op] > target + len(first):
             self._move(group, target)
+
+    def _left_by(self, group: Collection[OpId]) -> list[BufferId]:
+        """What ops make that others read, or that is kept."""
+        made = [b for op in group for b in self.program.ops[op].outputs]
+        return [b for b in made if b in self.kept or any(r not in group for r in self.readers.get(b, ()))]
+
+    def _taken_by(self, group: Sequence[OpId]) -> int:
+        """The most that ops, one after the other, take at any time."""
+        made: list[BufferId] = []
+        taken = 0
+        for k, op in enumerate(group):
+            ops = self.program.ops
+            later = {b for g in group[k:] for b in ops[g].inputs} | {*self._left_by(group)}
+            made = [*(b for b in made if b in later), *ops[op].outputs]
+            taken = max(taken, self._bytes_of(made) + ops[op].workspace_bytes)
+        return taken
 
     def _sink(self, op: Op) -> None:
         waiting = [self.place[r] for r in self.needed_by.get(op.id, ())]
@@ -142,15 +171,18 @@ class Reorder:
     def _nbytes(self, buffer: BufferId) -> int:
         return self.program.buffers[buffer].nbytes
 
+    def _bytes_of(self, buffers: Iterable[BufferId]) -> int:
+        return sum(map(self._nbytes, buffers))
+
     def _ready(self, buffer: BufferId, op: OpId) -> int:
         """The last place at which a buffer is made, or read by another op."""
         producer = self.program.producer[buffer]
         others = [self.place[r] for r in self.readers[buffer] if r != op]
         return max([-1 if producer is None else self.place[producer], *others])
 
-    def _with_late_producers(self, op: OpId, target: int) -> list[OpId] | None:
-        """An op and what must move with it to come right behind a place; None if that may not move."""
-        group, work = {op}, [op]
+    def _with_late_producers(self, ops: set[OpId], target: int) -> list[OpId] | None:
+        """Ops and what must move with them to come right behind a place; None if one of them may not."""
+        group, work = set(ops), list(ops)
         while work:
             for producer in self.needs[work.pop()]:
                 if self.place[producer] <= target or producer in group:
