@@ -243,12 +243,13 @@ def _computation(proto: Any, schedule: dict[int, tuple[int, ...]], shapes: _Shap
     )  # fmt: skip
 
 
-def read(module: Any, earlier: Module | None = None) -> Module:
+def read(module: Any, earlier: Module | None = None, *, written: Computation | None = None) -> Module:
     """The view of a parsed message.
 
     Args:
         module: a parsed HloModuleProto.
         earlier: the view of the module that this one was made from; what did not change is shared with it.
+        written: the computation of it that was written anew; None for the entry.
 
     Raises:
         ValueError: the module has no schedule for its entry.
@@ -256,9 +257,10 @@ def read(module: Any, earlier: Module | None = None) -> Module:
     schedule = {s.key: tuple(s.value.instruction_ids) for s in module.schedule.sequences}
     shapes = _Shapes()
     computations: dict[int, Computation] = {}
+    changed = module.entry_computation_id if written is None else written.id
     for c in module.computations:
-        known = earlier.computations.get(c.id) if earlier and c.id != module.entry_computation_id else None
-        # The emitter only ever removes from a computation that is not the entry, so equal size is equality.
+        known = earlier.computations.get(c.id) if earlier and c.id != changed else None
+        # The emitter only ever removes from what it does not write, so equal size is equality.
         same = known is not None and known.proto.ByteSize() == c.ByteSize()
         computations[c.id] = known if known and same else _computation(c, schedule, shapes)
     entry = computations[module.entry_computation_id]

@@ -104,7 +104,7 @@ class _Work:
         return least_peak(program, self.config)
 
     def _write(self, body: LiftedModule, steps: Sequence[OpId]) -> None:
-        module = graph.read(emit(body, steps))
+        module = graph.read(emit(body, steps), body.module, written=body.scope)
         old = self.lifted
         assigner = Assigner(module, old.platform, old_rules=old.assigner.old_rules)
         self.lifted = lift(module, self.device, old.platform, assigner=assigner)
