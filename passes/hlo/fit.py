@@ -190,7 +190,7 @@ def fit(task: Task) -> Written:
             break
         config = _with_less_host(task.for_retries(), config.host_bytes - task.host_excess_bytes(written))
         # What recomputes of displaced values displace in turn would be found one layer after the other.
-        nearer = len(tried) < 2 or 2 * excess <= task.excess_bytes(tried[-2])
+        nearer = len(tried) < 3 or 2 * excess <= task.excess_bytes(tried[-2])
         if nearer and not written.displaced <= displaced:
             displaced |= written.displaced
             program = task.program_with(displaced)
