@@ -17,6 +17,8 @@ from passes.link import PCIE4, PCIE5, TPU_V5E, TPU_V6E, Link
 TERA = 10**12
 EXPENSIVE_FLOPS = 16
 """Elementwise flops that a transcendental function counts as."""
+ASSUMED_ITERATIONS = 10
+"""How often a loop is assumed to run that ends when something is reached."""
 _TPU_REACHED_RATIO = 0.62
 
 

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from passes.cost import DEVICES, kernel_ns
+from passes.cost import ASSUMED_ITERATIONS, DEVICES, kernel_ns
 from passes.hlo import graph, proto
 from passes.hlo.cost import instruction_ns, program_cost_ns, trip_count
+from passes.jaxpr.flops import iterations_of
 
 H200 = DEVICES["h200"]
 
@@ -97,6 +98,28 @@ def test_loops_count_their_trips() -> None:
     module = graph.read(proto.parse(data))
     loops = [i for i in module.entry.by_id.values() if i.opcode == "while"]
     assert [trip_count(module, loop) for loop in loops] == [7]
+
+
+@pytest.mark.parametrize(
+    ("until", "expected"),
+    [
+        (lambda c: c[0] < 64, 64),
+        (lambda c: c[1].sum() < 1.0, ASSUMED_ITERATIONS),
+        (lambda c: (c[0] < 4000) & (c[1].sum() < 1.0), ASSUMED_ITERATIONS),
+    ],
+    ids=["counted", "until it is reached", "at most 4000"],
+)
+def test_a_loop_that_nobody_counts_is_assumed_to_run_as_often_in_both_programs(
+    until: Any, expected: int
+) -> None:
+    def fn(x: Any) -> Any:
+        return lax.while_loop(until, lambda c: (c[0] + 1, jnp.sin(c[1] @ c[1])), (0, x))
+
+    data, _ = h.scheduled(h.Example(name="until", fn=fn, args=(h.spec(64, 64),)))
+    module = graph.read(proto.parse(data))
+    (loop,) = (i for i in module.entry.by_id.values() if i.opcode == "while")
+    (eqn,) = jax.make_jaxpr(fn)(h.spec(64, 64)).eqns
+    assert (trip_count(module, loop), iterations_of(eqn)) == (expected, expected)
 
 
 def test_a_module_without_a_schedule_is_refused() -> None:

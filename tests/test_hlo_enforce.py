@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import hlo_support as h
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,7 +14,9 @@ from coop_jax.aot import kernels_ns
 from passes.cost import DEVICES
 from passes.hlo import proto
 from passes.hlo.enforce import EnforceRequest, enforce
-from passes.ir import Status
+from passes.hlo.fit import CONFIG as FIT
+from passes.hlo.fit import Task, Written
+from passes.ir import Plan, Status
 from passes.outcome import StageOutcome
 
 
@@ -137,3 +141,34 @@ def test_enforcing_is_deterministic() -> None:
     first, second = enforce(data, _request(budget))[0], enforce(data, _request(budget))[0]
     assert first == second
     assert first != data
+
+
+def test_values_displaced_layer_after_layer_are_not_counted_one_by_one(monkeypatch: Any) -> None:
+    """Twelve plans were written for this budget: seven from above, then the lowest, and that relaxed."""
+    width = 128
+
+    def step(state: Any, x: Any) -> Any:
+        def loss(layers: Any) -> Any:
+            y = x
+            for up, down in layers:
+                y = y + jax.nn.gelu(y @ up) @ down
+            return jnp.mean(y**2)
+
+        layers, momenta = state
+        momenta = jax.tree.map(lambda m, g: 0.9 * m + g, momenta, jax.grad(loss)(layers))
+        return jax.tree.map(lambda w, m: w - 0.1 * m, layers, momenta), momenta
+
+    layers = ((h.spec(width, 2 * width), h.spec(2 * width, width)),) * 12
+    args = ((layers, layers), h.spec(2 * width, width))
+    data, compiled = h.scheduled(h.Example(name="layers", fn=step, args=args, donate=(0,)))
+    totals, written = h.totals(compiled), []
+    write = Task.write
+
+    def counted(task: Task, made: Plan) -> Written:
+        written.append(made)
+        return write(task, made)
+
+    monkeypatch.setattr(Task, "write", counted)
+    _, outcome = enforce(data, _request(totals["total"] - int(0.3 * totals["temp"])))
+    assert outcome.status.found
+    assert len(written) <= FIT.most_rounds

@@ -4,9 +4,10 @@ A kernel moves the bytes it really reads and writes: a fusion that only slices a
 an update in place writes the update. Dots and convolutions, alone, in fusions or as library calls, add
 2 * M * N * K flops at the width of their operands; elementwise work and reductions add a flop for an element,
 transcendental functions `EXPENSIVE_FLOPS`. Loops count their body times the trip count where the module says
-it. Copies to and from the host run beside the kernels, in two queues at the rates of the device's link: what
-counts is how long the program waits for them. Other copies that a program starts are into a TPU's memory on
-the chip; they run beside the kernels, too, and their bytes are counted where they are read.
+it, and an assumed one where it does not. Copies to and from the host run beside the kernels, in two queues at
+the rates of the device's link: what counts is how long the program waits for them. Other copies that a program
+starts are into a TPU's memory on the chip; they run beside the kernels, too, and their bytes are counted where
+they are read.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from math import gcd, prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from passes.cost import EXPENSIVE_FLOPS, DeviceModel, kernel_ns, kernel_pj
+from passes.cost import ASSUMED_ITERATIONS, EXPENSIVE_FLOPS, DeviceModel, kernel_ns, kernel_pj
 from passes.hlo import graph
 from passes.hlo.graph import HOST, Computation, Instruction, Module
 
@@ -183,7 +184,7 @@ def program_cost_ns(module: Any, device: DeviceModel) -> int:
 
 
 def trip_count(module: Module, loop: Instruction) -> int:
-    """How often a while runs: from its backend config or its condition `i < constant`; 1 if unknown."""
+    """How often a while runs: from its backend config or its condition `i < constant`; else as assumed."""
     config = loop.proto.backend_config
     marker = b'"known_trip_count":{"n":"'
     at = config.find(marker)
@@ -197,9 +198,10 @@ def trip_count(module: Module, loop: Instruction) -> int:
             continue
         limits = [_integer(i) for i in condition.by_id.values() if i.opcode == "constant"]
         counts = [n for n in limits if n is not None and n > 0]
-        if len(counts) == 1:
+        reads = sum(i.opcode == "get-tuple-element" for i in condition.by_id.values())
+        if len(counts) == 1 == reads:
             return counts[0]
-    return 1
+    return ASSUMED_ITERATIONS
 
 
 def _integer(constant: Instruction) -> int | None:

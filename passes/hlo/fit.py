@@ -176,7 +176,8 @@ def fit(task: Task) -> Written:
     target = task.budget_bytes - task.fixed_bytes
     bound_ratio = 0.0
     tried: list[Written] = []
-    for n in range(CONFIG.most_rounds):
+    tightened = 0
+    for _ in range(CONFIG.most_rounds):
         if target < task.bound_bytes(program):
             break
         written = task.write(plan(program, target, config))
@@ -188,12 +189,16 @@ def fit(task: Task) -> Written:
         if written.plan.peak_bytes > target:
             break
         config = _with_less_host(task.for_retries(), config.host_bytes - task.host_excess_bytes(written))
-        if not written.displaced <= displaced:
+        # What recomputes of displaced values displace in turn would be found one layer after the other.
+        nearer = len(tried) < 3 or 2 * excess <= task.excess_bytes(tried[-2])
+        if nearer and not written.displaced <= displaced:
             displaced |= written.displaced
             program = task.program_with(displaced)
             peak = simulate(program, written.plan.steps, written.plan.pages).peak_bytes
             excess = max(0, excess - max(0, peak - written.plan.peak_bytes))
-        target = min(target, written.plan.peak_bytes) - (excess << max(0, n - 1))
+        else:
+            tightened += 1
+        target = min(target, written.plan.peak_bytes) - (excess << max(0, tightened - 2))
     program, least = lowest(task)
     over = task.is_over(least)
     found = _packed(task, [*tried, least]) if over else _from_below(task, program, least)

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from passes.cost import EXPENSIVE_FLOPS
+from passes.cost import ASSUMED_ITERATIONS, EXPENSIVE_FLOPS
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of
 from passes.jaxpr.compat import Jaxpr, JaxprEqn
-from passes.jaxpr.primitives import Kind, is_expensive
+from passes.jaxpr.primitives import CONTROL_FLOW, Kind, is_expensive
 
 # Of the forward pass two products of (queries, keys, head size), of the backward pass five.
 _ATTENTION = {"dot_product_attention": 2, "dot_product_attention_bwd": 5, "dot_product_attention_fp8_bwd": 5}
@@ -37,6 +37,24 @@ def matrix_work(eqns: Sequence[JaxprEqn]) -> tuple[int, int]:
         if flops > largest:
             largest, bits = flops, width
     return total, bits
+
+
+def iterations_of(eqn: JaxprEqn) -> int:
+    """How often a body of control flow runs; of a `while` that nobody counts what is assumed.
+
+    As `passes.hlo.cost.trip_count`.
+    """
+    if eqn.primitive.name != "while":
+        return int(eqn.params.get("length") or 1)
+    condition, _ = compat.open_jaxpr(eqn.params["cond_jaxpr"])
+    atoms = [v for inner in condition.eqns for v in inner.invars]
+    counts = [int(v.val) for v in atoms if isinstance(v, compat.Literal) and _is_count(v)]
+    reads = {*compat.variables(atoms)} & {*condition.invars}
+    return counts[0] if len(counts) == 1 == len(reads) else ASSUMED_ITERATIONS
+
+
+def _is_count(v: compat.Literal) -> bool:
+    return array_of(v).dtype.kind in "iu" and not array_of(v).shape and int(v.val) > 0
 
 
 def vector_work(eqn: JaxprEqn, kind: Kind) -> int:
@@ -83,9 +101,7 @@ def _eqn_work(eqn: JaxprEqn) -> tuple[int, int]:
         return _pallas_work(eqn)
     if name.startswith("dot_product_attention"):
         return _attention_work(eqn)
-    if name in ("while", "cond"):
-        return max(map(_inner_work, compat.inner_jaxprs(eqn)), default=(0, 32))
-    return _of_inner(eqn, int(eqn.params.get("length") or 1) if name == "scan" else 1)
+    return _of_inner(eqn, iterations_of(eqn) if name in CONTROL_FLOW else 1)
 
 
 def _inner_work(jaxpr: Jaxpr) -> tuple[int, int]:

@@ -1,7 +1,8 @@
 """Open the calls of a jaxpr, so that planners see straight-line code.
 
 Opened is what only groups equations: `jit` without shardings or layouts of its own, closed calls, and
-functions with a derivative rule (after differentiation the rule has done its work). The backward half of
+functions with a derivative rule (after differentiation the rule has done its work), linear solves among
+them, of which the solver is what runs. The backward half of
 `jax.checkpoint` is opened behind the barrier that JAX puts there, so that what a user recomputes stays
 recomputed. The forward part of a decorated function inside is opened: the plan around it decides what it
 saves. Its backward part stays one equation, which tells the program its budget. Control flow and everything
@@ -21,6 +22,7 @@ from passes.jaxpr.primitives import CALLS, CONTROL_FLOW
 from passes.jaxpr.rewrite import bodies_of, with_bodies
 
 CHECKPOINT = "remat2"
+LINEAR_SOLVE = "custom_linear_solve"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,6 +45,8 @@ class _Flat:
                 continue
             if eqn.primitive.name == CHECKPOINT:
                 operands = self._barred(eqn, operands)
+            elif eqn.primitive.name == LINEAR_SOLVE:
+                operands = _of_solver(eqn, operands)
             inner, inner_env = self._enter(body, operands)
             self.walk(inner, inner_env, source)
             for v, inner_v in zip(eqn.outvars, inner.outvars, strict=True):
@@ -108,6 +112,9 @@ def _opened(eqn: JaxprEqn) -> ClosedJaxpr | None:
     if compat.is_forward_part(eqn):
         opened: ClosedJaxpr = eqn.params["jaxpr"]
         return opened
+    if eqn.primitive.name == LINEAR_SOLVE:
+        solver: ClosedJaxpr = eqn.params["jaxprs"].solve
+        return solver
     param = CALLS.get(eqn.primitive.name)
     body = None if param is None else eqn.params.get(param)
     if body is None or getattr(body, "is_high", False) or compat.is_pinned(eqn):
@@ -115,6 +122,13 @@ def _opened(eqn: JaxprEqn) -> ClosedJaxpr | None:
     if eqn.primitive.name == CHECKPOINT:
         body = compat.close_jaxpr(body, [])
     return body if len(body.in_avals) == len(eqn.invars) else None
+
+
+def _of_solver(eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+    """The operands of a linear solve that its solver reads: its constants and the right-hand sides."""
+    lengths = eqn.params["const_lengths"]
+    first, last = lengths.matvec + lengths.vecmat, sum(lengths)
+    return [*operands[first : first + lengths.solve], *operands[last:]]
 
 
 def _write(env: dict[Var, Atom], var: Var, *, fresh: bool) -> Var:

@@ -23,7 +23,7 @@ from passes.ir import Buffer, BufferId, Op, OpId, Program
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
-from passes.jaxpr.flops import matrix_work, said_bytes, sent_bytes, vector_work
+from passes.jaxpr.flops import iterations_of, matrix_work, said_bytes, sent_bytes, vector_work
 from passes.jaxpr.in_place import (
     IN_PLACE,
     aliased,
@@ -396,7 +396,7 @@ class _Lift:
     def _inner_cost(self, eqn: JaxprEqn) -> tuple[int, int]:
         """Time and energy of control flow: of its dearest body, as often as it is known to run."""
         dearest = max(_works(eqn, self.device), key=lambda work: work.cost_ns, default=NO_WORK)
-        iterations = int(eqn.params.get("length") or 1)
+        iterations = iterations_of(eqn)
         cost_ns, energy_pj = iterations * dearest.cost_ns, iterations * dearest.energy_pj
         if eqn.primitive.name != "scan":
             return cost_ns, energy_pj

@@ -98,10 +98,43 @@ def with_bodies(eqn: JaxprEqn, bodies: Sequence[ClosedJaxpr]) -> JaxprEqn:
     return changed
 
 
+def body_consts(loop: JaxprEqn) -> tuple[int, int]:
+    """Which operands of a `scan` or `while` its body reads whole, and as they are, in every iteration."""
+    if loop.primitive.name == "scan":
+        return 0, compat.scan_sizes(loop)[0]
+    first = int(loop.params["cond_nconsts"])
+    return first, first + int(loop.params["body_nconsts"])
+
+
+def carried_inputs(loop: JaxprEqn) -> range:
+    """Which inputs of the body of a `scan` or `while` are carried from one iteration to the next."""
+    first, end = body_consts(loop)
+    n_carry = compat.scan_sizes(loop)[1] if loop.primitive.name == "scan" else len(loop.invars) - end
+    return range(end - first, end - first + n_carry)
+
+
 def defined(jaxpr: Jaxpr) -> list[Var]:
     """Inputs of an open jaxpr and results of its equations, each once."""
     results = [v for eqn in jaxpr.eqns for v in eqn.outvars if not isinstance(v, compat.DropVar)]
     return list(dict.fromkeys([*jaxpr.constvars, *jaxpr.invars, *results]))
+
+
+def when_needed(early: Sequence[JaxprEqn], eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
+    """`eqns` in their order, each after those of `early` that it needs and that are not there yet."""
+    maker = {v: i for i, eqn in enumerate(early) for v in eqn.outvars}
+    done: set[int] = set()
+    ordered: list[JaxprEqn] = []
+    for eqn in eqns:
+        needed, stack = set(), [v for v in eqn.invars if compat.is_variable(v)]
+        while stack:
+            i = maker.get(stack.pop())
+            if i is not None and i not in done and i not in needed:
+                needed.add(i)
+                stack.extend(v for v in early[i].invars if compat.is_variable(v))
+        ordered.extend(early[i] for i in sorted(needed))
+        done |= needed
+        ordered.append(eqn)
+    return [*ordered, *(eqn for i, eqn in enumerate(early) if i not in done)]
 
 
 def splice(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from passes.jaxpr.compat import Var
+from passes.jaxpr.scans.loops import Loop
 from passes.jaxpr.scans.pairs import Enclosure, ScanPair
 from passes.jaxpr.scans.segments import Segments
 from passes.outcome import Recomputed
@@ -84,11 +85,35 @@ class Inside:
         return tuple(c.signature for c in self.inner)
 
 
-Level = tuple[Choice | Inside, ...]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MadeInside:
+    """What a loop makes in every iteration of what it reads.
+
+    Attributes:
+        loop: the loop.
+        kept: what is alive through it, of what could be made in it.
+        stacked_bytes: the bytes of these.
+        recomputed: what is made inside, costs of all iterations.
+    """
+
+    loop: Loop
+    kept: tuple[Var, ...]
+    stacked_bytes: int
+    recomputed: tuple[Recomputed, ...]
+    in_segments: bool = False
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """Tells different choices for the same loop apart."""
+        return self.stacked_bytes, self.kept
 
 
-def all_recomputed(choice: Choice | Inside) -> tuple[Recomputed, ...]:
+Site = Choice | Inside | MadeInside
+Level = tuple[Site, ...]
+
+
+def all_recomputed(choice: Site) -> tuple[Recomputed, ...]:
     """What a choice and those inside it recompute."""
-    if isinstance(choice, Inside):
+    if not isinstance(choice, Choice):
         return choice.recomputed
     return choice.recomputed + tuple(r for inner in choice.inner for r in all_recomputed(inner))

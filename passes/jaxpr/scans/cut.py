@@ -12,19 +12,20 @@ alike. Pairs inside the bodies are cut first, for the same price.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from passes.cost import DeviceModel
 from passes.ir import Op
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
-from passes.jaxpr.flops import flops_per_element
+from passes.jaxpr.flops import flops_per_element, iterations_of
 from passes.jaxpr.lift import SLICE_PASSES, lift
 from passes.jaxpr.primitives import Kind
 from passes.jaxpr.purity import eqn_kind, has_effect
 from passes.jaxpr.rewrite import defined
-from passes.jaxpr.scans.choice import Choice
+from passes.jaxpr.scans.choice import Choice, MadeInside
+from passes.jaxpr.scans.loops import Loop
 from passes.jaxpr.scans.pairs import ScanPair
 from passes.outcome import Recomputed
 from passes.planners.closure import Producer, cheapest_to_keep
@@ -39,19 +40,19 @@ _FUSING = (Kind.FUSIBLE, Kind.VIEW, Kind.REDUCTION)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Iteration:
-    """One iteration of a pair of scans as a cut problem.
+    """One iteration of a pair of scans, or what is made for a loop, as a cut problem.
 
     Attributes:
-        pair: the scans.
-        values: the first body's variables, inputs and then results of equations.
+        pair: the scans, or the loop.
+        values: the first body's variables, inputs and then results of equations; or those of what is made.
         ops, eqns: its equations.
         kernels: what the report says of those that are kernels.
-        demanded: indices of the values that the second body reads.
-        stacked_bytes: for every value what a slice adds to the stacks if it is kept.
+        demanded: indices of the values that the second body, or the loop's, reads.
+        stacked_bytes: for every value what a slice adds to the stacks if it is kept; or its own bytes.
         traffic_ps: for every value the time of writing and reading one slice.
     """
 
-    pair: ScanPair
+    pair: ScanPair | Loop
     values: tuple[Var, ...]
     ops: tuple[Producer, ...]
     eqns: tuple[JaxprEqn, ...]
@@ -68,7 +69,8 @@ def iteration_of(pair: ScanPair, device: DeviceModel) -> Iteration:
     index = {v: k for k, v in enumerate(values)}
     read = [v for eqn in consumer.eqns for v in eqn.invars] + list(consumer.outvars)
     nbytes, traffic = _prices(pair, values, device)
-    ops, kernels = _ops(pair, index, device)
+    ops, kernels = _ops(producer, joined_body(pair), index, device)
+    kernels = {k: _in_iterations(r, pair.length, "a scan") for k, r in kernels.items()}
     return Iteration(
         pair=pair,
         values=tuple(values),
@@ -81,7 +83,26 @@ def iteration_of(pair: ScanPair, device: DeviceModel) -> Iteration:
     )
 
 
-def choose(iteration: Iteration, ns_per_byte: float) -> Choice:
+def iteration_of_loop(loop: Loop, device: DeviceModel) -> Iteration:
+    """The cut problem of one loop: what is not kept is made again in each of its iterations."""
+    values = defined(loop.made)
+    index = {v: k for k, v in enumerate(values)}
+    ops, kernels = _ops(loop.made, loop.made, index, device)
+    times, there = iterations_of(loop.eqn), {*loop.made.invars}
+    name = "a scan" if loop.eqn.primitive.name == "scan" else "a loop (estimated)"
+    return Iteration(
+        pair=loop,
+        values=tuple(values),
+        ops=tuple(replace(op, cost=None if op.cost is None else times * op.cost) for op in ops),
+        eqns=tuple(loop.made.eqns),
+        kernels={k: _in_iterations(r, times, name) for k, r in kernels.items()},
+        demanded=tuple(sorted({index[v] for v in compat.variables(loop.made.outvars)})),
+        stacked_bytes=tuple(0 if v in there else compat.aval_nbytes(v.aval) for v in values),
+        traffic_ps=(0,) * len(values),
+    )
+
+
+def choose(iteration: Iteration, ns_per_byte: float) -> Choice | MadeInside:
     """The cheapest choice for one price of a byte, which is a little more for later values.
 
     So values that are worth the same, as in equal layers of one body, are given up one after the other.
@@ -95,7 +116,7 @@ def choose(iteration: Iteration, ns_per_byte: float) -> Choice:
     return _choice(iteration, prices)
 
 
-def choose_by_policy(iteration: Iteration, policy: Callable[..., Any]) -> Choice:
+def choose_by_policy(iteration: Iteration, policy: Callable[..., Any]) -> Choice | MadeInside:
     """What `jax.checkpoint` around an iteration keeps: its inputs, and what the policy saves."""
     computed = {
         v
@@ -106,14 +127,14 @@ def choose_by_policy(iteration: Iteration, policy: Callable[..., Any]) -> Choice
     return _choice(iteration, [None if v in computed else 0 for v in range(len(iteration.values))])
 
 
-def _choice(iteration: Iteration, prices: Sequence[int | None]) -> Choice:
-    kept = cheapest_to_keep(prices, iteration.ops, iteration.demanded)
-    return Choice(
-        pair=iteration.pair,
-        kept=tuple(iteration.values[k] for k in kept),
-        stacked_bytes=iteration.pair.length * sum(iteration.stacked_bytes[k] for k in kept),
-        recomputed=_all_recomputed(iteration, kept),
-    )
+def _choice(iteration: Iteration, prices: Sequence[int | None]) -> Choice | MadeInside:
+    keep = cheapest_to_keep(prices, iteration.ops, iteration.demanded)
+    kept = tuple(iteration.values[k] for k in keep)
+    nbytes, recomputed = sum(iteration.stacked_bytes[k] for k in keep), _all_recomputed(iteration, keep)
+    pair = iteration.pair
+    if isinstance(pair, Loop):
+        return MadeInside(loop=pair, kept=kept, stacked_bytes=nbytes, recomputed=recomputed)
+    return Choice(pair=pair, kept=kept, stacked_bytes=pair.length * nbytes, recomputed=recomputed)
 
 
 def joined_body(pair: ScanPair) -> Jaxpr:
@@ -165,13 +186,12 @@ def _prices(pair: ScanPair, values: list[Var], device: DeviceModel) -> tuple[lis
 
 
 def _ops(
-    pair: ScanPair, index: dict[Var, int], device: DeviceModel
+    made: Jaxpr, joined: Jaxpr, index: dict[Var, int], device: DeviceModel
 ) -> tuple[list[Producer], dict[int, Recomputed]]:
-    """The first body's equations with what it costs to run them in the second half, too.
+    """The equations of `made`, the first body, with what it costs to run them in the second half, too.
 
     What is computed elementwise for kernels that compute their operands joins one that is there.
     """
-    joined = joined_body(pair)
     lifted = lift(compat.without_dead_code(joined), device, as_xla=False)
     kernel_of: dict[Var, Op] = {}
     for op, body in zip(lifted.program.ops, lifted.bodies, strict=True):
@@ -179,7 +199,7 @@ def _ops(
     whole = {v for eqn in joined.eqns if eqn_kind(eqn) not in _FUSING for v in compat.variables(eqn.invars)}
     ops: list[Producer] = []
     kernels: dict[int, Recomputed] = {}
-    for eqn in pair.producer.jaxpr.eqns:
+    for eqn in made.eqns:
         outputs = tuple(index[v] for v in eqn.outvars if v in index)
         if not outputs:
             continue
@@ -188,20 +208,24 @@ def _ops(
         if kernel is not None:
             joins = eqn_kind(eqn) is Kind.FUSIBLE and not whole & {*eqn.outvars}
             cost = max(cost, PICO * (kernel.cost_ns - device.launch_ns * joins))
-            kernels[len(ops)] = _recomputed(eqn, kernel, pair.length)
+            kernels[len(ops)] = _recomputed(eqn, kernel)
         once = has_effect(eqn) or (kernel is not None and not kernel.recomputable)
         inputs = tuple(index[v] for v in eqn.invars if compat.is_variable(v))
         ops.append(Producer(cost=None if once else cost, inputs=inputs, outputs=outputs))
     return ops, kernels
 
 
-def _recomputed(eqn: JaxprEqn, op: Op, iterations: int) -> Recomputed:
-    return Recomputed(
-        op=f"{op.name} in {iterations} iterations of a scan",
-        source=op.source,
-        nbytes=iterations * sum(compat.aval_nbytes(v.aval) for v in eqn.outvars),
-        cost_ns=iterations * op.cost_ns,
-        stage="jaxpr",
+def _recomputed(eqn: JaxprEqn, op: Op) -> Recomputed:
+    nbytes = sum(compat.aval_nbytes(v.aval) for v in eqn.outvars)
+    return Recomputed(op=op.name, source=op.source, nbytes=nbytes, cost_ns=op.cost_ns, stage="jaxpr")
+
+
+def _in_iterations(r: Recomputed, iterations: int, of: str) -> Recomputed:
+    return replace(
+        r,
+        op=f"{r.op} in {iterations} iterations of {of}",
+        nbytes=iterations * r.nbytes,
+        cost_ns=iterations * r.cost_ns,
     )
 
 

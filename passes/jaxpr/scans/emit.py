@@ -13,14 +13,16 @@ from dataclasses import dataclass, field, replace
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.purity import has_effect
-from passes.jaxpr.rewrite import run_scan, splice, with_bodies
+from passes.jaxpr.rewrite import run_scan, splice, when_needed, with_bodies
 from passes.jaxpr.scans import segments
-from passes.jaxpr.scans.choice import Choice, Inside
+from passes.jaxpr.scans.choice import Choice, Inside, MadeInside, Site
 from passes.jaxpr.scans.pairs import Body, ScanPair
+from passes.jaxpr.scans.sink import with_moved
+from passes.reach import reached
 
 
-def rewrite(jaxpr: Jaxpr, choices: Sequence[Choice | Inside]) -> Jaxpr:
-    """An open jaxpr with its pairs written as chosen."""
+def rewrite(jaxpr: Jaxpr, choices: Sequence[Site]) -> Jaxpr:
+    """An open jaxpr with its pairs and loops written as chosen."""
     groups, rename = rewrite_groups(jaxpr, choices)
     eqns = [eqn for group in groups for eqn in group]
     outvars = [compat.renamed(v, rename) for v in jaxpr.outvars]
@@ -28,7 +30,7 @@ def rewrite(jaxpr: Jaxpr, choices: Sequence[Choice | Inside]) -> Jaxpr:
     return compat.without_dead_code(new)
 
 
-def with_inner(pair: ScanPair, joined: Jaxpr, choices: Sequence[Choice | Inside]) -> ScanPair:
+def with_inner(pair: ScanPair, joined: Jaxpr, choices: Sequence[Site]) -> ScanPair:
     """`pair` with what is inside its bodies written as chosen.
 
     Args:
@@ -47,11 +49,10 @@ def with_inner(pair: ScanPair, joined: Jaxpr, choices: Sequence[Choice | Inside]
     )
 
 
-def rewrite_groups(
-    jaxpr: Jaxpr, choices: Sequence[Choice | Inside]
-) -> tuple[list[list[JaxprEqn]], dict[Var, Atom]]:
+def rewrite_groups(jaxpr: Jaxpr, choices: Sequence[Site]) -> tuple[list[list[JaxprEqn]], dict[Var, Atom]]:
     """For every equation of an open jaxpr what stands in its place; and the results' new names."""
     insides = {choice.enclosure.place: choice for choice in choices if isinstance(choice, Inside)}
+    loops = {choice.loop.place: choice for choice in choices if isinstance(choice, MadeInside)}
     pairs = [choice for choice in choices if isinstance(choice, Choice)]
     firsts = {choice.pair.first: choice for choice in pairs}
     seconds = {choice.pair.second: choice for choice in pairs}
@@ -59,6 +60,10 @@ def rewrite_groups(
     written: dict[int, _First] = {}
     groups: list[list[JaxprEqn]] = []
     for i, eqn in enumerate(jaxpr.eqns):
+        if i in loops:
+            loop = _with_inside(insides[i], eqn) if i in insides else eqn
+            groups.append(_write_loop(loops[i], loop, rename))
+            continue
         eqn = compat.rename_inputs(eqn, rename)
         if i in firsts:
             written[i] = _write_first(firsts[i], eqn, rename)
@@ -70,6 +75,22 @@ def rewrite_groups(
         else:
             groups.append([eqn])
     return groups, rename
+
+
+def _write_loop(choice: MadeInside, eqn: JaxprEqn, rename: dict[Var, Atom]) -> list[JaxprEqn]:
+    made, kept = choice.loop.made, set(choice.kept)
+    maker = {v: i for i, e in enumerate(made.eqns) for v in e.outvars if v not in kept}
+
+    def before(i: int) -> set[int]:
+        return {maker[v] for v in compat.variables(made.eqns[i].invars) if v in maker}
+
+    needed = reached({maker[v] for v in compat.variables(made.outvars) if v in maker}, before)
+    moved = [_without(made.eqns[i], kept) for i in sorted(needed)]
+    if not moved:
+        return [compat.rename_inputs(eqn, rename)]
+    eqns, results = with_moved(eqn, moved, rename, choice.loop.tie)
+    _rename_all(rename, eqn.outvars, results)
+    return eqns
 
 
 def _with_inside(choice: Inside, eqn: JaxprEqn) -> JaxprEqn:
@@ -181,24 +202,6 @@ def _write_second(choice: Choice, eqn: JaxprEqn, first: _First, rename: dict[Var
     )
     _rename_all(rename, eqn.outvars, results)
     return eqns
-
-
-def when_needed(early: Sequence[JaxprEqn], eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
-    """`eqns` in their order, each after those of `early` that it needs and that are not there yet."""
-    maker = {v: i for i, eqn in enumerate(early) for v in eqn.outvars}
-    done: set[int] = set()
-    ordered: list[JaxprEqn] = []
-    for eqn in eqns:
-        needed, stack = set(), [v for v in eqn.invars if compat.is_variable(v)]
-        while stack:
-            i = maker.get(stack.pop())
-            if i is not None and i not in done and i not in needed:
-                needed.add(i)
-                stack.extend(v for v in early[i].invars if compat.is_variable(v))
-        ordered.extend(early[i] for i in sorted(needed))
-        done |= needed
-        ordered.append(eqn)
-    return [*ordered, *(eqn for i, eqn in enumerate(early) if i not in done)]
 
 
 def _without(eqn: JaxprEqn, kept: set[Var]) -> JaxprEqn:

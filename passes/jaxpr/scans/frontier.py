@@ -20,22 +20,24 @@ from passes.jaxpr import compat
 from passes.jaxpr.compat import Jaxpr
 from passes.jaxpr.primitives import Kind
 from passes.jaxpr.purity import eqn_kind
-from passes.jaxpr.scans.choice import Choice, Inside, Level
+from passes.jaxpr.scans.choice import Choice, Inside, Level, MadeInside, Site
 from passes.jaxpr.scans.cut import (
     TILT_RATIO,
     Iteration,
     choose,
     choose_by_policy,
     iteration_of,
+    iteration_of_loop,
     joined_body,
     kernels_of,
 )
 from passes.jaxpr.scans.emit import rewrite, with_inner
+from passes.jaxpr.scans.loops import find_loops
 from passes.jaxpr.scans.pairs import Enclosure, ScanPair, find_enclosures, find_pairs
 from passes.jaxpr.scans.segments import Segments, segment_counts, segment_program
 
-Choose = Callable[[Iteration], Choice]
-Site = Callable[[Choose], Choice | Inside]
+Choose = Callable[[Iteration], Choice | MadeInside]
+Place = Callable[[Choose], Site]
 
 # What users write by hand, the deepest last.
 _READY = jax.checkpoint_policies
@@ -138,16 +140,16 @@ def segment_frontier(level: Level, device: DeviceModel) -> list[Level]:
     return levels
 
 
-def _segmented(choice: Choice | Inside, device: DeviceModel) -> list[Choice | Inside]:
+def _segmented(choice: Site, device: DeviceModel) -> list[Site]:
     """One site in segments, with fewer and fewer bytes; none if it cannot be, or if that saves nothing."""
-    segmented: list[Choice | Inside] = []
+    segmented: list[Site] = []
     if isinstance(choice, Inside):
         bodies = choice.bodies
         for b in sorted(range(len(bodies)), key=lambda b: (-_bytes(bodies[b]), b)):
             for lower in segment_frontier(bodies[b], device):
                 bodies = (*bodies[:b], lower, *bodies[b + 1 :])
                 segmented.append(dataclasses.replace(choice, bodies=bodies))
-    else:
+    elif isinstance(choice, Choice):
         for count in segment_counts(choice.pair.length):
             segmented += _in_segments(choice.pair, count, device)
     segmented = [site for site in segmented if site.stacked_bytes < choice.stacked_bytes]
@@ -181,10 +183,12 @@ def _in_segments(pair: ScanPair, count: int, device: DeviceModel) -> list[Choice
     ]
 
 
-def _sites(jaxpr: Jaxpr, device: DeviceModel) -> list[Site]:
+def _sites(jaxpr: Jaxpr, device: DeviceModel) -> list[Place]:
     """The places of an open jaxpr where something is chosen: (how, of one iteration) -> what is chosen."""
     pairs = find_pairs(jaxpr)
     sites = [_pair_site(pair, device) for pair in pairs]
+    for loop in find_loops(jaxpr, {place for pair in pairs for place in (pair.first, pair.second)}):
+        sites.append(_site_of(iteration_of_loop(loop, device)))
     for enclosure in find_enclosures(jaxpr, pairs):
         inner = [_sites(body, device) for body in enclosure.bodies]
         if any(inner):
@@ -192,21 +196,26 @@ def _sites(jaxpr: Jaxpr, device: DeviceModel) -> list[Site]:
     return sites
 
 
-def _pair_site(pair: ScanPair, device: DeviceModel) -> Site:
+def _pair_site(pair: ScanPair, device: DeviceModel) -> Place:
     inner = _sites(joined_body(pair), device)
     if inner:
         return partial(_choose_nested, pair, inner, device)
-    iteration = iteration_of(pair, device)
+    return _site_of(iteration_of(pair, device))
+
+
+def _site_of(iteration: Iteration) -> Place:
     return lambda choose_one: choose_one(iteration)
 
 
-def _choose_inside(enclosure: Enclosure, sites: Sequence[Sequence[Site]], choose_one: Choose) -> Inside:
+def _choose_inside(enclosure: Enclosure, sites: Sequence[Sequence[Place]], choose_one: Choose) -> Inside:
     bodies = tuple(tuple(site(choose_one) for site in body) for body in sites)
     return Inside(enclosure=enclosure, bodies=bodies)
 
 
-def _choose_nested(pair: ScanPair, sites: Sequence[Site], device: DeviceModel, choose_one: Choose) -> Choice:
+def _choose_nested(pair: ScanPair, sites: Sequence[Place], device: DeviceModel, choose_one: Choose) -> Choice:
     """The choice for one pair after what is inside its bodies has been rewritten in the same way."""
     inner = tuple(site(choose_one) for site in sites)
     pair = with_inner(pair, joined_body(pair), inner)
-    return dataclasses.replace(choose_one(iteration_of(pair, device)), inner=inner)
+    choice = choose_one(iteration_of(pair, device))
+    assert isinstance(choice, Choice), "a pair is no loop"
+    return dataclasses.replace(choice, inner=inner)

@@ -22,6 +22,7 @@ import jax
 
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from passes.jaxpr.flops import iterations_of
 from passes.jaxpr.primitives import CONTROL_FLOW
 from passes.jaxpr.purity import is_on_host
 from passes.jaxpr.rewrite import bodies_of, splice, with_bodies
@@ -104,7 +105,7 @@ def _moved(
     eqns, paged = list(jaxpr.eqns), list[Paged]()
     for i, eqn in enumerate(jaxpr.eqns):
         if eqn.primitive.name in CONTROL_FLOW:
-            inner_iterations = iterations * int(eqn.params.get("length") or 1)
+            inner_iterations = iterations * iterations_of(eqn)
             bodies, inside = [], list[Paged]()
             for k, body in enumerate(bodies_of(eqn)):
                 opened, consts = compat.open_jaxpr(body)

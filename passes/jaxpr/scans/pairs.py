@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
+from passes.jaxpr.flops import iterations_of
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.primitives import CONTROL_FLOW
 from passes.jaxpr.rewrite import bodies_of, consts_as_literals, renewed
@@ -120,9 +121,7 @@ def find_enclosures(jaxpr: Jaxpr, pairs: Sequence[ScanPair]) -> list[Enclosure]:
             continue
         bodies = tuple(map(_flat, bodies_of(eqn)))
         if any(inner.primitive.name in CONTROL_FLOW for body in bodies for inner in body.eqns):
-            enclosures.append(
-                Enclosure(place=i, bodies=bodies, iterations=int(eqn.params.get("length") or 1))
-            )
+            enclosures.append(Enclosure(place=i, bodies=bodies, iterations=iterations_of(eqn)))
     return enclosures
 
 

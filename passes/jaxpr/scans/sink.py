@@ -7,12 +7,23 @@ broadcast is part of the kernel that reads it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.primitives import Kind, kind_of
 from passes.jaxpr.purity import has_effect
-from passes.jaxpr.rewrite import consts_as_literals, renewed, run_scan, splice
+from passes.jaxpr.rewrite import (
+    bodies_of,
+    body_consts,
+    carried_inputs,
+    consts_as_literals,
+    renewed,
+    run_scan,
+    splice,
+    when_needed,
+)
 
 # By how much a value must be larger than what it is made of.
 GROWTH = 8
@@ -29,7 +40,7 @@ def sink_into_scans(jaxpr: Jaxpr) -> Jaxpr:
         if not moved:
             eqns.append(compat.rename_inputs(eqn, rename))
             continue
-        new, results = _with_moved(eqn, moved, rename)
+        new, results = with_moved(eqn, moved, rename)
         eqns += new
         rename.update(zip(eqn.outvars, results, strict=True))
     if not rename:
@@ -72,42 +83,64 @@ def _is_cheap(eqn: JaxprEqn) -> bool:
     return kind_of(eqn.primitive.name) in (Kind.FUSIBLE, Kind.VIEW)
 
 
-def _with_moved(
-    scan: JaxprEqn, moved: list[JaxprEqn], rename: dict[Var, Atom]
+def with_moved(
+    loop: JaxprEqn, moved: Sequence[JaxprEqn], rename: Mapping[Var, Atom], tie: int | None = None
 ) -> tuple[list[JaxprEqn], list[Atom]]:
-    """The scan's equations and results, with `moved` made in its body."""
-    n_consts, n_carry = compat.scan_sizes(scan)
-    body = renewed(consts_as_literals(inline_calls(scan.params["jaxpr"])))
+    """The equations and results of a `scan` or `while` with `moved` made in its body, where it is needed.
+
+    Args:
+        rename: what the loop's operands, and those of `moved`, are called now.
+        tie: place of a carried value among the body's inputs; `moved` waits for it in every iteration.
+    """
+    first, end = body_consts(loop)
+    (closed,) = bodies_of(loop)
+    body = renewed(consts_as_literals(inline_calls(closed)))
+    operands, variables = loop.invars[first:end], body.invars[: end - first]
     made = {v for eqn in moved for v in eqn.outvars}
     outside = dict.fromkeys(x for eqn in moved for x in eqn.invars if compat.is_variable(x) and x not in made)
     inside = {x: compat.fresh_var(x) for x in outside}
-    known = dict(inside)
-    for v, variable in zip(scan.invars[:n_consts], body.invars[:n_consts], strict=True):
-        if compat.is_variable(v) and v in made:
-            known.setdefault(v, variable)
-    sunk = _renamed_eqns(moved, known)
-    kept = [
-        k for k in range(n_consts) if not compat.is_variable(scan.invars[k]) or scan.invars[k] not in made
-    ]
-    twice = {
-        variable: known[v]
-        for v, variable in zip(scan.invars[:n_consts], body.invars[:n_consts], strict=True)
-        if compat.is_variable(v) and v in made and known[v] is not variable
+    known, held, eqns = _tied(body, inside, tie)
+    replaced = {
+        variable: v
+        for v, variable in zip(operands, variables, strict=True)
+        if compat.is_variable(v) and v in made
     }
+    for variable, v in replaced.items():
+        known.setdefault(v, variable)
+    sunk = _renamed_eqns(moved, known)
+    held |= {variable: known[v] for variable, v in replaced.items() if known[v] is not variable}
+    kept = [k for k, variable in enumerate(variables) if variable not in replaced]
     new = compat.rebuild(
         body,
-        eqns=[*sunk, *(compat.rename_inputs(eqn, twice) for eqn in body.eqns)],
-        outvars=[compat.renamed(v, twice) for v in body.outvars],
-        invars=[*inside.values(), *(body.invars[k] for k in kept), *body.invars[n_consts:]],
+        eqns=[*eqns, *when_needed(sunk, [compat.rename_inputs(eqn, held) for eqn in body.eqns])],
+        outvars=[compat.renamed(v, held) for v in body.outvars],
+        invars=[*inside.values(), *(variables[k] for k in kept), *body.invars[end - first :]],
         constvars=[],
     )
-    atoms = [*outside, *(scan.invars[k] for k in kept), *scan.invars[n_consts:]]
+    atoms = [*loop.invars[:first], *outside, *(operands[k] for k in kept), *loop.invars[end:]]
     atoms = [compat.renamed(v, rename) for v in atoms]
     count = len(inside) + len(kept)
-    return splice(lambda values: run_scan(scan, new, values, count, n_carry), atoms, scan)
+    if loop.primitive.name == "while":
+        params = {**loop.params, "body_jaxpr": compat.close_jaxpr(new, []), "body_nconsts": count}
+        return [loop.replace(invars=atoms, params=params)], list(loop.outvars)
+    n_carry = len(carried_inputs(loop))
+    return splice(lambda values: run_scan(loop, new, values, count, n_carry), atoms, loop)
 
 
-def _renamed_eqns(eqns: list[JaxprEqn], known: dict[Var, Var]) -> list[JaxprEqn]:
+def _tied(
+    body: Jaxpr, inside: Mapping[Var, Var], tie: int | None
+) -> tuple[dict[Var, Var], dict[Var, Atom], list[JaxprEqn]]:
+    """What is read inside by its names outside, what the carried value is called behind a barrier, and the
+    barrier."""
+    if tie is None:
+        return dict(inside), {}, []
+    operands = [*inside.values(), body.invars[tie]]
+    results = [compat.fresh_var(v) for v in operands]
+    known = dict(zip(inside, results, strict=False))
+    return known, {body.invars[tie]: results[-1]}, [compat.barrier_eqn(operands, results)]
+
+
+def _renamed_eqns(eqns: Sequence[JaxprEqn], known: dict[Var, Var]) -> list[JaxprEqn]:
     """Copies of `eqns` with other variables; `known` gives some of them and receives the others."""
     copies = []
     for eqn in eqns:
