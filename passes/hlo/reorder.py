@@ -10,7 +10,8 @@ result is read, goes to just before that. Every kernel stays as it is.
 Such an op may be the last of several that run one after the other. XLA:GPU splits a matrix product along its
 depth: the parts of a weight's gradient take more than the product's operands, XLA's schedulers leave it to
 the end, and all operands wait. With the update that adds the parts up and writes over the weight it frees
-them, and takes nothing. What it takes in between must be there: the program's peak stays what it is.
+them, and takes nothing. What it takes in between must be there: no more than what is alive at some time from
+its new place to the old one.
 
 Not moved: what calls other computations but fusions, and what has control dependencies.
 """
@@ -69,8 +70,7 @@ class Reorder:
         order: op ids.
         place: of every op in `order`.
         moved: True once something was moved.
-        live_bytes: at every op in the first order; hoisting only makes it less.
-        peak_bytes: the most of it.
+        live_bytes: at every op in the first order; what is hoisted over others only makes it less there.
     """
 
     def __init__(self, program: Program, movable: list[bool], needs: Sequence[Collection[OpId]]) -> None:
@@ -92,8 +92,7 @@ class Reorder:
             if op.deadline is not None:
                 self.overwritten_by.setdefault(OpId(op.deadline), []).append(op.id)
         self.kept = {*program.outputs, *program.arguments}
-        timeline = simulate(program, self.order)
-        self.live_bytes, self.peak_bytes = timeline.live_bytes, timeline.peak_bytes
+        self.live_bytes = simulate(program, self.order).live_bytes
 
     def run(self) -> None:
         """Hoist what frees, from the first op on; then sink what frees nothing, from the last."""
@@ -129,11 +128,17 @@ class Reorder:
             return
         overwritten = (r for g in group for r in self.overwritten_by.get(g, ()) if r not in group)
         target = max([target, *(self.place[r] for r in overwritten)])
-        taken = self._taken_by(group)
-        there = taken <= next_to_nothing or taken <= self.peak_bytes - self.live_bytes[self.order[target]]
         first = [g for g in group if self.place[g] <= self.place[op]]
-        if there and self.place[group[0]] > target and self.place[op] > target + len(first):
+        if self.place[group[0]] <= target or self.place[op] <= target + len(first):
+            return
+        taken = self._taken_by(group)
+        if taken <= next_to_nothing or taken <= self._room(target, self.place[op]):
             self._move(group, target)
+
+    def _room(self, target: int, place: int) -> int:
+        """By how much less is alive at a place than at some time from there to a later one."""
+        passed = self.live_bytes[self.order[target : place + 1]]
+        return int(passed.max() - passed[0])
 
     def _left_by(self, group: Collection[OpId]) -> list[BufferId]:
         """What ops make that others read, or that is kept."""
