@@ -147,7 +147,7 @@ def test_a_plan_that_xla_refuses_for_its_memory_is_held_to_less_the_next_time(
     found = callback._as_ours(RuntimeError(out_of_memory("5.50M")))
     assert isinstance(found, BudgetExceededError)
     missed = int(5.5 * (1 << 20)) - record.hlo.planned_total_bytes
-    assert found.held_bytes == budget - missed
+    assert found.held_bytes == budget - missed <= budget - (512 << 10)
 
 
 def test_a_plan_that_fell_short_is_made_again(v5e: str, monkeypatch: pytest.MonkeyPatch) -> None:

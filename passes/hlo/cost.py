@@ -6,8 +6,8 @@ an update in place writes the update. Dots and convolutions, alone, in fusions o
 transcendental functions `EXPENSIVE_FLOPS`. Loops count their body times the trip count where the module says
 it, and an assumed one where it does not. Copies to and from the host run beside the kernels, in two queues at
 the rates of the device's link: what counts is how long the program waits for them. Other copies that are
-started go into a TPU's memory on the chip, beside the kernels, too: their bytes are counted where they
-are read.
+started go into a TPU's memory on the chip, beside the kernels, too: their bytes are counted where they are
+read.
 """
 
 from __future__ import annotations

@@ -147,12 +147,12 @@ class Reorder:
 
     def _taken_by(self, group: Sequence[OpId]) -> int:
         """The most that ops, one after the other, take at any time."""
+        ops, left = self.program.ops, self._left_by(group)
         made: list[BufferId] = []
         taken = 0
         for k, op in enumerate(group):
-            ops = self.program.ops
-            later = {b for g in group[k:] for b in ops[g].inputs} | {*self._left_by(group)}
-            made = [*(b for b in made if b in later), *ops[op].outputs]
+            needed = {*left, *(b for g in group[k:] for b in ops[g].inputs)}
+            made = [*(b for b in made if b in needed), *ops[op].outputs]
             taken = max(taken, self._bytes_of(made) + ops[op].workspace_bytes)
         return taken
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of
 from passes.jaxpr.compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from passes.reach import reached
 
 _BODY = {"scan": "jaxpr", "while": "body_jaxpr"}
 
@@ -119,20 +120,30 @@ def defined(jaxpr: Jaxpr) -> list[Var]:
     return list(dict.fromkeys([*jaxpr.constvars, *jaxpr.invars, *results]))
 
 
+def leading_to(
+    atoms: Iterable[Atom], eqns: Sequence[JaxprEqn], maker: Callable[[Var], int | None]
+) -> list[int]:
+    """Places of the equations that lead to `atoms`, in order.
+
+    Args:
+        maker: the place of the equation that makes a variable; None for what is there.
+    """
+
+    def makers(read: Iterable[Atom]) -> set[int]:
+        return {i for v in compat.variables(read) if (i := maker(v)) is not None}
+
+    return sorted(reached(makers(atoms), lambda i: makers(eqns[i].invars)))
+
+
 def when_needed(early: Sequence[JaxprEqn], eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
     """`eqns` in their order, each after those of `early` that it needs and that are not there yet."""
     maker = {v: i for i, eqn in enumerate(early) for v in eqn.outvars}
     done: set[int] = set()
     ordered: list[JaxprEqn] = []
     for eqn in eqns:
-        needed, stack = set(), [v for v in eqn.invars if compat.is_variable(v)]
-        while stack:
-            i = maker.get(stack.pop())
-            if i is not None and i not in done and i not in needed:
-                needed.add(i)
-                stack.extend(v for v in early[i].invars if compat.is_variable(v))
-        ordered.extend(early[i] for i in sorted(needed))
-        done |= needed
+        needed = leading_to(eqn.invars, early, lambda v: None if (i := maker.get(v)) in done else i)
+        ordered.extend(early[i] for i in needed)
+        done.update(needed)
         ordered.append(eqn)
     return [*ordered, *(eqn for i, eqn in enumerate(early) if i not in done)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from passes.jaxpr.compat import Var
 from passes.jaxpr.scans.loops import Loop
@@ -100,7 +100,7 @@ class MadeInside:
     kept: tuple[Var, ...]
     stacked_bytes: int
     recomputed: tuple[Recomputed, ...]
-    in_segments: bool = False
+    in_segments: ClassVar[bool] = False
 
     @property
     def signature(self) -> tuple[Any, ...]:

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field, replace
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.purity import has_effect
-from passes.jaxpr.rewrite import run_scan, splice, when_needed, with_bodies
+from passes.jaxpr.rewrite import leading_to, run_scan, splice, when_needed, with_bodies
 from passes.jaxpr.scans import segments
 from passes.jaxpr.scans.choice import Choice, Inside, MadeInside, Site
 from passes.jaxpr.scans.pairs import Body, ScanPair
 from passes.jaxpr.scans.sink import with_moved
-from passes.reach import reached
 
 
 def rewrite(jaxpr: Jaxpr, choices: Sequence[Site]) -> Jaxpr:
@@ -80,12 +79,7 @@ def rewrite_groups(jaxpr: Jaxpr, choices: Sequence[Site]) -> tuple[list[list[Jax
 def _write_loop(choice: MadeInside, eqn: JaxprEqn, rename: dict[Var, Atom]) -> list[JaxprEqn]:
     made, kept = choice.loop.made, set(choice.kept)
     maker = {v: i for i, e in enumerate(made.eqns) for v in e.outvars if v not in kept}
-
-    def before(i: int) -> set[int]:
-        return {maker[v] for v in compat.variables(made.eqns[i].invars) if v in maker}
-
-    needed = reached({maker[v] for v in compat.variables(made.outvars) if v in maker}, before)
-    moved = [_without(made.eqns[i], kept) for i in sorted(needed)]
+    moved = [_without(made.eqns[i], kept) for i in leading_to(made.outvars, made.eqns, maker.get)]
     if not moved:
         return [compat.rename_inputs(eqn, rename)]
     eqns, results = with_moved(eqn, moved, rename, choice.loop.tie)

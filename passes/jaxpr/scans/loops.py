@@ -14,7 +14,7 @@ A loop is a cut problem as an iteration of a pair of scans is one (`passes.jaxpr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -23,8 +23,7 @@ from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of
 from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
 from passes.jaxpr.purity import has_effect
-from passes.jaxpr.rewrite import bodies_of, body_consts, carried_inputs
-from passes.reach import reached
+from passes.jaxpr.rewrite import bodies_of, body_consts, carried_inputs, leading_to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,25 +60,20 @@ def find_loops(jaxpr: Jaxpr, elsewhere: Collection[int]) -> list[Loop]:
         first, end = body_consts(eqn)
         others = {*compat.variables((*eqn.invars[:first], *eqn.invars[end:]))}
 
-        def is_there(v: Var, i: int = i, others: set[Var] = others) -> bool:
-            return v not in producer or last[v] > i or v in others
+        def maker(v: Var, i: int = i, others: set[Var] = others) -> int | None:
+            return None if last[v] > i or v in others else producer.get(v)
 
-        demanded = [v for v in dict.fromkeys(compat.variables(eqn.invars[first:end])) if not is_there(v)]
+        read = dict.fromkeys(compat.variables(eqn.invars[first:end]))
+        demanded = [v for v in read if maker(v) is not None]
         tie = _tie(eqn) if demanded else None
         if tie is not None:
-            loops.append(Loop(place=i, eqn=eqn, made=_made(jaxpr, demanded, producer, is_there), tie=tie))
+            loops.append(Loop(place=i, eqn=eqn, made=_made(jaxpr, demanded, maker), tie=tie))
     return loops
 
 
-def _made(
-    jaxpr: Jaxpr, demanded: list[Var], producer: Mapping[Var, int], is_there: Callable[[Var], bool]
-) -> Jaxpr:
+def _made(jaxpr: Jaxpr, demanded: list[Var], maker: Callable[[Var], int | None]) -> Jaxpr:
     """The equations that lead to `demanded` from what is there."""
-
-    def before(i: int) -> set[int]:
-        return {producer[v] for v in compat.variables(jaxpr.eqns[i].invars) if not is_there(v)}
-
-    eqns = [jaxpr.eqns[i] for i in sorted(reached({producer[v] for v in demanded}, before))]
+    eqns = [jaxpr.eqns[i] for i in leading_to(demanded, jaxpr.eqns, maker)]
     own = {v for eqn in eqns for v in eqn.outvars}
     invars = dict.fromkeys(v for eqn in eqns for v in compat.variables(eqn.invars) if v not in own)
     return compat.rebuild(jaxpr, eqns=eqns, outvars=demanded, invars=list(invars), constvars=[])
