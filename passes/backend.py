@@ -47,6 +47,8 @@ class Backend:
         takes_thunks: True if XLA takes a compiled program's thunks into another program.
         pins_as_compiled: True if programs can be pinned by the compile that makes them.
         stores_shared: True if XLA stores an elementwise value that several kernels read.
+        joined_row_bytes: rows at least so long are joined to longer ones by a kernel that does nothing else:
+            XLA:CPU copies them whole, where a branch per element would cost more (0.11.2: only from 512).
         fuses_normalisation: True if XLA makes one kernel of a softmax, its reductions included.
         reads_together: True if XLA makes one kernel of several that read the same.
         looks: how often a program can be planned once more, and compiled as far as XLA's schedule, in the
@@ -80,6 +82,7 @@ class Backend:
     takes_thunks: bool = False
     pins_as_compiled: bool = False
     stores_shared: bool = False
+    joined_row_bytes: int | None = None
     fuses_normalisation: bool = False
     reads_together: bool = False
     fuses_results: bool = False
@@ -90,7 +93,7 @@ class Backend:
 CPU = Backend(
     name="cpu", alignment=64, sharing="elementwise", calls_share=True, library="jaxlib",
     default_device="cpu", pages=False, has_machines_memory=True, pins_as_compiled=True, stores_shared=True,
-    looks=2,
+    joined_row_bytes=64, looks=2,
 )  # fmt: skip
 CUDA = Backend(
     name="cuda", aliases=("gpu", "rocm"), alignment=256, sharing="emitters",

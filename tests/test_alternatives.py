@@ -231,10 +231,21 @@ def test_where_a_plan_costs_more_than_it_promised_the_programs_own_kernels_are_l
     assert choice.record.hlo.cost_ns == (found_ns if taken else 1300)
 
 
+@pytest.mark.parametrize(("found_ns", "taken"), [(1200, True), (1400, False)])
+def test_where_a_plan_promised_to_cost_much_more_than_the_programs_own_kernels_they_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch, found_ns: int, taken: bool
+) -> None:
+    asked = asked_of(monkeypatch, lambda _: dear(found_ns))
+    choice = ways().choose(missed(kernels_ns=1250, cost_ns=1600), dear(1300), MODULE)
+    assert KERNELS in asked
+    assert (choice.module is not None) == taken
+
+
 @pytest.mark.parametrize(
     "record",
     [
         pytest.param(missed(kernels_ns=1300, cost_ns=1200), id="as promised"),
+        pytest.param(missed(kernels_ns=1350, cost_ns=1600), id="cheaper than promised, and than they are"),
         pytest.param(missed(kernels_ns=1600), id="expected to be dearer"),
         pytest.param(missed(kernels_ns=None), id="not possible"),
         pytest.param(

@@ -23,11 +23,13 @@ WIDE = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 NBYTES = 64 * 64 * 4
 
 
-def lifted(function: Callable[..., Any], *specs: Any, as_xla: bool = False) -> LiftedJaxpr:
+def lifted(
+    function: Callable[..., Any], *specs: Any, as_xla: bool = False, device: str = "h200"
+) -> LiftedJaxpr:
     closed = inline_calls(jax.make_jaxpr(function)(*specs))
     jaxpr, _ = compat.open_jaxpr(closed)
     jaxpr = compat.without_dead_code(jaxpr)
-    return lift(jaxpr, DEVICES["h200"], as_xla=as_xla)
+    return lift(jaxpr, DEVICES[device], as_xla=as_xla)
 
 
 def names(lift: LiftedJaxpr) -> list[str]:
@@ -189,6 +191,25 @@ def test_slice_reads_only_what_it_returns():
     found = lifted(lambda x: jnp.sum((x @ x)[:1] * 2.0), jax.ShapeDtypeStruct((4096, 4096), jnp.float32))
     assert names(found)[-1] == "reduce_sum"
     assert found.program.ops[-1].cost_ns < 3 * whole
+
+
+@pytest.mark.parametrize(
+    ("device", "axis", "columns", "alone"),
+    [("cpu", 1, 64, True), ("cpu", 0, 64, False), ("cpu", 1, 4, False), ("h200", 1, 64, False)],
+)
+def test_rows_are_joined_by_a_kernel_of_their_own_on_a_cpu(device: str, axis: int, columns: int, alone: bool):
+    wide = jax.ShapeDtypeStruct((64, columns), jnp.float32)
+    found = lifted(lambda x: jnp.sum(jnp.concatenate([x * 2.0, x + 1.0], axis) * 3.0), wide, device=device)
+    assert names(found) == (["mul", "add", "concatenate", "reduce_sum"] if alone else ["reduce_sum"])
+
+
+def test_what_returns_its_operand_is_no_kernel_and_has_no_bytes():
+    found = lifted(
+        lambda x: jnp.sum(lax.slice(lax.pad(x @ x, 0.0, ((0, 0, 0),) * 2), (0, 0), (64, 64)) @ x), WIDE
+    )
+    assert names(found) == ["dot_general", "dot_general", "reduce_sum"]
+    shifted = lifted(lambda x: lax.pad(x @ x, 0.0, ((1, -1, 0),) * 2) @ x, WIDE)
+    assert names(shifted) == ["dot_general", "pad", "dot_general"]
 
 
 def test_unknown_primitives_and_effects_never_run_again():

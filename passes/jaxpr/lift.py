@@ -35,7 +35,7 @@ from passes.jaxpr.in_place import (
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.primitives import CONTROL_FLOW, SLICING, Kind, is_dear_to_xla
-from passes.jaxpr.purity import eqn_kind, has_effect, is_on_host, moves_memory
+from passes.jaxpr.purity import has_effect, is_on_host, kernel_kind, moves_memory
 from passes.jaxpr.simplify import without_literal_barriers
 from passes.jaxpr.softmax import DataflowGraph, inside_softmax
 from passes.jaxpr.split_dots import split_bytes, split_ns
@@ -78,7 +78,7 @@ class _Lift:
         self.readers: dict[Var, list[int]] = {}
         self.results: set[Var] = set(compat.variables(jaxpr.outvars))
         self.stored: set[Var] = {*jaxpr.constvars, *jaxpr.invars}
-        self.kinds: list[Kind] = [eqn_kind(eqn) for eqn in jaxpr.eqns]
+        self.kinds: list[Kind] = [kernel_kind(eqn, device.platform) for eqn in jaxpr.eqns]
         # Results of barriers are views of the variables that they are results for.
         self.original: dict[Var, Var] = {}
         # For every variable: stored variables that it is computed from, with the bytes read of each.

@@ -16,7 +16,9 @@ from typing import Any
 
 import jax
 
+from passes.backend import BACKENDS
 from passes.jaxpr import compat
+from passes.jaxpr.avals import array_of, form_of
 from passes.jaxpr.compat import JaxprEqn
 from passes.jaxpr.primitives import CALLS, CONTROL_FLOW, Kind, kind_of
 from passes.saved import is_saved
@@ -40,7 +42,26 @@ def eqn_kind(eqn: JaxprEqn) -> Kind:
     kind = kind_of(name)
     if kind is Kind.OPAQUE and is_pure_kernel(eqn):
         return Kind.FOREIGN
-    return kind
+    return Kind.VIEW if kind is Kind.FUSIBLE and returns_its_operand(eqn) else kind
+
+
+def returns_its_operand(eqn: JaxprEqn) -> bool:
+    """True for an equation that XLA takes out, since it returns its operand: `jnp.fft.irfft2(x, s=...)` pads
+    with nothing, weak types are converted to what they are."""
+    if eqn.primitive.name == "pad":
+        return not any(n for widths in eqn.params["padding_config"] for n in widths)
+    shaped = eqn.primitive.name in ("slice", "convert_element_type", "broadcast_in_dim")
+    return shaped and form_of(eqn.invars[0]) == form_of(eqn.outvars[0])
+
+
+def kernel_kind(eqn: JaxprEqn, platform: str) -> Kind:
+    """The kind of one equation on one platform: what joins rows may be a kernel of its own."""
+    kind, least_bytes = eqn_kind(eqn), BACKENDS[platform].joined_row_bytes
+    if eqn.primitive.name != "concatenate" or least_bytes is None:
+        return kind
+    joined = array_of(eqn.outvars[0])
+    by_rows = 1 < joined.ndim == eqn.params["dimension"] + 1
+    return Kind.KERNEL if by_rows and joined.shape[-1] * joined.dtype.itemsize >= least_bytes else kind
 
 
 def has_effect(eqn: JaxprEqn) -> bool:

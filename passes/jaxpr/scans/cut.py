@@ -22,7 +22,7 @@ from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
 from passes.jaxpr.flops import flops_per_element, iterations_of
 from passes.jaxpr.lift import SLICE_PASSES, lift
 from passes.jaxpr.primitives import Kind
-from passes.jaxpr.purity import eqn_kind, has_effect
+from passes.jaxpr.purity import has_effect, kernel_kind
 from passes.jaxpr.rewrite import defined
 from passes.jaxpr.scans.choice import Choice, MadeInside
 from passes.jaxpr.scans.loops import Loop
@@ -196,7 +196,12 @@ def _ops(
     kernel_of: dict[Var, Op] = {}
     for op, body in zip(lifted.program.ops, lifted.bodies, strict=True):
         kernel_of.update(dict.fromkeys(lifted.jaxpr.eqns[body[-1]].outvars, op))
-    whole = {v for eqn in joined.eqns if eqn_kind(eqn) not in _FUSING for v in compat.variables(eqn.invars)}
+    whole = {
+        v
+        for eqn in joined.eqns
+        if kernel_kind(eqn, device.platform) not in _FUSING
+        for v in compat.variables(eqn.invars)
+    }
     ops: list[Producer] = []
     kernels: dict[int, Recomputed] = {}
     for eqn in made.eqns:
@@ -206,7 +211,7 @@ def _ops(
         kernel = next((kernel_of[v] for v in eqn.outvars if v in kernel_of), None)
         cost = _fused_ps(eqn, device)
         if kernel is not None:
-            joins = eqn_kind(eqn) is Kind.FUSIBLE and not whole & {*eqn.outvars}
+            joins = kernel_kind(eqn, device.platform) is Kind.FUSIBLE and not whole & {*eqn.outvars}
             cost = max(cost, PICO * (kernel.cost_ns - device.launch_ns * joins))
             kernels[len(ops)] = _recomputed(eqn, kernel)
         once = has_effect(eqn) or (kernel is not None and not kernel.recomputable)
