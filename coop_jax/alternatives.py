@@ -7,8 +7,8 @@ about a larger one: the planners are not monotone. The promise is, by three rule
    recomputed, are expected to take less, they are looked at, too. What they cost is exact.
 2. **Before a budget is refused** the program is tried as it is without `coop.remat`, with the jaxpr stage
    aiming at every one of `TRIES.ratios` of its temporaries that may do, with its own kernels planned, and on
-   a TPU with smaller kernels. These do not depend on the budget, and what the enforcing stage is held to is
-   the budget itself: a larger one tries all that a smaller one does.
+   a TPU with rounded values, and smaller kernels. These do not depend on the budget, and what the enforcing
+   stage is held to is the budget itself: a larger one tries all that a smaller one does.
 3. **What was met in this process is remembered**, by program. It is taken again for a larger budget that is
    refused, or that would cost more; and a refusal names the least budget that is known to be met.
 
@@ -42,7 +42,7 @@ from coop_jax.tries import TRIES, cost_ns_of, hlo_of, is_cheaper, plan_key, pric
 from passes.backend import BACKENDS, Backend
 from passes.cost import DEVICES
 from passes.ir import Status
-from passes.jaxpr.calibration import STRICT, UNCALIBRATED
+from passes.jaxpr.calibration import ROUNDED, STRICT, UNCALIBRATED
 from passes.jaxpr.compat import BeingLowered
 from passes.outcome import StageOutcome
 
@@ -349,8 +349,7 @@ class _Search:
     def _wishes(self, refused: StageOutcome) -> Iterator[Wish]:
         """The program as it is, unless that breaks a constraint, then deeper plans, the mildest first.
 
-        Then its own kernels, some of them recomputed. Last deeper plans with smaller kernels, where XLA makes
-        large ones.
+        Then its own kernels planned; plans that count on rounded values; last those with smaller kernels.
         """
         if not self.record.constraints:
             yield relowering.PLAIN
@@ -359,6 +358,9 @@ class _Search:
             yield from deeper
         if not self.record.constraints:
             yield dataclasses.replace(relowering.PLAIN, budget_bytes=self.record.budget_bytes)
+        if self._backend().rounds_products:
+            at_once = dataclasses.replace(deeper[0], temp_ratio=None, aim_bytes=self.record.budget_bytes)
+            yield from [dataclasses.replace(asked, calibration=ROUNDED) for asked in (at_once, *deeper)]
         if self._backend().fuses_results:
             yield from [dataclasses.replace(asked, calibration=STRICT) for asked in deeper]
         if self.ways.alone:

@@ -53,6 +53,7 @@ class Backend:
             time of one compile (in `benchmarks.side_by_side` once took .1 to .35 of a compile's CPU time on a
             CPU, where most of that is code generation, .6 to 1.3 for an H200; XLA's part is .1 on a TPU).
         fuses_results: True if XLA computes what follows a dot or convolution inside of its kernel.
+        rounds_products: True if XLA stores what only products of float32 read in bfloat16.
         splits_small_dots: True if XLA splits and merges dots that do not fill the device.
     """
 
@@ -83,6 +84,7 @@ class Backend:
     fuses_normalisation: bool = False
     reads_together: bool = False
     fuses_results: bool = False
+    rounds_products: bool = False
     splits_small_dots: bool = False
     looks: int = 1
 
@@ -101,7 +103,8 @@ TPU = Backend(
     name="tpu", alignment=16384, host_alignment=4096, host_multiple=4096, heap="in time order",
     sharing="elementwise or reduced", reuses_results=False, table_bytes=512, context_space=2,
     offload_bytes=128 << 10, fast_bytes=128 << 20, runs_as_scheduled=False, temps_are_the_rest=True,
-    limits_memory=True, fuses_results=True, library="libtpu", default_device="v5e", looks=3,
+    limits_memory=True, fuses_results=True, rounds_products=True, library="libtpu", default_device="v5e",
+    looks=3,
 )  # fmt: skip
 BACKENDS = {b.name: b for b in (CPU, CUDA, TPU)}
 _BY_ANY_NAME = {name: b for b in BACKENDS.values() for name in (b.name, *b.aliases)}

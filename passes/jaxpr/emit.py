@@ -4,7 +4,8 @@ XLA merges equal expressions and schedules freely, so recompute written in a jax
 inputs pass through an `optimization_barrier`. Every slot with recomputes gets ONE barrier over the stored
 values that its recomputes read and a trigger: the value that arrived last before the slot. All later readers
 of these values read the barrier's results; without that XLA prunes the dependence on the trigger and runs
-every recompute early.
+every recompute early. A recompute within a slot that reads nothing but arguments opens a barrier of its own
+with those that follow it: nothing else makes it wait for what is run before it.
 
 Virtual values are recomputed on each new version of their leaves, exactly once per version, as views are:
 so a program without recomputes comes out as it went in, and one that reads a recompute copy or a value behind
@@ -13,17 +14,17 @@ a barrier computes its elementwise chains from there. The program's own barriers
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from passes.ir import BufferId, OpId
+from passes.ir import BufferId, OpId, Program
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.halves import Split, split
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.primitives import MATRIX, Kind
 from passes.jaxpr.purity import eqn_kind
-from passes.liveness import last_readers
 from passes.outcome import RECOMPUTE_SCOPE
 
 
@@ -38,7 +39,8 @@ class EmitConfig:
         held_back: equations that read nothing but arguments and must not run before their turn.
         reach: how many ops apart two kernels may be and still share such a value.
         one_at_a_time: True for a barrier before each recompute, so that XLA can neither merge recomputes nor
-            reorder them; False for one before all recomputes of a slot.
+            reorder them; False for one before as many of a slot as hold
+            each other back.
     """
 
     shared: frozenset[int] = frozenset()
@@ -86,6 +88,18 @@ def _products(lifted: LiftedJaxpr) -> frozenset[BufferId]:
     )
 
 
+def _when(program: Program, steps: Sequence[OpId]) -> tuple[list[list[int]], list[list[int]]]:
+    """For every buffer the steps that read it, and those that make it."""
+    readers: list[list[int]] = [[] for _ in program.buffers]
+    runs: list[list[int]] = [[] for _ in program.buffers]
+    for step, op in enumerate(steps):
+        for b in program.ops[op].inputs:
+            readers[b].append(step)
+        for b in program.ops[op].outputs:
+            runs[b].append(step)
+    return readers, runs
+
+
 class _Emitter:
     """Walks a plan and keeps, for every buffer, the variable of its current copy."""
 
@@ -100,7 +114,7 @@ class _Emitter:
         self.used_original: set[int] = set()
         self.run_at: list[int] = [-1] * len(lifted.var_of)
         self.arguments = frozenset(lifted.program.arguments)
-        self.last_reader = last_readers(lifted.program)
+        self.readers, self.runs = _when(lifted.program, steps)
         self.products = _products(lifted)
         self.made_at: dict[tuple[int, tuple[int, ...]], int] = {}
         self.step = 0
@@ -112,14 +126,15 @@ class _Emitter:
         first_runs = 0
         segment: list[OpId] = []
         for step, op in enumerate(self.steps):
-            self.step = step
             if op < first_runs:
                 segment.append(op)
                 continue
+            self.step = step - len(segment)
             for part in self._parts(segment):
-                self._open_segment(part, op)
+                self._open_segment(part)
                 for recompute in part:
                     self._run_op(recompute, is_recompute=True)
+                self.step += len(part)
             segment = []
             self._pass_own_barriers(self.lifted.bodies[op][-1])
             self._part_from_distant_kernels(op)
@@ -142,12 +157,17 @@ class _Emitter:
         return v if b is None else self.final.get(b, self.lifted.var_of[b])
 
     def _parts(self, segment: list[OpId]) -> list[list[OpId]]:
-        """The recomputes of one slot, as many together as share a barrier."""
-        if self.config.one_at_a_time:
-            return [[op] for op in segment]
-        return [segment] if segment else []
+        """The recomputes of one slot, as many together as share a barrier: from one that nothing holds back,
+        since it reads arguments alone, to the next."""
+        parts: list[list[OpId]] = []
+        for op in segment:
+            free = self.arguments.issuperset(self.lifted.program.ops[op].inputs)
+            if self.config.one_at_a_time or free or not parts:
+                parts.append([])
+            parts[-1].append(op)
+        return parts
 
-    def _open_segment(self, segment: Sequence[OpId], before: OpId) -> None:
+    def _open_segment(self, segment: Sequence[OpId]) -> None:
         """One barrier over what the recomputes read and what triggers them."""
         made: set[BufferId] = set()
         operands: dict[BufferId, None] = {}
@@ -159,7 +179,7 @@ class _Emitter:
             chosen = stored if stored or any(b in made for b in op.inputs) else outside
             operands.update(dict.fromkeys(chosen))
             made.update(op.outputs)
-        trigger = self._trigger(before, made)
+        trigger = self._trigger(made)
         if trigger is not None:
             operands[trigger] = None
         if operands:
@@ -183,21 +203,20 @@ class _Emitter:
             if made_at is not None and self.step - made_at > self.config.reach:
                 operands.update(dict.fromkeys(b for b in self.lifted.leaves[i] if b not in self.arguments))
         if operands:
-            trigger = self._trigger(op_id, set())
+            trigger = self._trigger(set())
             self._barrier(list(operands | ({} if trigger is None else {trigger: None})))
 
     def _hold_back(self, op_id: OpId) -> None:
         """A barrier before an op that XLA could otherwise run, or merge with its like, at any time."""
-        trigger = self._trigger(op_id, set())
+        trigger = self._trigger(set())
         if self.lifted.bodies[op_id][-1] in self.config.held_back and trigger is not None:
             self._barrier([*dict.fromkeys(self.lifted.program.ops[op_id].inputs), trigger])
 
     def _key(self, i: int) -> tuple[int, tuple[int, ...]]:
         return i, tuple(self.version[b] for b in self.lifted.leaves[i])
 
-    def _trigger(self, before: OpId, made: set[BufferId]) -> BufferId | None:
-        """The stored value that was run last and is still read from `before` on; a product if there is no
-        other.
+    def _trigger(self, made: set[BufferId]) -> BufferId | None:
+        """The stored value that was run last and whose copy is still read; a product if there is no other.
 
         XLA gives what passes a barrier the layout of its shape. It would write many a product transposed, for
         what follows elementwise; that becomes a kernel of its own (TinyLlama on an H200: 15 of 182 ms).
@@ -205,10 +224,16 @@ class _Emitter:
         candidates = [
             (self.run_at[b], b)
             for b in range(len(self.current))
-            if self.run_at[b] >= 0 and self.last_reader.get(BufferId(b), -1) >= before and b not in made
+            if self.run_at[b] >= 0 and b not in made and self._is_read(BufferId(b))
         ]
         free = [(at, b) for at, b in candidates if b not in self.products]
         return BufferId(max(free or candidates)[1]) if candidates else None
+
+    def _is_read(self, b: BufferId) -> bool:
+        """True if the copy that there is of a buffer is read from this step on, before it is made again."""
+        readers, runs = self.readers[b], self.runs[b]
+        reader, run = bisect_left(readers, self.step), bisect_left(runs, self.step)
+        return reader < len(readers) and (run == len(runs) or readers[reader] < runs[run])
 
     def _barrier(self, buffers: Sequence[BufferId]) -> None:
         operands = [self.current[b] for b in buffers]
