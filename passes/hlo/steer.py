@@ -6,6 +6,9 @@ where best fit would not follow it, the other holes are filled for that one mome
 reads or writes (`AllocateBuffer`, XLA's own) are made before the kernel, and a second such call, which has
 them for operands, ends their lives after it. No kernel changes.
 
+Where another core's scratch memory is free again, buffers of its size and smaller ones go there, and fill no
+hole. So one buffer has that memory until the end.
+
 Which holes there are is predicted. So where XLA moves other values after it called back, buffers may fail to
 fill what they were made for: XLA's count decides, as always.
 """
@@ -16,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from passes.hlo import proto
+from passes.hlo import graph, proto
 from passes.hlo.assign import Assigner
 from passes.hlo.emit import Cloner
 from passes.hlo.heap import Moment, moments
@@ -164,11 +167,25 @@ def steered(assigner: Assigner) -> Any | None:
     Returns:
         A message of its own: the same instructions in the same order, and the buffers between them.
     """
+    assigner = _without_scratch(assigner)
     intervals, ticks = moments(assigner)
     follower = _Follower(assigner.backend.alignment, _goal(intervals, assigner.backend.alignment))
     if not all(follower.follow(moment) for moment in ticks):
         return None
     return _written(assigner, follower.steered)
+
+
+def _without_scratch(assigner: Assigner) -> Assigner:
+    """The module with a buffer in the memory that another core is done with, where others would else go."""
+    module, entry = assigner.module, assigner.module.entry
+    time = assigner.ticks.time
+    after = [i for i in entry.order if time[entry.id, i] >= assigner.scratch_held.bit_length()]
+    if not assigner.scratch_held or len(after) < 2:
+        return assigner
+    writer = _Writer(proto.copy(module.proto))
+    writer.between(entry.id, after[0], after[-1], assigner.backend.scratch_bytes)
+    writer.finish()
+    return Assigner(graph.read(writer.module), assigner.backend.name, old_rules=assigner.old_rules)
 
 
 def _goal(intervals: Sequence[Interval], alignment: int) -> _Goal:
@@ -203,6 +220,7 @@ class _Writer:
     """Puts buffers around instructions."""
 
     def __init__(self, module: Any) -> None:
+        self.module = module
         self.cloner = Cloner(module)
         self.computations = {c.id: c for c in module.computations}
         self.sequences = {s.key: s.value for s in module.schedule.sequences}
@@ -219,6 +237,13 @@ class _Writer:
         before += [self._call(scope, opening)] if opening else []
         self.before.setdefault(computation, {})[instruction] = before
         self.after.setdefault(computation, {})[instruction] = [self._call(scope, closing)] if closing else []
+
+    def between(self, computation: int, first: int, last: int, nbytes: int) -> None:
+        """Fill memory from an instruction on, until another one."""
+        scope = self.computations[computation]
+        made = self._buffer(scope, nbytes)
+        self.before.setdefault(computation, {}).update({first: [made], last: [self._call(scope, [made.id])]})
+        self.after.setdefault(computation, {})
 
     def finish(self) -> None:
         """Write the schedules, and the instructions in their order."""
