@@ -14,6 +14,7 @@ from passes.cost import DeviceModel
 from passes.ir import BufferId, Op, Program
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of
+from passes.jaxpr.compat import JaxprEqn
 from passes.jaxpr.emit import EmitConfig
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.primitives import MATRIX
@@ -41,8 +42,9 @@ def emit_config(
     saved = {i for i in wanted if is_saved(compat.checkpoint_name_of(lifted.jaxpr.eqns[i]))}
     apart, held_back = (wanted - own) | saved, set()
     backend = BACKENDS[device.platform]
-    if strict and backend.fuses_results:
-        apart |= {i for i in wanted if lifted.jaxpr.eqns[i].primitive.name in MATRIX}
+    if backend.fuses_results:
+        products = {i for i in wanted if lifted.jaxpr.eqns[i].primitive.name in MATRIX}
+        apart |= products if strict else {i for i in products if _is_smaller(lifted.jaxpr.eqns[i])}
     if backend.splits_small_dots:
         small = small_dots(lifted)
         last = last_readers(lifted.program)
@@ -58,6 +60,12 @@ def emit_config(
         held_back=frozenset(held_back),
         one_at_a_time=strict,
     )
+
+
+def _is_smaller(product: JaxprEqn) -> bool:
+    """True for a product whose result is smaller than each of its operands."""
+    result, *operands = (compat.aval_nbytes(v.aval) for v in (*product.outvars, *product.invars))
+    return result < min(operands)
 
 
 def small_dots(lifted: LiftedJaxpr) -> dict[int, Op]:
