@@ -55,6 +55,8 @@ class Backend:
             CPU, where most of that is code generation, .6 to 1.3 for an H200; XLA's part is .1 on a TPU).
         fuses_results: True if XLA computes what follows a dot or convolution inside of its kernel.
         rounds_products: True if XLA stores what only products of float32 read in bfloat16.
+        runs_free_early: True if XLA runs what reads nothing but arguments long before its turn: the products
+            of an LSTM's inputs. On a CPU a barrier against that costs more than it holds back.
         splits_small_dots: True if XLA splits and merges dots that do not fill the device.
     """
 
@@ -88,6 +90,7 @@ class Backend:
     reads_together: bool = False
     fuses_results: bool = False
     rounds_products: bool = False
+    runs_free_early: bool = False
     splits_small_dots: bool = False
     looks: int = 1
 
@@ -106,8 +109,8 @@ TPU = Backend(
     name="tpu", alignment=16384, host_alignment=4096, host_multiple=4096, heap="in time order",
     sharing="elementwise or reduced", reuses_results=False, table_bytes=512, context_space=2, scalar_space=6,
     small_space=4, scratch_bytes=64 << 10, fast_bytes=128 << 20, runs_as_scheduled=False,
-    temps_are_the_rest=True, limits_memory=True, fuses_results=True, rounds_products=True, library="libtpu",
-    default_device="v5e", looks=3,
+    temps_are_the_rest=True, limits_memory=True, fuses_results=True, rounds_products=True,
+    runs_free_early=True, library="libtpu", default_device="v5e", looks=3,
 )  # fmt: skip
 BACKENDS = {b.name: b for b in (CPU, CUDA, TPU)}
 _BY_ANY_NAME = {name: b for b in BACKENDS.values() for name in (b.name, *b.aliases)}

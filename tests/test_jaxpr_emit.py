@@ -109,7 +109,7 @@ def test_recomputes_of_arguments_alone_wait_for_their_turn():
     again = tuple(op.id for op in ops if op.name in ("dot_general", "tanh") and op.id < last)
     free = [op for op in again if inputs.issuperset(ops[op].inputs)]
     assert len(free) == 2, "of the first and of the second input"
-    emitted = emit(lifted, (*(op.id for op in ops[:-1]), *again, last), EmitConfig())
+    emitted = emit(lifted, (*(op.id for op in ops[:-1]), *again, last), EmitConfig(free_waits=True))
     check_jaxpr(emitted)
     first, second = (eqn for eqn in emitted.eqns if eqn.primitive.name == "optimization_barrier")
     made = {v for eqn in emitted.eqns[emitted.eqns.index(first) :] for v in eqn.outvars}

@@ -4,8 +4,8 @@ XLA merges equal expressions and schedules freely, so recompute written in a jax
 inputs pass through an `optimization_barrier`. Every slot with recomputes gets ONE barrier over the stored
 values that its recomputes read and a trigger: the value that arrived last before the slot. All later readers
 of these values read the barrier's results; without that XLA prunes the dependence on the trigger and runs
-every recompute early. A recompute within a slot that reads nothing but arguments opens a barrier of its own
-with those that follow it: nothing else makes it wait for what is run before it.
+every recompute early. Where XLA runs early what reads nothing but arguments, such a recompute opens a
+barrier of its own with those that follow it: nothing else makes it wait for what is run before it.
 
 Virtual values are recomputed on each new version of their leaves, exactly once per version, as views are:
 so a program without recomputes comes out as it went in, and one that reads a recompute copy or a value behind
@@ -38,15 +38,16 @@ class EmitConfig:
         apart: equations whose values are stored though XLA would compute them inside their readers.
         held_back: equations that read nothing but arguments and must not run before their turn.
         reach: how many ops apart two kernels may be and still share such a value.
+        free_waits: True where a recompute that reads nothing but arguments has a barrier of its own.
         one_at_a_time: True for a barrier before each recompute, so that XLA can neither merge recomputes nor
-            reorder them; False for one before as many of a slot as hold
-            each other back.
+            reorder them.
     """
 
     shared: frozenset[int] = frozenset()
     apart: frozenset[int] = frozenset()
     held_back: frozenset[int] = frozenset()
     reach: int = 8
+    free_waits: bool = False
     one_at_a_time: bool = False
 
 
@@ -161,7 +162,7 @@ class _Emitter:
         since it reads arguments alone, to the next."""
         parts: list[list[OpId]] = []
         for op in segment:
-            free = self.arguments.issuperset(self.lifted.program.ops[op].inputs)
+            free = self.config.free_waits and self.arguments.issuperset(self.lifted.program.ops[op].inputs)
             if self.config.one_at_a_time or free or not parts:
                 parts.append([])
             parts[-1].append(op)

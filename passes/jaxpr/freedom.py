@@ -58,6 +58,7 @@ def emit_config(
         shared=frozenset(own - wanted),
         apart=frozenset(apart),
         held_back=frozenset(held_back),
+        free_waits=backend.runs_free_early,
         one_at_a_time=strict,
     )
 
