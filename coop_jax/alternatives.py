@@ -347,10 +347,8 @@ class _Search:
         return sorted(known, key=lambda k: (k.price is None, k.price or (), k.total_bytes))
 
     def _wishes(self, refused: StageOutcome) -> Iterator[Wish]:
-        """The program as it is, unless that breaks a constraint, then deeper plans, the mildest first.
-
-        Then its own kernels planned; plans that count on rounded values; last those with smaller kernels.
-        """
+        """The program as it is, unless that breaks a constraint, deeper plans, mildest first, then its own
+        kernels planned, plans that count on rounded values, and last those with smaller kernels."""
         if not self.record.constraints:
             yield relowering.PLAIN
         deeper = self._deeper(refused)
@@ -360,17 +358,19 @@ class _Search:
             yield dataclasses.replace(relowering.PLAIN, budget_bytes=self.record.budget_bytes)
         if self._backend().rounds_products:
             at_once = dataclasses.replace(deeper[0], temp_ratio=None, aim_bytes=self.record.budget_bytes)
-            yield from [dataclasses.replace(asked, calibration=ROUNDED) for asked in (at_once, *deeper)]
+            milder = self._deeper(refused, milder=1)
+            yield from [dataclasses.replace(asked, calibration=ROUNDED) for asked in (at_once, *milder)]
         if self._backend().fuses_results:
             yield from [dataclasses.replace(asked, calibration=STRICT) for asked in deeper]
         if self.ways.alone:
             yield dataclasses.replace(deeper[-1], alone=True)
 
-    def _deeper(self, refused: StageOutcome) -> list[Wish]:
-        """Plans for fewer temporaries than the budget leaves, the mildest first."""
+    def _deeper(self, refused: StageOutcome, *, milder: int = 0) -> list[Wish]:
+        """Plans for fewer temporaries than the budget leaves, the mildest first; some `milder`."""
         left = (self.record.budget_bytes - refused.fixed_bytes) / max(refused.before_temp_bytes, 1)
         mildest = next((k for k, r in enumerate(TRIES.ratios) if r <= left), len(TRIES.ratios) - 1)
-        return [Wish(budget_bytes=self.record.budget_bytes, temp_ratio=r) for r in TRIES.ratios[mildest:]]
+        ratios = TRIES.ratios[max(0, mildest - milder) :]
+        return [Wish(budget_bytes=self.record.budget_bytes, temp_ratio=r) for r in ratios]
 
     def _try(self, asked: Wish, *, known: bool) -> Variant | None:
         """The program as it is with a wish, if that keeps the budget; `known`: though it looks seen."""

@@ -91,6 +91,11 @@ class _Follower:
         if found is None:
             pieces = self._pieces(moment)
             found = self._after(moment, pieces)
+            if found is None and pieces:
+                # What is free at the end is no hole: a small result would be put into a larger one.
+                top = self.heap.aligned(max(p.start + p.nbytes for p in pieces))
+                pieces = [*pieces, _Piece(start=top, nbytes=_TILE_BYTES)]
+                found = self._after(moment, pieces)
             for piece in sorted(pieces, key=lambda p: -p.nbytes):
                 fewer = [p for p in pieces if p is not piece]
                 without = self._after(moment, fewer)

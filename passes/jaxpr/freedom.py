@@ -27,7 +27,7 @@ MOVES = frozenset({"slice", "dynamic_slice", "split", "gather", "convert_element
 
 
 def emit_config(
-    lifted: LiftedJaxpr, as_is: LiftedJaxpr, device: DeviceModel, *, strict: bool = False
+    lifted: LiftedJaxpr, as_is: LiftedJaxpr, device: DeviceModel, *, strict: bool = False, deep: bool = False
 ) -> EmitConfig:
     """What has to be said to XLA so that it stores what `lifted` stores and not what it would by itself.
 
@@ -35,16 +35,18 @@ def emit_config(
     times the result, to the readers; small dots that share an operand are merged into one. Neither happens
     through a barrier. On a TPU what follows a dot or convolution is computed in its kernel, with all that
     this reads: two full-size values more, for batch norm behind a residual connection. Where nothing fits,
-    `strict` has each of them stored by a kernel of its own.
+    `strict` has each of them stored by a kernel of its own, and `deep` those that are smaller than what they
+    read: a weight's gradient, whose update is written over a donated argument, and waits with both operands
+    for all that reads that argument again.
     """
     wanted = {body[-1] for body in lifted.bodies}
     own = {body[-1] for body in as_is.bodies}
     saved = {i for i in wanted if is_saved(compat.checkpoint_name_of(lifted.jaxpr.eqns[i]))}
     apart, held_back = (wanted - own) | saved, set()
     backend = BACKENDS[device.platform]
-    if backend.fuses_results:
+    if backend.fuses_results and (strict or deep):
         products = {i for i in wanted if lifted.jaxpr.eqns[i].primitive.name in MATRIX}
-        apart |= products if strict else {i for i in products if _is_smaller(lifted.jaxpr.eqns[i])}
+        apart |= {i for i in products if strict or _is_smaller(lifted.jaxpr.eqns[i])}
     if backend.splits_small_dots:
         small = small_dots(lifted)
         last = last_readers(lifted.program)

@@ -62,7 +62,7 @@ def search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate
     lifted = lift(as_is.jaxpr, request.device, as_xla=False, rounded=rounded)
     peak_bytes = simulate(lifted.program, _identity(lifted)).peak_bytes
     target_bytes = max(int(request.temp_budget_bytes * scale), 1)
-    written = emit_config(lifted, as_is, request.device, strict=request.calibration.strict)
+    written = emit_config(lifted, as_is, request.device, strict=request.calibration.strict, deep=rounded)
     objective = request.objective.of(lifted.program)
     config = PlannerConfig(planner=request.planner, bound=False, quick=True, objective=objective)
     best: Candidate | None = None
