@@ -27,6 +27,8 @@ from passes.offsets.tight import pack_tight
 from passes.offsets.xla_heap import Holes, Interval, best_fit
 
 _F32 = 11
+_FIRST = 2
+"""How many ids are made free for the buffer that has another core's memory, and the call that ends it."""
 _LANES, _ROWS = 128, 8
 _ROW_BYTES = 4 * _LANES
 _TILE_BYTES = _ROWS * _ROW_BYTES
@@ -187,10 +189,24 @@ def _without_scratch(assigner: Assigner) -> Assigner:
     after = [i for i in entry.order if time[entry.id, i] >= assigner.scratch_held.bit_length()]
     if not assigner.scratch_held or len(after) < 2:
         return assigner
-    writer = _Writer(proto.copy(module.proto))
-    writer.between(entry.id, after[0], after[-1], assigner.backend.scratch_bytes)
+    made = proto.copy(module.proto)
+    _renumber(made, entry.id)
+    writer = _Writer(made)
+    writer.between(entry.id, after[0] + _FIRST, after[-1] + _FIRST, assigner.backend.scratch_bytes)
     writer.finish()
     return Assigner(graph.read(writer.module), assigner.backend.name, old_rules=assigner.old_rules)
+
+
+def _renumber(module: Any, computation: int) -> None:
+    """Make the lowest ids of a computation free: of values of one size XLA places the lowest ids first."""
+    scope = next(c for c in module.computations if c.id == computation)
+    sequence = next(s.value for s in module.schedule.sequences if s.key == computation)
+    for instruction in scope.instructions:
+        instruction.id += _FIRST
+        for ids in (instruction.operand_ids, instruction.control_predecessor_ids):
+            ids[:] = [i + _FIRST for i in ids]
+    scope.root_id += _FIRST
+    sequence.instruction_ids[:] = [i + _FIRST for i in sequence.instruction_ids]
 
 
 def _goal(intervals: Sequence[Interval], alignment: int) -> _Goal:
@@ -246,8 +262,12 @@ class _Writer:
     def between(self, computation: int, first: int, last: int, nbytes: int) -> None:
         """Fill memory from an instruction on, until another one."""
         scope = self.computations[computation]
+        lowest = min(i.id for i in scope.instructions)
         made = self._buffer(scope, nbytes)
-        self.before.setdefault(computation, {}).update({first: [made], last: [self._call(scope, [made.id])]})
+        made.id = lowest - _FIRST
+        ended = self._call(scope, [made.id])
+        ended.id = made.id + 1
+        self.before.setdefault(computation, {}).update({first: [made], last: [ended]})
         self.after.setdefault(computation, {})
 
     def finish(self) -> None:

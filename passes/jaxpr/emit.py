@@ -25,6 +25,7 @@ from passes.jaxpr.halves import Split, split
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.primitives import MATRIX, Kind
 from passes.jaxpr.purity import eqn_kind
+from passes.liveness import last_readers
 from passes.outcome import RECOMPUTE_SCOPE
 
 
@@ -115,10 +116,11 @@ class _Emitter:
         self.used_original: set[int] = set()
         self.run_at: list[int] = [-1] * len(lifted.var_of)
         self.arguments = frozenset(lifted.program.arguments)
+        self.last_reader = last_readers(lifted.program)
         self.readers, self.runs = _when(lifted.program, steps)
         self.products = _products(lifted)
         self.made_at: dict[tuple[int, tuple[int, ...]], int] = {}
-        self.step = 0
+        self.step = self.reached = 0
         eqns = enumerate(lifted.jaxpr.eqns)
         self.own_barriers = [i for i, eqn in eqns if eqn_kind(eqn) is Kind.BARRIER]
         self.final: dict[BufferId, Var] = {}
@@ -127,15 +129,16 @@ class _Emitter:
         first_runs = 0
         segment: list[OpId] = []
         for step, op in enumerate(self.steps):
+            self.step = step
             if op < first_runs:
                 segment.append(op)
                 continue
-            self.step = step - len(segment)
+            self.reached = step - len(segment)
             for part in self._parts(segment):
-                self._open_segment(part)
+                self._open_segment(part, op)
                 for recompute in part:
                     self._run_op(recompute, is_recompute=True)
-                self.step += len(part)
+                self.reached += len(part)
             segment = []
             self._pass_own_barriers(self.lifted.bodies[op][-1])
             self._part_from_distant_kernels(op)
@@ -168,7 +171,7 @@ class _Emitter:
             parts[-1].append(op)
         return parts
 
-    def _open_segment(self, segment: Sequence[OpId]) -> None:
+    def _open_segment(self, segment: Sequence[OpId], before: OpId) -> None:
         """One barrier over what the recomputes read and what triggers them."""
         made: set[BufferId] = set()
         operands: dict[BufferId, None] = {}
@@ -180,7 +183,7 @@ class _Emitter:
             chosen = stored if stored or any(b in made for b in op.inputs) else outside
             operands.update(dict.fromkeys(chosen))
             made.update(op.outputs)
-        trigger = self._trigger(made)
+        trigger = self._trigger(before, made)
         if trigger is not None:
             operands[trigger] = None
         if operands:
@@ -204,20 +207,21 @@ class _Emitter:
             if made_at is not None and self.step - made_at > self.config.reach:
                 operands.update(dict.fromkeys(b for b in self.lifted.leaves[i] if b not in self.arguments))
         if operands:
-            trigger = self._trigger(set())
+            trigger = self._trigger(op_id, set())
             self._barrier(list(operands | ({} if trigger is None else {trigger: None})))
 
     def _hold_back(self, op_id: OpId) -> None:
         """A barrier before an op that XLA could otherwise run, or merge with its like, at any time."""
-        trigger = self._trigger(set())
+        trigger = self._trigger(op_id, set())
         if self.lifted.bodies[op_id][-1] in self.config.held_back and trigger is not None:
             self._barrier([*dict.fromkeys(self.lifted.program.ops[op_id].inputs), trigger])
 
     def _key(self, i: int) -> tuple[int, tuple[int, ...]]:
         return i, tuple(self.version[b] for b in self.lifted.leaves[i])
 
-    def _trigger(self, made: set[BufferId]) -> BufferId | None:
-        """The stored value that was run last and whose copy is still read; a product if there is no other.
+    def _trigger(self, before: OpId, made: set[BufferId]) -> BufferId | None:
+        """The stored value that was run last and is still read from `before` on; a product if there is no
+        other.
 
         XLA gives what passes a barrier the layout of its shape. It would write many a product transposed, for
         what follows elementwise; that becomes a kernel of its own (TinyLlama on an H200: 15 of 182 ms).
@@ -225,15 +229,17 @@ class _Emitter:
         candidates = [
             (self.run_at[b], b)
             for b in range(len(self.current))
-            if self.run_at[b] >= 0 and b not in made and self._is_read(BufferId(b))
+            if self.run_at[b] >= 0 and b not in made and self._is_read(BufferId(b), before)
         ]
         free = [(at, b) for at, b in candidates if b not in self.products]
         return BufferId(max(free or candidates)[1]) if candidates else None
 
-    def _is_read(self, b: BufferId) -> bool:
-        """True if the copy that there is of a buffer is read from this step on, before it is made again."""
+    def _is_read(self, b: BufferId, before: OpId) -> bool:
+        """True if a buffer is read from `before` on; between barriers of one slot: its present copy."""
+        if not self.config.free_waits:
+            return self.last_reader.get(b, -1) >= before
         readers, runs = self.readers[b], self.runs[b]
-        reader, run = bisect_left(readers, self.step), bisect_left(runs, self.step)
+        reader, run = bisect_left(readers, self.reached), bisect_left(runs, self.reached)
         return reader < len(readers) and (run == len(runs) or readers[reader] < runs[run])
 
     def _barrier(self, buffers: Sequence[BufferId]) -> None:
