@@ -74,13 +74,15 @@ def test_a_budget_is_kept(v5e: str, device: str, model: str, form: str) -> None:
     assert found.device_name == device
 
 
-def test_what_only_products_read_takes_two_bytes_an_element(v5e: str) -> None:
+@pytest.mark.parametrize("device", ["v5e", "v6e"])
+@pytest.mark.parametrize("form", ["grad", "step"])
+def test_what_only_products_read_takes_two_bytes_an_element(v5e: str, device: str, form: str) -> None:
     """An MLP within .4 of its bytes: with four bytes for each activation the least that was found was .42."""
-    jitted, specs = build(MODELS["mlp"](TPU_BATCHES), "grad", None)
-    plain = aot.memory(aot.lower_for(jitted, specs, device="v5e").compile(compiler_options=IN_HBM))
+    jitted, specs = build(MODELS["mlp"](TPU_BATCHES), form, None)
+    plain = aot.memory(aot.lower_for(jitted, specs, device=device).compile(compiler_options=IN_HBM))
     budget = int(0.4 * plain.total_bytes)
-    jitted, specs = build(MODELS["mlp"](TPU_BATCHES), "grad", budget)
-    compiled = aot.lower_for(jitted, specs, device="v5e").compile(compiler_options=IN_HBM)
+    jitted, specs = build(MODELS["mlp"](TPU_BATCHES), form, budget)
+    compiled = aot.lower_for(jitted, specs, device=device).compile(compiler_options=IN_HBM)
     assert aot.memory(compiled).total_bytes <= budget
 
 

@@ -91,8 +91,9 @@ class Assigner:
             self.flow.class_of[v] for v in self.flow.trees[module.entry.id, module.entry.root].values()
         }
         self._offloaded = offloaded(module) if self.backend.scratch_bytes else []
-        for value in self.flow.values:
-            value.memory_space = self._apart(value) or value.memory_space
+        if self.backend.context_space:
+            for value in self.flow.values:
+                value.memory_space = self._apart(value) or value.memory_space
         self._scratch: list[Allocation] = []
         self._sizes = [max(self.flow.values[v].nbytes for v in g) for g in self.flow.classes]
         self._spaces = [self._space(g) for g in self.flow.classes]
@@ -147,7 +148,8 @@ class Assigner:
         tables = sum(v.is_tuple and self._is_offloaded(v) for v in self.flow.values)
         for computation, instruction in self._offloaded:
             if computation.id not in called and computation.id in self.ticks.span:
-                begin = max(self.ticks.time[computation.id, p.id] for p in computation.parameters())
+                given = [self.ticks.time[computation.id, p.id] for p in computation.parameters()]
+                begin = max(given, default=self.ticks.span[computation.id][0])
                 started = self.flow.trees[computation.id, instruction.id][()]
                 scratch.held |= _between(begin, self.ranges[started].end)
                 tables -= _TABLES

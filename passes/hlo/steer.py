@@ -183,7 +183,10 @@ def steered(assigner: Assigner) -> Any | None:
 
 
 def _without_scratch(assigner: Assigner) -> Assigner:
-    """The module with a buffer in the memory that another core is done with, where others would else go."""
+    """The module with a buffer in the memory that another core is done with, where others would else go.
+
+    It has the lowest ids: of values of one size XLA places those first.
+    """
     module, entry = assigner.module, assigner.module.entry
     time = assigner.ticks.time
     after = [i for i in entry.order if time[entry.id, i] >= assigner.scratch_held.bit_length()]
@@ -198,7 +201,7 @@ def _without_scratch(assigner: Assigner) -> Assigner:
 
 
 def _renumber(module: Any, computation: int) -> None:
-    """Make the lowest ids of a computation free: of values of one size XLA places the lowest ids first."""
+    """Make the lowest ids of a computation free."""
     scope = next(c for c in module.computations if c.id == computation)
     sequence = next(s.value for s in module.schedule.sequences if s.key == computation)
     for instruction in scope.instructions:
