@@ -229,13 +229,13 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def write(out: Path, rows: Sequence[Row]) -> None:
-    """The table of everything that was measured."""
+    """The table of everything that was measured, and its rows beside it, whichever of both is named."""
     head = (
         "Compiled for TPUs that are not here, not run. Cycles are XLA's own estimate of the final module's "
         f"kernels. `python -m benchmarks.tpu`, jax {jax.__version__}; seconds: 2 cores with other work.\n\n"
     )
     out.with_suffix(".json").write_text(json.dumps([dataclasses.asdict(r) for r in rows], indent=1) + "\n")
-    out.write_text(head + table(rows) + "\n")
+    out.with_suffix(".md").write_text(head + table(rows) + "\n")
 
 
 def main() -> None:

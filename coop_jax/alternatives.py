@@ -8,8 +8,8 @@ about a larger one: the planners are not monotone. The promise is, by three rule
    it promised much more than is expected of them (a sum over Gaussian splats at half: +10 %, not +74).
 2. **Before a budget is refused** the program is tried as it is without `coop.remat`, with the jaxpr stage
    aiming at every one of `TRIES.ratios` of its temporaries that may do, with its own kernels planned, and on
-   a TPU with smaller kernels. These do not depend on the budget, and what the enforcing stage is held to is
-   the budget itself: a larger one tries all that a smaller one does.
+   a TPU with rounded values, and smaller kernels. These do not depend on the budget, and what the enforcing
+   stage is held to is the budget itself: a larger one tries all that a smaller one does.
 3. **What was met in this process is remembered**, by program. It is taken again for a larger budget that is
    refused, or that would cost more; and a refusal names the least budget that is known to be met.
 
@@ -43,7 +43,7 @@ from coop_jax.tries import TRIES, cost_ns_of, hlo_of, is_cheaper, plan_key, pric
 from passes.backend import BACKENDS, Backend
 from passes.cost import DEVICES
 from passes.ir import Status
-from passes.jaxpr.calibration import STRICT, UNCALIBRATED
+from passes.jaxpr.calibration import ROUNDED, STRICT, UNCALIBRATED
 from passes.jaxpr.compat import BeingLowered
 from passes.outcome import StageOutcome
 
@@ -349,11 +349,8 @@ class _Search:
         return sorted(known, key=lambda k: (k.price is None, k.price or (), k.total_bytes))
 
     def _wishes(self, refused: StageOutcome) -> Iterator[Wish]:
-        """The program as it is, unless that breaks a constraint, then deeper plans, the mildest first.
-
-        Then its own kernels, some of them recomputed. Last deeper plans with smaller kernels, where XLA makes
-        large ones.
-        """
+        """The program as it is, unless that breaks a constraint, deeper plans, mildest first, then its own
+        kernels planned, plans that count on rounded values, and last those with smaller kernels."""
         if not self.record.constraints:
             yield relowering.PLAIN
         deeper = self._deeper(refused)
@@ -361,16 +358,21 @@ class _Search:
             yield from deeper
         if not self.record.constraints:
             yield dataclasses.replace(relowering.PLAIN, budget_bytes=self.record.budget_bytes)
+        if self._backend().rounds_products:
+            at_once = dataclasses.replace(deeper[0], temp_ratio=None, aim_bytes=self.record.budget_bytes)
+            milder = self._deeper(refused, milder=1)
+            yield from [dataclasses.replace(asked, calibration=ROUNDED) for asked in (at_once, *milder)]
         if self._backend().fuses_results:
             yield from [dataclasses.replace(asked, calibration=STRICT) for asked in deeper]
         if self.ways.alone:
             yield dataclasses.replace(deeper[-1], alone=True)
 
-    def _deeper(self, refused: StageOutcome) -> list[Wish]:
-        """Plans for fewer temporaries than the budget leaves, the mildest first."""
+    def _deeper(self, refused: StageOutcome, *, milder: int = 0) -> list[Wish]:
+        """Plans for fewer temporaries than the budget leaves, the mildest first; some `milder`."""
         left = (self.record.budget_bytes - refused.fixed_bytes) / max(refused.before_temp_bytes, 1)
         mildest = next((k for k, r in enumerate(TRIES.ratios) if r <= left), len(TRIES.ratios) - 1)
-        return [Wish(budget_bytes=self.record.budget_bytes, temp_ratio=r) for r in TRIES.ratios[mildest:]]
+        ratios = TRIES.ratios[max(0, mildest - milder) :]
+        return [Wish(budget_bytes=self.record.budget_bytes, temp_ratio=r) for r in ratios]
 
     def _try(self, asked: Wish, *, known: bool) -> Variant | None:
         """The program as it is with a wish, if that keeps the budget; `known`: though it looks seen."""

@@ -50,7 +50,7 @@ def plan_key(record: Record, asked: Wish) -> Hashable:
     made = record.jaxpr
     return made and (
         made.changed, made.recipe, made.planned_temp_bytes, made.recomputed, made.tightest,
-        asked.calibration.strict, asked.alone,
+        asked.calibration.strict, asked.calibration.rounded, asked.alone,
     )  # fmt: skip
 
 

@@ -34,8 +34,9 @@ class Backend:
         host_pool_bytes: of the host's memory that JAX's client can copy to; None for all of it.
         context_space: the memory space of the word of context that an asynchronous copy has; not the
             temporaries' where it is not 0.
-        offload_bytes: what the first operation that a core of another kind runs adds to the temporaries after
-            XLA's callback: on a TPU's sparse core 64 KiB of scratch, and tables of tuples.
+        scalar_space: that of scalars that are computed by themselves, likewise.
+        small_space: that of small arrays, in which XLA has put them before it calls back.
+        scratch_bytes: what a core of another kind gets to work in, a TPU's sparse core.
         fast_bytes: what passes that follow may take off, since they move values to a memory of the chip. What
             is predicted is then an upper bound, and XLA's own count decides where only that is over.
         library: the package whose shared library compiles for it.
@@ -55,6 +56,9 @@ class Backend:
             time of one compile (in `benchmarks.side_by_side` once took .1 to .35 of a compile's CPU time on a
             CPU, where most of that is code generation, .6 to 1.3 for an H200; XLA's part is .1 on a TPU).
         fuses_results: True if XLA computes what follows a dot or convolution inside of its kernel.
+        rounds_products: True if XLA stores what only products of float32 read in bfloat16.
+        runs_free_early: True if XLA runs what reads nothing but arguments long before its turn: the products
+            of an LSTM's inputs. On a CPU a barrier against that costs more than it holds back.
         splits_small_dots: True if XLA splits and merges dots that do not fill the device.
     """
 
@@ -71,7 +75,9 @@ class Backend:
     pages: bool = True
     host_pool_bytes: int | None = None
     context_space: int = 0
-    offload_bytes: int = 0
+    scalar_space: int = 0
+    small_space: int = 0
+    scratch_bytes: int = 0
     fast_bytes: int = 0
     runs_as_scheduled: bool = True
     temps_are_the_rest: bool = False
@@ -86,6 +92,8 @@ class Backend:
     fuses_normalisation: bool = False
     reads_together: bool = False
     fuses_results: bool = False
+    rounds_products: bool = False
+    runs_free_early: bool = False
     splits_small_dots: bool = False
     looks: int = 1
 
@@ -102,9 +110,10 @@ CUDA = Backend(
 )  # fmt: skip
 TPU = Backend(
     name="tpu", alignment=16384, host_alignment=4096, host_multiple=4096, heap="in time order",
-    sharing="elementwise or reduced", reuses_results=False, table_bytes=512, context_space=2,
-    offload_bytes=128 << 10, fast_bytes=128 << 20, runs_as_scheduled=False, temps_are_the_rest=True,
-    limits_memory=True, fuses_results=True, library="libtpu", default_device="v5e", looks=3,
+    sharing="elementwise or reduced", reuses_results=False, table_bytes=512, context_space=2, scalar_space=6,
+    small_space=4, scratch_bytes=64 << 10, fast_bytes=128 << 20, runs_as_scheduled=False,
+    temps_are_the_rest=True, limits_memory=True, fuses_results=True, rounds_products=True,
+    runs_free_early=True, library="libtpu", default_device="v5e", looks=3,
 )  # fmt: skip
 BACKENDS = {b.name: b for b in (CPU, CUDA, TPU)}
 _BY_ANY_NAME = {name: b for b in BACKENDS.values() for name in (b.name, *b.aliases)}

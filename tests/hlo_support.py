@@ -253,7 +253,7 @@ def predicted(p: HeapPrediction) -> dict[str, int]:
 
 def is_foreseen(predicted_bytes: int, total_bytes: int, platform: str) -> bool:
     """True if XLA needs what was predicted; on a TPU some slots less, where it moves scalars afterwards."""
-    return 0 <= predicted_bytes - total_bytes <= ((128 << 10) if platform == "tpu" else 0)
+    return 0 <= predicted_bytes - total_bytes <= ((32 << 10) if platform == "tpu" else 0)
 
 
 def data_for(example: Example, *, exact: bool = False) -> Any:

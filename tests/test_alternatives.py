@@ -23,7 +23,7 @@ from coop_jax.tries import TRIES
 from passes.backend import BACKENDS
 from passes.hlo import proto
 from passes.ir import Status
-from passes.jaxpr.calibration import STRICT
+from passes.jaxpr.calibration import ROUNDED, STRICT
 from passes.outcome import StageOutcome
 from passes.recipe import Recipe
 
@@ -347,7 +347,7 @@ def test_the_plain_program_is_taken_where_it_keeps_the_budget(monkeypatch: pytes
     assert choice.record.jaxpr is None
 
 
-def test_on_a_tpu_every_deeper_plan_is_tried_with_smaller_kernels_at_last(
+def test_on_a_tpu_every_deeper_plan_is_tried_with_rounded_values_and_with_smaller_kernels_at_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = asked_of(monkeypatch)
@@ -355,10 +355,11 @@ def test_on_a_tpu_every_deeper_plan_is_tried_with_smaller_kernels_at_last(
     asked = [w for w in asked if w.budget_bytes == BUDGET]  # the others are for what is named
     strict = [w.calibration.strict for w in asked]
     assert strict == sorted(strict)
-    deeper = [w for w in asked if w.temp_ratio is not None and not w.calibration.strict]
-    assert [dataclasses.replace(w, calibration=STRICT) for w in deeper] == [
-        w for w in asked if w.calibration.strict
-    ]
+    deeper = [w for w in asked if w.temp_ratio is not None and w.calibration not in (ROUNDED, STRICT)]
+    assert any(w.aim_bytes == BUDGET and w.calibration == ROUNDED for w in asked)
+    for counted, milder in ((ROUNDED, 1), (STRICT, 0)):
+        found = [w for w in asked if w.calibration == counted and w.temp_ratio is not None]
+        assert [dataclasses.replace(w, calibration=counted) for w in deeper] == found[milder:]
 
 
 def test_the_plain_program_would_break_a_constraint(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,3 +176,18 @@ def test_a_strict_plan_for_a_tpu_parts_each_dot_from_what_follows(device: str, s
     barriers = [eqn for eqn in made.eqns if eqn.primitive is compat.optimization_barrier_p]
     assert len(dots) == 2
     assert sum(bool(dots & set(eqn.invars)) for eqn in barriers) == stored
+
+
+@pytest.mark.parametrize(
+    ("device", "deep", "stored"), [("v5e", True, 1), ("v5e", False, 0), ("h200", True, 0)]
+)
+def test_a_deep_plan_for_a_tpu_parts_a_gradient_from_its_update(device: str, deep: bool, stored: int):
+    """The update is written over the weight, and waits for all that reads that again, with both operands."""
+
+    def step(x: jax.Array, w: jax.Array) -> jax.Array:
+        return w - 0.1 * (jnp.tanh(x @ w).T @ x).T
+
+    jaxpr = jax.make_jaxpr(step)(np.ones((64 * N, N)), np.ones((N, N))).jaxpr
+    as_xla, lifted = (lift(jaxpr, DEVICES[device], as_xla=as_xla) for as_xla in (True, False))
+    config = emit_config(lifted, as_xla, DEVICES[device], deep=deep)
+    assert len(config.apart) == stored

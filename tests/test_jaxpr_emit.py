@@ -93,6 +93,29 @@ def test_later_readers_read_the_trigger_from_the_barrier():
     assert set(emitted.eqns[at].outvars) & later
 
 
+def test_recomputes_of_arguments_alone_wait_for_their_turn():
+    """XLA ran the products of an LSTM's inputs all at once: 12.9 MiB alive at once on a v5e, not 10.5."""
+
+    def steps(x: Any, y: Any, w: Any) -> Any:
+        first = jnp.tanh(x @ w)
+        second = jnp.tanh(y @ w + first @ w)
+        return jnp.sum(second) * first @ second.T
+
+    shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    jaxpr, _ = compat.open_jaxpr(inline_calls(jax.make_jaxpr(steps)(shape, shape, shape)))
+    lifted = lift(compat.without_dead_code(jaxpr), DEVICES["cpu"], as_xla=False)
+    ops, inputs = lifted.program.ops, frozenset(lifted.program.arguments)
+    last = ops[-1].id
+    again = tuple(op.id for op in ops if op.name in ("dot_general", "tanh") and op.id < last)
+    free = [op for op in again if inputs.issuperset(ops[op].inputs)]
+    assert len(free) == 2, "of the first and of the second input"
+    emitted = emit(lifted, (*(op.id for op in ops[:-1]), *again, last), EmitConfig(free_waits=True))
+    check_jaxpr(emitted)
+    first, second = (eqn for eqn in emitted.eqns if eqn.primitive.name == "optimization_barrier")
+    made = {v for eqn in emitted.eqns[emitted.eqns.index(first) :] for v in eqn.outvars}
+    assert made & set(second.invars), "it waits for what was made again before it"
+
+
 def test_what_is_read_later_and_is_no_product_is_the_trigger():
     """A barrier gives a product the layout of its shape: TinyLlama on an H200 transposed 15 of 182 ms."""
 

@@ -24,12 +24,16 @@ NBYTES = 64 * 64 * 4
 
 
 def lifted(
-    function: Callable[..., Any], *specs: Any, as_xla: bool = False, device: str = "h200"
+    function: Callable[..., Any],
+    *specs: Any,
+    as_xla: bool = False,
+    rounded: bool = False,
+    device: str = "h200",
 ) -> LiftedJaxpr:
     closed = inline_calls(jax.make_jaxpr(function)(*specs))
     jaxpr, _ = compat.open_jaxpr(closed)
     jaxpr = compat.without_dead_code(jaxpr)
-    return lift(jaxpr, DEVICES[device], as_xla=as_xla)
+    return lift(jaxpr, DEVICES[device], as_xla=as_xla, rounded=rounded)
 
 
 def names(lift: LiftedJaxpr) -> list[str]:
@@ -184,6 +188,56 @@ def test_wide_accumulator_is_stored_as_its_reader_narrows_it():
 
     found = lifted(lambda x: jnp.sum(narrow(x) @ x), jax.ShapeDtypeStruct((64, 64), jnp.bfloat16))
     assert stored_bytes(found) == 2 * NBYTES // 2
+
+
+def product(x: Any, y: Any) -> Any:
+    return x.T @ y
+
+
+def exact_product(x: Any, y: Any) -> Any:
+    return jnp.matmul(x.T, y, precision=lax.Precision.HIGHEST)
+
+
+def kept_product(x: Any, y: Any) -> Any:
+    return lax.optimization_barrier(x) @ y
+
+
+def reduced_product(x: Any, y: Any) -> Any:
+    return x @ y + jnp.sum(x, 0)
+
+
+def reduced_later(x: Any, y: Any) -> Any:
+    return reduced_product(lax.optimization_barrier(x), y)
+
+
+def read_again(x: Any, y: Any) -> Any:
+    return (x @ y) * x
+
+
+@pytest.mark.parametrize(
+    ("read", "share"),
+    [(product, 2), (exact_product, 1), (kept_product, 2), (reduced_product, 2), (reduced_later, 1),
+     (read_again, 1)],
+)  # fmt: skip
+def test_what_only_products_read_is_stored_rounded(read: Callable[..., Any], share: int) -> None:
+    def function(x: Any, y: Any) -> Any:
+        return read(jnp.tanh(x), y)
+
+    for rounded, expected in ((True, NBYTES // share), (False, NBYTES)):
+        found = lifted(function, WIDE, WIDE, rounded=rounded)
+        (made,) = (op for op in found.program.ops if op.name == "tanh")
+        assert found.program.buffers[made.outputs[0]].nbytes == expected
+
+
+def test_a_rounded_value_is_not_written_over_a_whole_one():
+    def function(x: Any, y: Any) -> Any:
+        whole = x @ y
+        return jnp.tanh(whole) @ y
+
+    (made,) = (op for op in lifted(function, WIDE, WIDE).program.ops if op.name == "tanh")
+    assert made.may_share
+    (made,) = (op for op in lifted(function, WIDE, WIDE, rounded=True).program.ops if op.name == "tanh")
+    assert not made.may_share
 
 
 def test_slice_reads_only_what_it_returns():

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import hlo_support as h
+import jax
+import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from passes.backend import CPU, TPU, Backend
 from passes.hlo import graph, proto
+from passes.hlo.assign import Assigner
 from passes.hlo.inplace import Sharing
 from passes.jaxpr import compat
 from passes.offsets.xla_heap import Interval, pack_in_time
@@ -175,6 +178,49 @@ def test_prediction_is_what_xla_allocates_but_for_slots_of_scalars(v5e: str, mod
     assert found.argument_bytes == stats.argument_size_in_bytes
     assert found.output_bytes == stats.output_size_in_bytes
     assert found.live_bytes <= found.temp_bytes
+
+
+def _gathers(x: Any, y: Any, at: Any, weight: Any) -> Any:
+    first = jnp.take_along_axis(jnp.tanh(x @ weight), at[:, None], 1)[:, 0]
+    second = jnp.take_along_axis(jnp.sin(y @ weight) * jnp.sum(first), at[:, None], 1)[:, 0]
+    return jnp.sum(first * second)
+
+
+def test_two_gathers_of_a_sparse_core_share_scratch_and_have_tables_of_their_own(
+    v5e: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once 128 KiB were added to what was predicted, however many there were: two have 160 KiB."""
+    monkeypatch.setitem(h._DEVICE, "tpu", "v6e")
+    wide, index, weight = h.spec(8192, 512), h.spec(8192, dtype=jnp.int32), h.spec(512, 512)
+    example = h.Example(name="gathers", fn=jax.grad(_gathers), args=(wide, wide, index, weight))
+    data, compiled = h.scheduled(example, "tpu")
+    module = graph.read(proto.parse(data))
+    assert len([i for i in module.entry.by_id.values() if i.opcode == "async-start"]) == 2
+    found, stats = h.predict(proto.parse(data), "tpu"), compiled.memory_analysis()
+    assert h.is_foreseen(found.total_bytes, stats.total_allocation_bytes, "tpu")
+
+
+SCALAR = """HloModule m, is_scheduled=true
+ENTRY e {
+  p = f32[]{:T(128)} parameter(0)
+  made = f32[]{:T(128)} sine(p)
+  ROOT read = f32[8]{0:T(128)} READER
+}"""
+
+
+@pytest.mark.parametrize(
+    ("platform", "reader", "apart"),
+    [("tpu", "broadcast(made), dimensions={}", False), ("tpu", "multiply(made, made)", True),
+     ("cuda", "multiply(made, made)", False)],
+)  # fmt: skip
+def test_a_scalar_that_is_computed_by_itself_takes_no_slot(platform: str, reader: str, apart: bool) -> None:
+    """XLA puts it into a memory of its own, where kernels and other such scalars are all that reads it."""
+    text = SCALAR.replace("READER", reader).replace("f32[8]{0:T(128)} multiply", "f32[]{:T(128)} multiply")
+    assigner = Assigner(graph.read(proto.parse(compat.hlo_of_text(text))), platform)
+    entry = assigner.module.entry
+    made = next(i.id for i in entry.by_id.values() if i.name == "made")
+    group = assigner.flow.class_of[assigner.flow.trees[entry.id, made][()]]
+    assert (assigner.space_of(group) in assigner.apart) is apart
 
 
 @pytest.mark.parametrize("model", ["mlp", "lstm"])

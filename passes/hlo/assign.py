@@ -2,7 +2,9 @@
 
 The order of decisions is XLA's BufferAssigner (public source, `buffer_assignment.cc`): arguments, constants
 and tables of pointers get allocations of their own; a temporary that fits into an output's (or a donated
-argument's) allocation while that is free goes there; what is left is packed.
+argument's) allocation while that is free goes there; what is left is packed. What XLA:TPU does after its
+callback counts: scalars move to a memory of their own, and the first thing of a computation in which another
+core does part of the work is that core's scratch memory.
 """
 
 from __future__ import annotations
@@ -12,15 +14,26 @@ from dataclasses import dataclass, field
 
 from passes.backend import BACKENDS
 from passes.hlo import graph
+from passes.hlo.cost import host_transfer
 from passes.hlo.dataflow import Dataflow, Value, analyse
 from passes.hlo.graph import HOST
-from passes.hlo.inplace import Sharing
+from passes.hlo.inplace import Sharing, is_elementwise
 from passes.hlo.liverange import Clock, Range, live_ranges
+from passes.reach import reached
+
+_TABLES = 5
+"""Tables of tuples that an operation of another core has once XLA has split it in two, after its callback."""
 
 
 @dataclass(slots=True, eq=False)
 class Allocation:
-    """One of XLA's allocations outside the heap."""
+    """One of XLA's allocations outside the heap.
+
+    Attributes:
+        values: that it holds, by id.
+        busy: a bit for each time at which one of them is there.
+        held: a bit for each time at which it is taken by what is no value of the module.
+    """
 
     nbytes: int
     kind: str
@@ -28,11 +41,23 @@ class Allocation:
     lives_out: bool = False
     values: list[int] = field(default_factory=list)
     busy: int = 0
+    held: int = 0
 
     @property
     def is_temp(self) -> bool:
         """True if its bytes count as temporaries of the device."""
-        return self.space != HOST and self.kind == "tuple" and not self.lives_out
+        return self.space != HOST and self.kind in ("tuple", "scratch") and not self.lives_out
+
+
+def offloaded(module: graph.Module) -> list[tuple[graph.Computation, graph.Instruction]]:
+    """What starts work of a core of another kind, and where; slices to and from the host are copies."""
+    instructions = ((c, i) for c in module.computations.values() for i in c.by_id.values())
+    return [(c, i) for c, i in instructions if i.opcode == "async-start" and host_transfer(module, i) is None]
+
+
+def _between(start: int, end: int) -> int:
+    """A bit for each time from `start` to `end`, both included."""
+    return ((1 << (end - start + 1)) - 1) << start
 
 
 class Assigner:
@@ -57,10 +82,6 @@ class Assigner:
         if self.backend.table_bytes is not None:
             for value in self.flow.values:
                 value.nbytes = self.backend.table_bytes if value.is_tuple else value.nbytes
-        if self.backend.context_space:
-            for value in self.flow.values:
-                if value.home.index == (2,) and self.flow.instruction(value.home).opcode == "copy-start":
-                    value.memory_space = self.backend.context_space
         self.sharing = Sharing(module, self.backend)
         self.allocations: list[Allocation] = []
         self.home: dict[int, Allocation] = {}
@@ -69,15 +90,75 @@ class Assigner:
         self._outputs = {
             self.flow.class_of[v] for v in self.flow.trees[module.entry.id, module.entry.root].values()
         }
+        self._offloaded = offloaded(module) if self.backend.scratch_bytes else []
+        if self.backend.context_space:
+            for value in self.flow.values:
+                value.memory_space = self._apart(value) or value.memory_space
+        self._scratch: list[Allocation] = []
         self._sizes = [max(self.flow.values[v].nbytes for v in g) for g in self.flow.classes]
         self._spaces = [self._space(g) for g in self.flow.classes]
+        added = self._with_scratch()
         for group in self._sorted():
+            while added and added[0].nbytes >= self._sizes[group]:
+                self._add(added.pop(0))
             self._assign(group)
+        for allocation in added:
+            self._add(allocation)
 
     @property
     def apart(self) -> frozenset[int]:
         """Memory spaces that are not the device's main memory."""
-        return frozenset({HOST, self.backend.context_space} - {0})
+        backend = self.backend
+        return frozenset({HOST, backend.context_space, backend.scalar_space, backend.small_space} - {0})
+
+    def _apart(self, value: Value) -> int:
+        """The memory space that XLA moves a value to; 0 for none."""
+        instruction = self.flow.instruction(value.home)
+        if value.home.index == (2,) and (instruction.opcode == "copy-start" or self._is_offloaded(value)):
+            return self.backend.context_space
+        return self.backend.scalar_space if self._is_lone_scalar(value, instruction) else 0
+
+    def _is_lone_scalar(self, value: Value, instruction: graph.Instruction) -> bool:
+        """True for a scalar that is computed by itself, and read by kernels and other such scalars alone."""
+        if instruction.shape.is_tuple or instruction.shape.dims or not is_elementwise(instruction):
+            return False
+        group = self.flow.class_of[value.id]
+        if instruction.opcode == "constant" or group in self._outputs or len(self.flow.classes[group]) > 1:
+            return False
+        readers = (self.flow.instruction(use) for use in value.uses)
+        return all(r.opcode == "fusion" or is_elementwise(r) for r in readers)
+
+    def _is_offloaded(self, value: Value) -> bool:
+        home = self.module.computations[value.home.computation], self.flow.instruction(value.home)
+        return home in self._offloaded
+
+    def _called(self, computation: int) -> list[int]:
+        return [c for i in self.module.computations[computation].by_id.values() for c in i.called]
+
+    def _with_scratch(self) -> list[Allocation]:
+        """The memory in which cores of another kind work, and the tables that each such operation gets.
+
+        It is held from the first of what a computation runs after its parameters, where XLA starts the
+        operation, until that is done. Before and afterwards values are there.
+        """
+        if not self._offloaded:
+            return []
+        scratch = Allocation(self.backend.scratch_bytes, "scratch")
+        called = reached([c for _, i in self._offloaded for c in i.called], self._called)
+        tables = sum(v.is_tuple and self._is_offloaded(v) for v in self.flow.values)
+        for computation, instruction in self._offloaded:
+            if computation.id not in called and computation.id in self.ticks.span:
+                given = [self.ticks.time[computation.id, p.id] for p in computation.parameters()]
+                begin = max(given, default=self.ticks.span[computation.id][0])
+                started = self.flow.trees[computation.id, instruction.id][()]
+                scratch.held |= _between(begin, self.ranges[started].end)
+                tables -= _TABLES
+        return [scratch, *(Allocation(self.backend.table_bytes or 0, "tuple") for _ in range(-tables))]
+
+    @property
+    def scratch_held(self) -> int:
+        """A bit for each time at which another core has its scratch memory; 0 if there is none."""
+        return sum(allocation.held for allocation in self._scratch)
 
     def space_of(self, group: int) -> int:
         """The memory space of an alias class: 0 is the device's default one, `HOST` is the host's."""
@@ -119,6 +200,10 @@ class Assigner:
                 stack.append((c, True))
                 stack += [(n, False) for n in reversed(calls)]
         return list(order)
+
+    def _add(self, allocation: Allocation) -> None:
+        self.allocations.append(allocation)
+        self._scratch += [allocation] if allocation.kind == "scratch" else []
 
     def _assign(self, group: int) -> None:
         members = [self.flow.values[v] for v in self.flow.classes[group]]
@@ -164,12 +249,12 @@ class Assigner:
         for v in self.flow.classes[group]:
             allocation.values.append(v)
             live = self.ranges[v]
-            allocation.busy |= ((1 << (live.end - live.start + 1)) - 1) << live.start
+            allocation.busy |= _between(live.start, live.end)
 
     def _candidates(self, members: list[Value]) -> list[Allocation]:
         """Allocations in XLA's order of trial: those of operands, then the newest first."""
         if not self.backend.reuses_results:
-            return []
+            return self._scratch
         candidates: list[Allocation] = []
         for value in members:
             if value.home.index or value.is_tuple:
@@ -184,11 +269,13 @@ class Assigner:
     def _fits(self, allocation: Allocation, group: int, lives_out: bool) -> bool:
         if self._sizes[group] > allocation.nbytes or allocation.space != self._spaces[group]:
             return False
-        if lives_out and allocation.nbytes != self._sizes[group]:
+        if lives_out and (allocation.nbytes != self._sizes[group] or allocation.held):
             return False
         edges = False
         for v in self.flow.classes[group]:
             live = self.ranges[v]
+            if allocation.held & _between(live.start, live.end):
+                return False
             span = allocation.busy >> live.start
             width = live.end - live.start
             if width > 1 and span >> 1 & ((1 << (width - 1)) - 1):

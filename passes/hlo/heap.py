@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from passes.hlo import graph
 from passes.hlo.assign import Assigner
-from passes.hlo.cost import host_transfer
 from passes.hlo.graph import HOST
 from passes.hlo.liverange import Range
 from passes.offsets.tight import live_bound, pack_tight
@@ -236,18 +235,11 @@ def predict_assigned(assigner: Assigner) -> HeapPrediction:
             kinds[a.kind] += a.nbytes
     argument = kinds["argument"] + kinds["donated"]
     fixed = argument + kinds["output"] + kinds["constant"]
-    temp_bytes = row.nbytes + (assigner.backend.offload_bytes if _offloads(assigner.module) else 0)
     return HeapPrediction(
-        temp_bytes=temp_bytes, argument_bytes=argument, output_bytes=kinds["output"] + kinds["donated"],
-        alias_bytes=kinds["donated"], constant_bytes=kinds["constant"], total_bytes=fixed + temp_bytes,
+        temp_bytes=row.nbytes, argument_bytes=argument, output_bytes=kinds["output"] + kinds["donated"],
+        alias_bytes=kinds["donated"], constant_bytes=kinds["constant"], total_bytes=fixed + row.nbytes,
         live_bytes=sum(row.peaks) + tables, host_bytes=_host_bytes(assigner),
     )  # fmt: skip
-
-
-def _offloads(module: graph.Module) -> bool:
-    """True if a core of another kind runs part of a program; slices to and from the host are copies."""
-    started = (i for c in module.computations.values() for i in c.by_id.values() if i.opcode == "async-start")
-    return any(host_transfer(module, i) is None for i in started)
 
 
 def _host_bytes(assigner: Assigner) -> int:

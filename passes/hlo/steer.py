@@ -6,6 +6,9 @@ where best fit would not follow it, the other holes are filled for that one mome
 reads or writes (`AllocateBuffer`, XLA's own) are made before the kernel, and a second such call, which has
 them for operands, ends their lives after it. No kernel changes.
 
+Where another core's scratch memory is free again, buffers of its size and smaller ones go there, and fill no
+hole. So one buffer has that memory until the end.
+
 Which holes there are is predicted. So where XLA moves other values after it called back, buffers may fail to
 fill what they were made for: XLA's count decides, as always.
 """
@@ -16,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from passes.hlo import proto
+from passes.hlo import graph, proto
 from passes.hlo.assign import Assigner
 from passes.hlo.emit import Cloner
 from passes.hlo.heap import Moment, moments
@@ -24,6 +27,8 @@ from passes.offsets.tight import pack_tight
 from passes.offsets.xla_heap import Holes, Interval, best_fit
 
 _F32 = 11
+_FIRST = 2
+"""How many ids are made free for the buffer that has another core's memory, and the call that ends it."""
 _LANES, _ROWS = 128, 8
 _ROW_BYTES = 4 * _LANES
 _TILE_BYTES = _ROWS * _ROW_BYTES
@@ -88,6 +93,11 @@ class _Follower:
         if found is None:
             pieces = self._pieces(moment)
             found = self._after(moment, pieces)
+            if found is None and pieces:
+                # What is free at the end is no hole: a small result would be put into a larger one.
+                top = self.heap.aligned(max(p.start + p.nbytes for p in pieces))
+                pieces = [*pieces, _Piece(start=top, nbytes=_TILE_BYTES)]
+                found = self._after(moment, pieces)
             for piece in sorted(pieces, key=lambda p: -p.nbytes):
                 fewer = [p for p in pieces if p is not piece]
                 without = self._after(moment, fewer)
@@ -164,11 +174,42 @@ def steered(assigner: Assigner) -> Any | None:
     Returns:
         A message of its own: the same instructions in the same order, and the buffers between them.
     """
+    assigner = _without_scratch(assigner)
     intervals, ticks = moments(assigner)
     follower = _Follower(assigner.backend.alignment, _goal(intervals, assigner.backend.alignment))
     if not all(follower.follow(moment) for moment in ticks):
         return None
     return _written(assigner, follower.steered)
+
+
+def _without_scratch(assigner: Assigner) -> Assigner:
+    """The module with a buffer in the memory that another core is done with, where others would else go.
+
+    It has the lowest ids: of values of one size XLA places those first.
+    """
+    module, entry = assigner.module, assigner.module.entry
+    time = assigner.ticks.time
+    after = [i for i in entry.order if time[entry.id, i] >= assigner.scratch_held.bit_length()]
+    if not assigner.scratch_held or len(after) < 2:
+        return assigner
+    made = proto.copy(module.proto)
+    _renumber(made, entry.id)
+    writer = _Writer(made)
+    writer.between(entry.id, after[0] + _FIRST, after[-1] + _FIRST, assigner.backend.scratch_bytes)
+    writer.finish()
+    return Assigner(graph.read(writer.module), assigner.backend.name, old_rules=assigner.old_rules)
+
+
+def _renumber(module: Any, computation: int) -> None:
+    """Make the lowest ids of a computation free."""
+    scope = next(c for c in module.computations if c.id == computation)
+    sequence = next(s.value for s in module.schedule.sequences if s.key == computation)
+    for instruction in scope.instructions:
+        instruction.id += _FIRST
+        for ids in (instruction.operand_ids, instruction.control_predecessor_ids):
+            ids[:] = [i + _FIRST for i in ids]
+    scope.root_id += _FIRST
+    sequence.instruction_ids[:] = [i + _FIRST for i in sequence.instruction_ids]
 
 
 def _goal(intervals: Sequence[Interval], alignment: int) -> _Goal:
@@ -203,6 +244,7 @@ class _Writer:
     """Puts buffers around instructions."""
 
     def __init__(self, module: Any) -> None:
+        self.module = module
         self.cloner = Cloner(module)
         self.computations = {c.id: c for c in module.computations}
         self.sequences = {s.key: s.value for s in module.schedule.sequences}
@@ -219,6 +261,17 @@ class _Writer:
         before += [self._call(scope, opening)] if opening else []
         self.before.setdefault(computation, {})[instruction] = before
         self.after.setdefault(computation, {})[instruction] = [self._call(scope, closing)] if closing else []
+
+    def between(self, computation: int, first: int, last: int, nbytes: int) -> None:
+        """Fill memory from an instruction on, until another one."""
+        scope = self.computations[computation]
+        lowest = min(i.id for i in scope.instructions)
+        made = self._buffer(scope, nbytes)
+        made.id = lowest - _FIRST
+        ended = self._call(scope, [made.id])
+        ended.id = made.id + 1
+        self.before.setdefault(computation, {}).update({first: [made], last: [ended]})
+        self.after.setdefault(computation, {})
 
     def finish(self) -> None:
         """Write the schedules, and the instructions in their order."""

@@ -58,10 +58,12 @@ class Calibration:
     Attributes:
         trials: what was compiled, in that order.
         starts_strict: True where the first plan is strict, too.
+        rounded: True to count what products round in the bytes of that, see `passes.jaxpr.stored`.
     """
 
     trials: tuple[Trial, ...] = ()
     starts_strict: bool = False
+    rounded: bool = False
 
     @property
     def bytes_ratio(self) -> float:
@@ -123,6 +125,8 @@ class Calibration:
 
 UNCALIBRATED = Calibration()
 """Nothing is known: estimates are taken as they are."""
+ROUNDED = Calibration(rounded=True)
+"""Nothing is known but that XLA rounds the operands of products where they are made."""
 STRICT = Calibration(starts_strict=True)
 """Nothing is known, and XLA is left no freedom."""
 

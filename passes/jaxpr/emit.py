@@ -4,7 +4,8 @@ XLA merges equal expressions and schedules freely, so recompute written in a jax
 inputs pass through an `optimization_barrier`. Every slot with recomputes gets ONE barrier over the stored
 values that its recomputes read and a trigger: the value that arrived last before the slot. All later readers
 of these values read the barrier's results; without that XLA prunes the dependence on the trigger and runs
-every recompute early.
+every recompute early. Where XLA runs early what reads nothing but arguments, such a recompute opens a
+barrier of its own with those that follow it: nothing else makes it wait for what is run before it.
 
 Virtual values are recomputed on each new version of their leaves, exactly once per version, as views are:
 so a program without recomputes comes out as it went in, and one that reads a recompute copy or a value behind
@@ -13,10 +14,11 @@ a barrier computes its elementwise chains from there. The program's own barriers
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from passes.ir import BufferId, OpId
+from passes.ir import BufferId, OpId, Program
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.halves import Split, split
@@ -37,14 +39,16 @@ class EmitConfig:
         apart: equations whose values are stored though XLA would compute them inside their readers.
         held_back: equations that read nothing but arguments and must not run before their turn.
         reach: how many ops apart two kernels may be and still share such a value.
+        free_waits: True where a recompute that reads nothing but arguments has a barrier of its own.
         one_at_a_time: True for a barrier before each recompute, so that XLA can neither merge recomputes nor
-            reorder them; False for one before all recomputes of a slot.
+            reorder them.
     """
 
     shared: frozenset[int] = frozenset()
     apart: frozenset[int] = frozenset()
     held_back: frozenset[int] = frozenset()
     reach: int = 8
+    free_waits: bool = False
     one_at_a_time: bool = False
 
 
@@ -86,6 +90,18 @@ def _products(lifted: LiftedJaxpr) -> frozenset[BufferId]:
     )
 
 
+def _when(program: Program, steps: Sequence[OpId]) -> tuple[list[list[int]], list[list[int]]]:
+    """For every buffer the steps that read it, and those that make it."""
+    readers: list[list[int]] = [[] for _ in program.buffers]
+    runs: list[list[int]] = [[] for _ in program.buffers]
+    for step, op in enumerate(steps):
+        for b in program.ops[op].inputs:
+            readers[b].append(step)
+        for b in program.ops[op].outputs:
+            runs[b].append(step)
+    return readers, runs
+
+
 class _Emitter:
     """Walks a plan and keeps, for every buffer, the variable of its current copy."""
 
@@ -101,9 +117,10 @@ class _Emitter:
         self.run_at: list[int] = [-1] * len(lifted.var_of)
         self.arguments = frozenset(lifted.program.arguments)
         self.last_reader = last_readers(lifted.program)
+        self.readers, self.runs = _when(lifted.program, steps)
         self.products = _products(lifted)
         self.made_at: dict[tuple[int, tuple[int, ...]], int] = {}
-        self.step = 0
+        self.step = self.reached = 0
         eqns = enumerate(lifted.jaxpr.eqns)
         self.own_barriers = [i for i, eqn in eqns if eqn_kind(eqn) is Kind.BARRIER]
         self.final: dict[BufferId, Var] = {}
@@ -116,10 +133,12 @@ class _Emitter:
             if op < first_runs:
                 segment.append(op)
                 continue
+            self.reached = step - len(segment)
             for part in self._parts(segment):
                 self._open_segment(part, op)
                 for recompute in part:
                     self._run_op(recompute, is_recompute=True)
+                self.reached += len(part)
             segment = []
             self._pass_own_barriers(self.lifted.bodies[op][-1])
             self._part_from_distant_kernels(op)
@@ -142,10 +161,15 @@ class _Emitter:
         return v if b is None else self.final.get(b, self.lifted.var_of[b])
 
     def _parts(self, segment: list[OpId]) -> list[list[OpId]]:
-        """The recomputes of one slot, as many together as share a barrier."""
-        if self.config.one_at_a_time:
-            return [[op] for op in segment]
-        return [segment] if segment else []
+        """The recomputes of one slot, as many together as share a barrier: from one that nothing holds back,
+        since it reads arguments alone, to the next."""
+        parts: list[list[OpId]] = []
+        for op in segment:
+            free = self.config.free_waits and self.arguments.issuperset(self.lifted.program.ops[op].inputs)
+            if self.config.one_at_a_time or free or not parts:
+                parts.append([])
+            parts[-1].append(op)
+        return parts
 
     def _open_segment(self, segment: Sequence[OpId], before: OpId) -> None:
         """One barrier over what the recomputes read and what triggers them."""
@@ -205,10 +229,18 @@ class _Emitter:
         candidates = [
             (self.run_at[b], b)
             for b in range(len(self.current))
-            if self.run_at[b] >= 0 and self.last_reader.get(BufferId(b), -1) >= before and b not in made
+            if self.run_at[b] >= 0 and b not in made and self._is_read(BufferId(b), before)
         ]
         free = [(at, b) for at, b in candidates if b not in self.products]
         return BufferId(max(free or candidates)[1]) if candidates else None
+
+    def _is_read(self, b: BufferId, before: OpId) -> bool:
+        """True if a buffer is read from `before` on; between barriers of one slot: its present copy."""
+        if not self.config.free_waits:
+            return self.last_reader.get(b, -1) >= before
+        readers, runs = self.readers[b], self.runs[b]
+        reader, run = bisect_left(readers, self.reached), bisect_left(runs, self.reached)
+        return reader < len(readers) and (run == len(runs) or readers[reader] < runs[run])
 
     def _barrier(self, buffers: Sequence[BufferId]) -> None:
         operands = [self.current[b] for b in buffers]

@@ -14,6 +14,7 @@ from passes.cost import DeviceModel
 from passes.ir import BufferId, Op, Program
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of
+from passes.jaxpr.compat import JaxprEqn
 from passes.jaxpr.emit import EmitConfig
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.primitives import MATRIX
@@ -26,7 +27,7 @@ MOVES = frozenset({"slice", "dynamic_slice", "split", "gather", "convert_element
 
 
 def emit_config(
-    lifted: LiftedJaxpr, as_is: LiftedJaxpr, device: DeviceModel, *, strict: bool = False
+    lifted: LiftedJaxpr, as_is: LiftedJaxpr, device: DeviceModel, *, strict: bool = False, deep: bool = False
 ) -> EmitConfig:
     """What has to be said to XLA so that it stores what `lifted` stores and not what it would by itself.
 
@@ -34,15 +35,18 @@ def emit_config(
     times the result, to the readers; small dots that share an operand are merged into one. Neither happens
     through a barrier. On a TPU what follows a dot or convolution is computed in its kernel, with all that
     this reads: two full-size values more, for batch norm behind a residual connection. Where nothing fits,
-    `strict` has each of them stored by a kernel of its own.
+    `strict` has each of them stored by a kernel of its own, and `deep` those that are smaller than what they
+    read: a weight's gradient, whose update is written over a donated argument, and waits with both operands
+    for all that reads that argument again.
     """
     wanted = {body[-1] for body in lifted.bodies}
     own = {body[-1] for body in as_is.bodies}
     saved = {i for i in wanted if is_saved(compat.checkpoint_name_of(lifted.jaxpr.eqns[i]))}
     apart, held_back = (wanted - own) | saved, set()
     backend = BACKENDS[device.platform]
-    if strict and backend.fuses_results:
-        apart |= {i for i in wanted if lifted.jaxpr.eqns[i].primitive.name in MATRIX}
+    if backend.fuses_results and (strict or deep):
+        products = {i for i in wanted if lifted.jaxpr.eqns[i].primitive.name in MATRIX}
+        apart |= {i for i in products if strict or _is_smaller(lifted.jaxpr.eqns[i])}
     if backend.splits_small_dots:
         small = small_dots(lifted)
         last = last_readers(lifted.program)
@@ -56,8 +60,15 @@ def emit_config(
         shared=frozenset(own - wanted),
         apart=frozenset(apart),
         held_back=frozenset(held_back),
+        free_waits=backend.runs_free_early,
         one_at_a_time=strict,
     )
+
+
+def _is_smaller(product: JaxprEqn) -> bool:
+    """True for a product whose result is smaller than each of its operands."""
+    result, *operands = (compat.aval_nbytes(v.aval) for v in (*product.outvars, *product.invars))
+    return result < min(operands)
 
 
 def small_dots(lifted: LiftedJaxpr) -> dict[int, Op]:

@@ -22,7 +22,7 @@ from passes.cost import DeviceModel, kernel_ns, kernel_pj
 from passes.ir import Buffer, BufferId, Op, OpId, Program
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of
-from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
+from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
 from passes.jaxpr.flops import iterations_of, matrix_work, said_bytes, sent_bytes, vector_work
 from passes.jaxpr.in_place import (
     IN_PLACE,
@@ -35,10 +35,11 @@ from passes.jaxpr.in_place import (
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.primitives import CONTROL_FLOW, SLICING, Kind, is_dear_to_xla
-from passes.jaxpr.purity import has_effect, is_on_host, kernel_kind, moves_memory
+from passes.jaxpr.purity import has_effect, kernel_kind, moves_memory
 from passes.jaxpr.simplify import without_literal_barriers
 from passes.jaxpr.softmax import DataflowGraph, inside_softmax
 from passes.jaxpr.split_dots import split_bytes, split_ns
+from passes.jaxpr.stored import read_rounded, stored_bytes
 from passes.jaxpr.together import Together
 from passes.simulate import simulate
 
@@ -54,23 +55,24 @@ SLICE_PASSES = 2
 _WHOLE = (Kind.KERNEL, Kind.FOREIGN, Kind.OPAQUE)
 
 
-def lift(jaxpr: Jaxpr, device: DeviceModel, *, as_xla: bool) -> LiftedJaxpr:
+def lift(jaxpr: Jaxpr, device: DeviceModel, *, as_xla: bool, rounded: bool = False) -> LiftedJaxpr:
     """Lift an open jaxpr (calls inlined, dead code removed) for one kind of device.
 
     Args:
         as_xla: True for what XLA does by itself: on a GPU it stores an expensive elementwise value (exp,
             tanh) that several kernels read, on a CPU any elementwise value that several kernels read, and
             it keeps all terms of a long sum until the end. False for what it can be made to do.
+        rounded: True to count what products round in the bytes of that (`passes.jaxpr.stored`).
 
     Complexity: linear in equations times the size of a kernel.
     """
-    return _Lift(without_literal_barriers(jaxpr), device, as_xla).run()
+    return _Lift(without_literal_barriers(jaxpr), device, as_xla, rounded).run()
 
 
 class _Lift:
     """The state of one lift: storage decided on a forward walk, then ops built from the roots."""
 
-    def __init__(self, jaxpr: Jaxpr, device: DeviceModel, as_xla: bool) -> None:
+    def __init__(self, jaxpr: Jaxpr, device: DeviceModel, as_xla: bool, rounded: bool) -> None:
         self.jaxpr = jaxpr
         self.device = device
         self.as_xla = as_xla
@@ -79,6 +81,7 @@ class _Lift:
         self.results: set[Var] = set(compat.variables(jaxpr.outvars))
         self.stored: set[Var] = {*jaxpr.constvars, *jaxpr.invars}
         self.kinds: list[Kind] = [kernel_kind(eqn, device.platform) for eqn in jaxpr.eqns]
+        self.rounded = read_rounded(jaxpr, self.kinds) if rounded else frozenset[Var]()
         # Results of barriers are views of the variables that they are results for.
         self.original: dict[Var, Var] = {}
         # For every variable: stored variables that it is computed from, with the bytes read of each.
@@ -228,10 +231,8 @@ class _Lift:
                 buffer_of[result] = buffer_of[original]
         results = result_storage((self.original.get(v, v) for v in self.results), self.jaxpr, self.producer)
         fixed = {*self.jaxpr.constvars, *self.jaxpr.invars, *results}
-        buffers = tuple(
-            Buffer(id=BufferId(b), nbytes=0 if v in fixed else _nbytes(v, self.device), name=str(v))
-            for b, v in enumerate(var_of)
-        )
+        nbytes = [0 if v in fixed else stored_bytes(v, self.device, self.rounded) for v in var_of]
+        buffers = tuple(Buffer(id=BufferId(b), nbytes=nbytes[b], name=str(v)) for b, v in enumerate(var_of))
         leaves = tuple(
             tuple(sorted(buffer_of[leaf] for leaf in self._eqn_reads(eqn))) for eqn in self.jaxpr.eqns
         )
@@ -385,6 +386,7 @@ class _Lift:
             return aliased(eqn, buffer_of, kept)
         if self.kinds[root] is not Kind.FUSIBLE and eqn.primitive.name not in IN_PLACE:
             return ()
+        kept |= self.reads.keys() - self.rounded if self.rounded & {*outvars} else self.rounded
         free = {v: b for v in self._eqn_reads(eqn) if v not in kept and (b := buffer_of[v]) in leaves}
         return written_over(outvars, free, buffer_of)
 
@@ -419,11 +421,6 @@ class InnerWork:
 NO_WORK = InnerWork(peak_bytes=0, cost_ns=0, energy_pj=0)
 
 
-def _nbytes(v: Atom, device: DeviceModel) -> int:
-    """Bytes of a value on the device."""
-    return 0 if BACKENDS[device.platform].pages and is_on_host(v.aval) else compat.aval_nbytes(v.aval)
-
-
 def _works(eqn: JaxprEqn, device: DeviceModel) -> list[InnerWork]:
     """What the bodies of one equation of control flow need."""
     carried = compat.scan_sizes(eqn) if eqn.primitive.name == "scan" else (0, 0)
@@ -441,7 +438,7 @@ def inner_work(jaxpr: Jaxpr, device: DeviceModel, carried: tuple[int, int] = (0,
     lifted = lift(flat, device, as_xla=True)
     program = lifted.program
     in_place = updated_in_place(lifted, *carried)
-    results = sum(_nbytes(v, device) for k, v in enumerate(flat.outvars) if k not in in_place)
+    results = sum(stored_bytes(v, device) for k, v in enumerate(flat.outvars) if k not in in_place)
     peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
     return InnerWork(
         peak_bytes=int(peak_bytes) + results, cost_ns=program.cost_ns, energy_pj=program.energy_pj

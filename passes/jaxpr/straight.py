@@ -58,10 +58,11 @@ def search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate
     The depths are steps of a fixed frontier below the peak without recomputes, whatever the budget is, so
     that a larger budget takes the same level or a higher one.
     """
-    lifted = lift(as_is.jaxpr, request.device, as_xla=False)
+    rounded = request.calibration.rounded
+    lifted = lift(as_is.jaxpr, request.device, as_xla=False, rounded=rounded)
     peak_bytes = simulate(lifted.program, _identity(lifted)).peak_bytes
     target_bytes = max(int(request.temp_budget_bytes * scale), 1)
-    written = emit_config(lifted, as_is, request.device, strict=request.calibration.strict)
+    written = emit_config(lifted, as_is, request.device, strict=request.calibration.strict, deep=rounded)
     objective = request.objective.of(lifted.program)
     config = PlannerConfig(planner=request.planner, bound=False, quick=True, objective=objective)
     best: Candidate | None = None
@@ -69,7 +70,7 @@ def search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate
     for _ in range(CONFIG.most_candidates):
         level_bytes = int(peak_bytes * CONFIG.level_ratio**level)
         made = plan(lifted.program, level_bytes, config)
-        candidate = evaluate(lifted, made, written, request.device)
+        candidate = evaluate(lifted, made, written, request.device, rounded=rounded)
         if best is None or candidate.peak_bytes < best.peak_bytes:
             best = candidate
         if candidate.peak_bytes <= target_bytes:
@@ -88,7 +89,9 @@ def _levels_down(ratio: float) -> int:
     return max(0, math.ceil(math.log(ratio) / math.log(CONFIG.level_ratio) - 1e-9))
 
 
-def evaluate(lifted: LiftedJaxpr, made: Plan, config: EmitConfig, device: DeviceModel) -> Candidate:
+def evaluate(
+    lifted: LiftedJaxpr, made: Plan, config: EmitConfig, device: DeviceModel, *, rounded: bool = False
+) -> Candidate:
     """Emit a plan and estimate what XLA will need for it.
 
     The plan assumes that XLA stores no value that it could compute in each reader; lifting what was emitted
@@ -96,7 +99,7 @@ def evaluate(lifted: LiftedJaxpr, made: Plan, config: EmitConfig, device: Device
     a 12-layer GPT within 2 % of the middle at six depths.
     """
     emitted = emit(lifted, made.steps, config)
-    seen = lift(emitted, device, as_xla=True)
+    seen = lift(emitted, device, as_xla=True, rounded=rounded)
     seen_bytes = simulate(seen.program, _identity(seen)).peak_bytes
     return Candidate(
         lifted=lifted,
