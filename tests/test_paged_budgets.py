@@ -94,16 +94,21 @@ def test_pages_keep_budgets_that_recompute_alone_cannot(
         assert not h.replayed(compiled).problems
 
 
-def test_host_memory_makes_a_budget_cheaper_or_changes_nothing(v5e: str) -> None:
-    example = example_of("large mlp", "grad")
-    data, _ = h.scheduled(example, "tpu")
-    _, plain = held(data, "tpu", 1 << 62)
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_host_memory_makes_a_budget_cheaper_or_changes_nothing(
+    request: pytest.FixtureRequest, platform: str
+) -> None:
+    """Also where pages leave holes, and plans are made for fewer bytes: a v5e at .5 was five times dearer."""
+    request.getfixturevalue(DEVICE[platform])
+    data, _ = h.scheduled(example_of("large mlp", "grad"), platform)
+    _, plain = held(data, platform, 1 << 62)
     total = plain.fixed_bytes + plain.before_temp_bytes
-    for ratio in (0.9, 0.7):
-        without = held(data, "tpu", int(ratio * total))[1]
-        with_host = held(data, "tpu", int(ratio * total), HOST_BYTES)[1]
-        assert with_host.status.found
-        assert with_host.recompute_ns <= without.recompute_ns
+    for ratio in (0.9, 0.7, 0.6, 0.5):
+        without = held(data, platform, int(ratio * total))[1]
+        with_host = held(data, platform, int(ratio * total), HOST_BYTES)[1]
+        assert with_host.status.found or not without.status.found
+        if without.status.found:
+            assert with_host.recompute_ns <= without.recompute_ns
 
 
 def test_a_host_budget_is_kept_or_refused(v5e: str) -> None:

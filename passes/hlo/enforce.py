@@ -107,13 +107,10 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
     energy_pj = computation_pj(view, view.entry, request.device)
     lifted = _reordered(lifted, request.device)
     found = _found(request, lifted)
-    if (
-        request.pages
-        and not forced
-        and (found.is_over or (found.written.plan.pages and prediction.host_bytes))
-    ):
-        # Recompute alone packs otherwise. And copies of the program's own, of which plans know nothing, share
-        # the link with pages.
+    shared = found.written.plan.pages and prediction.host_bytes
+    if request.pages and not forced and (found.is_tightened or shared):
+        # Recompute alone packs otherwise, so it may be given more bytes. And copies of the program's own, of
+        # which plans know nothing, share the link with pages.
         found = min(found, _found(replace(request, host_bytes=0), lifted), key=_Found.rank)
     if found.is_over:
         return module_bytes, _refusal(request, found, prediction, begin)
@@ -141,6 +138,11 @@ class _Found:
     def is_over(self) -> bool:
         """True if it breaks a budget."""
         return self.task.is_over(self.written)
+
+    @property
+    def is_tightened(self) -> bool:
+        """True if the plan was made for fewer bytes than the budget leaves, or breaks it."""
+        return self.is_over or self.written.plan.budget_bytes < self.task.budget_bytes - self.task.fixed_bytes
 
     def rank(self) -> tuple[int, ...]:
         """Within the budgets by price, else by bytes; smaller is better."""
