@@ -29,9 +29,11 @@ from passes.hlo.lift import LiftedModule, lift
 from passes.hlo.loops import tightened
 from passes.hlo.reorder import reordered
 from passes.ir import Status
+from passes.liveness import Graph
 from passes.objective import LEAST_TIME, Objective
 from passes.outcome import Recomputed, StageOutcome, paged_by, recomputed_by, tightest_values
 from passes.planners import PlannerConfig
+from passes.planners.paging.pager import Host, Pager
 from passes.recipe import Recipe
 
 OnFragmentation = Literal["recompute", "pin", "error"]
@@ -106,6 +108,8 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
     cost_ns = computation_ns(view, view.entry, request.device)
     energy_pj = computation_pj(view, view.entry, request.device)
     lifted = _reordered(lifted, request.device)
+    if forced and prediction.host_bytes + (own := _forced_bytes(request, lifted)) > request.host_bytes:
+        return module_bytes, _host_refusal(request, view, prediction, begin, own)
     found = _found(request, lifted)
     shared = found.written.plan.pages and prediction.host_bytes
     if request.pages and not forced and (found.is_tightened or shared):
@@ -243,12 +247,27 @@ def _task(request: EnforceRequest, lifted: LiftedModule) -> Task:
     )
 
 
+def _forced_bytes(request: EnforceRequest, lifted: LiftedModule) -> int:
+    """What the values that a user forced there take on the host."""
+    config, program_graph = _task(request, lifted).config, Graph.of(lifted.program)
+    assert config.link is not None, "values are forced where there is a link"
+    host = Host(link=config.link, nbytes=config.host_bytes, forced=config.must_page)
+    return Pager(program_graph, range(len(program_graph.cost_ns)), host).forced_bytes()
+
+
 def _host_refusal(
-    request: EnforceRequest, view: graph.Module, prediction: HeapPrediction, begin: float
+    request: EnforceRequest,
+    view: graph.Module,
+    prediction: HeapPrediction,
+    begin: float,
+    forced_bytes: int = 0,
 ) -> StageOutcome:
     """The outcome for a module that has more on the host, by the user's own offloading, than it may."""
     kept = _unchanged(request, view, prediction, begin)
-    return replace(kept, status=Status.INFEASIBLE, host_budget_bytes=request.host_bytes)
+    return replace(
+        kept, status=Status.INFEASIBLE, host_budget_bytes=request.host_bytes,
+        host_bytes=prediction.host_bytes + forced_bytes,
+    )  # fmt: skip
 
 
 def _unchanged(
