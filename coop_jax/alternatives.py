@@ -155,7 +155,7 @@ class _Search:
 
     def may_look(self, best: Choice) -> bool:
         """Whether one more look takes no longer than the compile that it is for, with those before it."""
-        allowed = not hlo_of(best).status.found or self.asked < self._backend().looks
+        allowed = not tries.is_kept(best) or self.asked < self._backend().looks
         self.limited |= not allowed
         return allowed
 
@@ -173,7 +173,7 @@ class _Search:
             if (
                 planned is None
                 or verdict.needs_pinning
-                or (hlo_of(best).status.found and n >= TRIES.most_looks_if_kept)
+                or (tries.is_kept(best) and n >= TRIES.most_looks_if_kept)
             ):
                 break
             following = calibration.after(planned, verdict)
@@ -217,7 +217,7 @@ class _Search:
         if planned is None or planned.kernels_ns is None or self.record.constraints:
             return made
         promised_ns = planned.cost_ns + planned.recompute_ns
-        was_kept = cost_ns_of(hlo) < TRIES.missed_ratio * promised_ns
+        was_kept = tries.is_kept(made) and cost_ns_of(hlo) < TRIES.missed_ratio * promised_ns
         if was_kept or planned.kernels_ns > TRIES.missed_ratio * cost_ns_of(hlo):
             return made
         if not self.may_look(made):

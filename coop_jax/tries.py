@@ -99,6 +99,11 @@ def hlo_of(way: Choice | Variant) -> StageOutcome:
     return way.record.hlo
 
 
+def is_kept(way: Choice | Variant) -> bool:
+    """True if a way keeps its budget as it was planned: what only pages keep in it was missed."""
+    return hlo_of(way).status.found and not hlo_of(way).paged
+
+
 def as_counted(variant: Variant, plain: Plain) -> Variant:
     """The plain program with XLA's own count in the place of what was predicted."""
     temp_bytes = plain.memory.total_bytes - hlo_of(variant).fixed_bytes
