@@ -3,10 +3,11 @@
     python -m benchmarks.paging_compiled             # writes benchmarks/results/paging_compiled.{json,md}
     python -m benchmarks.paging_compiled --programs mlp --devices v5e
 
-For each program the least budget is asked for twice, without and with host memory: a budget that nothing can
-keep is refused with the least that was found. A budget halfway between is then compiled. Bytes are XLA's own
-count on both sides, beside what was predicted; the overhead is an estimate, and nothing has run. The
-scheduled module of the result goes through the abstract machine (`tests/replay.py`).
+For each program the least budget is asked for, without and with host memory: a budget that nothing can keep
+is refused with the least that was found, and a byte less is asked for as long as that is kept. A budget
+halfway between is then compiled. Bytes are XLA's own count on both sides, beside what was predicted;
+overheads are estimates, and nothing has run. The scheduled module of the result goes through the abstract
+machine (`tests/replay.py`).
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class Row:
 
     Attributes:
         plain_bytes: the program without a budget.
-        alone_bytes, paged_bytes: the least that was found without and with host memory.
+        alone_bytes, paged_bytes: the least that was found without and with host memory; a byte less is
+            refused.
+        alone_ratio, eased_ratio: estimated overhead in `alone_bytes`, without and with host memory.
         budget_bytes: what was asked for.
         total_bytes, predicted_bytes: on the device.
         host_bytes, predicted_host_bytes: on the host.
@@ -66,6 +69,8 @@ class Row:
     plain_bytes: int
     alone_bytes: int
     paged_bytes: int
+    alone_ratio: float
+    eased_ratio: float
     budget_bytes: int
     total_bytes: int
     predicted_bytes: int
@@ -84,13 +89,16 @@ def measure(name: str, device: str) -> Row:
     plain = aot.memory(_compiled(function, specs, device))
     nothing = plain.fixed_bytes + 1
     alone, paged = (_least(function, specs, device, nothing, host) for host in (None, HOST))
-    budget = min((alone + paged) // 2, alone - 1)
+    alone_ratio, eased_ratio = (
+        coop.report(_within(function, specs, device, alone, host)).overhead_ratio for host in (None, HOST)
+    )
+    budget = max(paged, min((alone + paged) // 2, alone - 1))
     try:
-        made = _compiled(coop.remat(function, budget=budget, host=HOST), specs, device)
+        made = _within(function, specs, device, budget, HOST)
     except Exception as error:  # between two plans: what is called least can be asked for
         _refusal(error)
         budget = paged
-        made = _compiled(coop.remat(function, budget=budget, host=HOST), specs, device)
+        made = _within(function, specs, device, budget, HOST)
     report = coop.report(made)
     return Row(
         program=name,
@@ -98,6 +106,8 @@ def measure(name: str, device: str) -> Row:
         plain_bytes=plain.total_bytes,
         alone_bytes=alone,
         paged_bytes=paged,
+        alone_ratio=alone_ratio,
+        eased_ratio=eased_ratio,
         budget_bytes=budget,
         total_bytes=report.compiled_total_bytes,
         predicted_bytes=report.planned_total_bytes,
@@ -115,12 +125,23 @@ def _compiled(function: Callable[..., Any], specs: Sequence[Any], device: str) -
     return aot.lower_for(jax.jit(function), specs, device=device).compile(compiler_options=options)
 
 
+def _within(function: Any, specs: Sequence[Any], device: str, budget: int, host: str | None) -> Any:
+    return _compiled(coop.remat(function, budget=budget, host=host), specs, device)
+
+
 def _least(function: Any, specs: Sequence[Any], device: str, budget: int, host: str | None) -> int:
-    try:
-        _compiled(coop.remat(function, budget=budget, host=host), specs, device)
-    except Exception as error:
-        return _refusal(error)
-    raise AssertionError(f"{budget} B leave nothing for temporaries")
+    """The least budget that is kept; `budget` leaves nothing for temporaries."""
+    least = None
+    while True:
+        try:
+            made = _within(function, specs, device, budget, host)
+        except Exception as error:
+            if least is not None:
+                return least
+            budget = _refusal(error)
+        else:
+            least = coop.report(made).compiled_total_bytes
+            budget = least - 1
 
 
 def _refusal(error: Exception) -> int:

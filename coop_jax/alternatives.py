@@ -156,7 +156,7 @@ class _Search:
 
     def may_look(self, best: Choice) -> bool:
         """Whether one more look takes no longer than the compile that it is for, with those before it."""
-        allowed = not hlo_of(best).status.found or self.asked < self._backend().looks
+        allowed = not tries.is_kept(best) or self.asked < self._backend().looks
         self.limited |= not allowed
         return allowed
 
@@ -174,7 +174,7 @@ class _Search:
             if (
                 planned is None
                 or verdict.needs_pinning
-                or (hlo_of(best).status.found and n >= TRIES.most_looks_if_kept)
+                or (tries.is_kept(best) and n >= TRIES.most_looks_if_kept)
             ):
                 break
             following = calibration.after(planned, verdict)
@@ -214,15 +214,7 @@ class _Search:
 
     def with_its_own_kernels(self, made: Choice) -> Choice:
         """The program as it is, held to the budget, where a plan seems dearer, and this turns out cheaper."""
-        planned, hlo = made.record.jaxpr, hlo_of(made)
-        if planned is None or planned.kernels_ns is None or self.record.constraints:
-            return made
-        promised_ns, cost_ns = planned.cost_ns + planned.recompute_ns, cost_ns_of(hlo)
-        was_missed = cost_ns >= TRIES.missed_ratio * promised_ns
-        was_dearer = TRIES.missed_ratio * planned.kernels_ns <= promised_ns
-        margin_ratio = TRIES.missed_ratio if was_missed else 1.0
-        is_hopeless = not (was_missed or was_dearer) or planned.kernels_ns > margin_ratio * cost_ns
-        if is_hopeless or not self.may_look(made):
+        if self.record.constraints or not tries.may_cost_less_by_itself(made) or not self.may_look(made):
             return made
         variant = self._try(Wish(plain=True, budget_bytes=self.record.budget_bytes), known=True)
         if variant is None or price_of(variant) >= price_of(made):

@@ -292,7 +292,7 @@ def _infeasible_text(error: InfeasibleBudgetError) -> str:
             f"this program keeps {format_bytes(error.host_bytes)} on the host by itself, which is "
             f"{format_bytes(error.host_bytes - error.host_budget_bytes)} over its budget of "
             f"{format_bytes(error.host_budget_bytes)} there. Give it more, or keep less there: arguments in "
-            "pinned host memory, and what a policy offloads, count."
+            "pinned host memory, and what a policy or `offload` sends there, count."
         )
     lines = [f"{word} this program within its budget of {format_bytes(error.budget_bytes)}{kept}."]
     if error.least_bytes is None:

@@ -136,6 +136,7 @@ def _planned_and_marked(
     if BACKENDS[facts.platforms[0]].pages:
         jaxpr, paged = with_host_stacks(jaxpr)
         outcome = None if outcome is None else dataclasses.replace(outcome, paged=outcome.paged + paged)
+    forced = _must_wait(jaxpr if constrained is None else constrained)
     record = Record(
         budget=str(config.budget),
         budget_bytes=budget_bytes,
@@ -150,13 +151,14 @@ def _planned_and_marked(
         constraints=str(config.constraints),
         objective=config.objective,
         tune=config.tune,
-        host_budget_bytes=_host_budget_bytes(config, facts, jaxpr if constrained is None else constrained),
+        host_budget_bytes=_host_budget_bytes(config, facts, forced=forced),
     )
     alternatives = None
     if program is not None:
         unplanned = (plain,) if planned is None else (planned.forward, planned.backward)
         without = dataclasses.replace(record, host_budget_bytes=0)
-        may_page = bool(config.budget.host_bytes and BACKENDS[facts.platforms[0]].pages)
+        # Without host memory a program whose values must wait there is another one.
+        may_page = bool(config.budget.host_bytes and BACKENDS[facts.platforms[0]].pages and not forced)
         alternatives = OtherWays(
             program=program,
             key=_program_key(unplanned, facts, record),
@@ -191,11 +193,15 @@ def _budget_bytes(
     return min(budget_bytes, memory_bytes) if memory_bytes is not None and limited else budget_bytes
 
 
-def _host_budget_bytes(config: RematConfig, facts: module.ModuleFacts, written: ClosedJaxpr) -> int:
-    """What the user gives of the host's memory, as far as JAX can use it; all of that for a program, as it
-    is written, with values that must wait there."""
+def _must_wait(written: ClosedJaxpr) -> bool:
+    """True for a program with values that must wait on the host."""
+    return OFFLOADED in names_in(compat.open_jaxpr(written)[0])
+
+
+def _host_budget_bytes(config: RematConfig, facts: module.ModuleFacts, *, forced: bool) -> int:
+    """What the user gives of the host's memory, as far as JAX can use it; all of that where values must wait
+    there."""
     limit_bytes = aot.host_limit_bytes(facts.platforms[0]) or UNLIMITED_BYTES
-    forced = OFFLOADED in names_in(compat.open_jaxpr(written)[0])
     asked_bytes = config.budget.host_bytes or (limit_bytes if forced else 0)
     return min(asked_bytes, limit_bytes)
 
@@ -299,7 +305,8 @@ def _plan_whole(
     if BACKENDS[facts.platforms[0]].pages:
         # The jaxpr stage counts what waits on the host as kept on the device.
         beyond = offloaded_bytes(compat.open_jaxpr(plain)[0])
-        own_bytes = devices.parts * (_host_budget_bytes(config, facts, plain) - facts.host_bytes)
+        host_bytes = _host_budget_bytes(config, facts, forced=_must_wait(plain))
+        own_bytes = devices.parts * (host_bytes - facts.host_bytes)
         request = dataclasses.replace(
             request, budget_bytes=request.budget_bytes + beyond, host_bytes=max(0, own_bytes - beyond)
         )

@@ -99,6 +99,23 @@ def hlo_of(way: Choice | Variant) -> StageOutcome:
     return way.record.hlo
 
 
+def is_kept(way: Choice | Variant) -> bool:
+    """True if a way keeps its budget as it was planned: what only pages keep in it was missed."""
+    return hlo_of(way).status.found and not hlo_of(way).paged
+
+
+def may_cost_less_by_itself(way: Choice | Variant) -> bool:
+    """True if a way missed what its plan promised, or promised much more than the program's own kernels are
+    expected to take, some of them run again, and they may take less than what it came to."""
+    planned = way.record.jaxpr
+    if planned is None or planned.kernels_ns is None:
+        return False
+    promised_ns, cost_ns = planned.cost_ns + planned.recompute_ns, cost_ns_of(hlo_of(way))
+    if not is_kept(way) or cost_ns >= TRIES.missed_ratio * promised_ns:
+        return planned.kernels_ns <= TRIES.missed_ratio * cost_ns
+    return TRIES.missed_ratio * planned.kernels_ns <= promised_ns and planned.kernels_ns <= cost_ns
+
+
 def as_counted(variant: Variant, plain: Plain) -> Variant:
     """The plain program with XLA's own count in the place of what was predicted."""
     temp_bytes = plain.memory.total_bytes - hlo_of(variant).fixed_bytes

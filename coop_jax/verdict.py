@@ -17,6 +17,8 @@ SAFE_SIDE_RATIO = 1.15
 
 def leave_to_check(outcome: StageOutcome, backend: Backend) -> bool:
     """True if XLA's own count should decide: the prediction errs on the safe side, and is close."""
+    if 0 < outcome.host_budget_bytes < outcome.host_bytes:
+        return False
     predicted = outcome.fixed_bytes + outcome.before_temp_bytes
     if backend.fast_bytes:
         close = predicted <= outcome.budget_bytes + backend.fast_bytes

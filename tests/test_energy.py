@@ -17,13 +17,16 @@ from strategies import example, small_gpt
 import coop_jax as coop
 from coop_jax.errors import UnsupportedError
 from coop_jax.report import Report
-from examples.models import GPTConfig, gpt
+from examples.models import GPTConfig, gpt, scanned
 from passes.cost import DEVICES, kernel_pj
 from passes.ir import Program
 from passes.jaxpr import compat
 from passes.jaxpr.candidate import JaxprRequest
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.lift import lift
+from passes.jaxpr.scans.emit import rewrite
+from passes.jaxpr.scans.frontier import frontier
+from passes.jaxpr.straight import as_it_is
 from passes.link import PCIE5, Link
 from passes.listing import read_plan
 from passes.objective import Objective
@@ -188,6 +191,28 @@ def test_the_jaxpr_stage_spends_time_to_save_energy_and_no_more_than_it_may() ->
     quick, frugal, late = outcome(0.6, Objective()), outcome(0.6, energy()), outcome(0.6, energy(0.01))
     assert frugal.recompute_pj < 0.9 * quick.recompute_pj
     assert late.recompute_ns == quick.recompute_ns
+
+
+def test_what_scans_keep_is_weighed_by_energy_where_that_is_asked_for() -> None:
+    """Levels of the frontier by energy take less of it, in the same bytes; the stage takes them."""
+    h200 = DEVICES["h200"]
+    made = scanned.problem(GPTConfig(layers=8, width=256, heads=4, seq=128, batch=8, vocab=64))
+    traced = inline_calls(compat.trace(*flat(jax.grad(made.loss), made.specs())))
+    jaxpr = compat.without_dead_code(compat.open_jaxpr(traced)[0])
+    limit_bytes = as_it_is(lift(jaxpr, h200, as_xla=True)).peak_bytes // 4
+
+    def least_pj(least: str) -> int:
+        levels = (as_it_is(lift(rewrite(jaxpr, k), h200, as_xla=True)) for k in frontier(jaxpr, h200, least))
+        return min(level.energy_pj for level in levels if level.peak_bytes <= limit_bytes)
+
+    assert least_pj("energy") < least_pj("time")
+    request = JaxprRequest(
+        budget_bytes=limit_bytes, argument_bytes=0, output_bytes=0, alias_bytes=0, device=h200,
+        objective=energy(),
+    )  # fmt: skip
+    outcome = plan_program(traced, request)[1]
+    assert outcome.status.found
+    assert outcome.energy_pj + outcome.recompute_pj <= least_pj("energy")
 
 
 def test_a_limit_of_time_that_no_plan_keeps_is_said(h200: str) -> None:

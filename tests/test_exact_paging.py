@@ -1,6 +1,6 @@
 """The exact mode and the director with pages against brute force over all plans.
 
-40 programs; as many as `COOP_QUESTIONS` says if it is in the environment.
+40 programs; as many as `COOP_QUESTIONS` says if it is in the environment, from the seed `COOP_FIRST_SEED` on.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ LINK = Link(name="slow", to_host_bytes_per_second=1e9, from_host_bytes_per_secon
 FRUGAL = dataclasses.replace(LINK, picojoules_per_byte=1.0)
 QUICK = 20_000
 QUESTIONS = int(os.environ.get("COOP_QUESTIONS", "40"))
+FIRST_SEED = int(os.environ.get("COOP_FIRST_SEED", "0"))
 
 
 def drawn(seed: int, n_ops: int = 4) -> Program:
@@ -51,7 +52,7 @@ def drawn(seed: int, n_ops: int = 4) -> Program:
 def questions(count: int) -> list[tuple[Program, int, int]]:
     """Programs with budgets of device and host that something must give way to."""
     found: list[tuple[Program, int, int]] = []
-    seed = 0
+    seed = FIRST_SEED
     while len(found) < count:
         program, draw = drawn(seed, 3 + seed % 2), random.Random(seed)
         peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
@@ -63,7 +64,7 @@ def questions(count: int) -> list[tuple[Program, int, int]]:
 
 
 def test_brute_force_agrees_with_the_exact_mode_and_never_with_less_than_the_bound():
-    seen = {"paged": 0, "director": 0}
+    seen = {"found": 0, "paged": 0, "director": 0}
     for program, budget_bytes, host_bytes in questions(QUESTIONS):
         options = {"host_bytes": host_bytes, "link": LINK, "work_limit": QUICK}
         quick = plan(program, budget_bytes, PlannerConfig(**options))
@@ -77,10 +78,11 @@ def test_brute_force_agrees_with_the_exact_mode_and_never_with_less_than_the_bou
             assert made.planner == PROVED or made.status is Status.OPTIMAL
             assert limit_ns == best_ns
             assert quick.lower_bound_ratio * program.cost_ns <= best_ns - program.cost_ns + 1e-6
+            seen["found"] += 1
             seen["paged"] += bool(made.pages)
             seen["director"] += quick.status.found and quick.overhead_ratio <= made.overhead_ratio + 1e-9
     assert seen["paged"] >= QUESTIONS / 4, seen
-    assert seen["director"] >= 0.7 * QUESTIONS, seen
+    assert seen["director"] >= 0.7 * seen["found"], seen
 
 
 def test_a_training_step_with_pages_is_proved():

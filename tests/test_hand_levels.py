@@ -43,7 +43,7 @@ def test_a_policys_level_computes_the_same(name: str) -> None:
 def test_a_policy_is_taken_where_the_frontier_has_nothing_as_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     jaxpr, _ = opened(jax.grad(plain), WS, X)
     ends = frontier(jaxpr, CPU)[:: len(frontier(jaxpr, CPU)) - 1]
-    monkeypatch.setattr(structured, "_on_frontier", lambda j, d: structured._Levels(j, ends, d))
+    monkeypatch.setattr(structured, "_on_frontier", lambda j, d, _: structured._Levels(j, ends, d))
     by_hand = hand_levels(jaxpr, CPU)[DOTS]
     enough = as_it_is(lift(rewrite(jaxpr, by_hand), CPU, as_xla=True)).peak_bytes
     request = JaxprRequest(budget_bytes=enough, argument_bytes=0, output_bytes=0, alias_bytes=0, device=CPU)

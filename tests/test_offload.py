@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import coop_jax as coop
 from coop_jax import aot
+from coop_jax.errors import InfeasibleBudgetError
 from passes.hlo import graph, proto
 from passes.jaxpr import compat
 from passes.jaxpr.constraints import constrain_program
@@ -87,6 +88,14 @@ def test_named_values_wait_on_the_host(v5e: str) -> None:
     view = graph.read(proto.parse(aot.final_module(compiled)))
     starts = [i for i in view.entry.by_id.values() if i.opcode == "copy-start"]
     assert len(starts) >= 2 * len(found.host.paged)
+
+
+@pytest.mark.parametrize("loss", [looped, scanned], ids=["straight-line", "scan"])
+def test_forced_values_that_the_host_has_no_room_for_are_refused(h200: str, loss: Any) -> None:
+    """They were left on the device without a word."""
+    with pytest.raises(InfeasibleBudgetError, match="what a policy or `offload` sends there") as refused:
+        coop.plan(jax.grad(loss), *SPECS, budget="15GiB", host="64KiB", device="h200", offload="h")
+    assert refused.value.host_bytes > (LAYERS - 2) * STACK // LAYERS
 
 
 def test_what_is_computed_from_an_offloaded_value_is_computed_again() -> None:

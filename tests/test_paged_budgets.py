@@ -21,7 +21,7 @@ import coop_jax as coop
 from benchmarks.promise import build
 from coop_jax import aot
 from coop_jax.errors import BudgetError, BudgetExceededError, InfeasibleBudgetError, error_from_text
-from examples.models import GPTConfig, MLPConfig, Problem, gpt, mlp
+from examples.models import ConvConfig, GPTConfig, MLPConfig, Problem, convnet, gpt, mlp
 from passes.backend import TPU
 from passes.cost import DEVICES
 from passes.hlo import proto
@@ -94,16 +94,21 @@ def test_pages_keep_budgets_that_recompute_alone_cannot(
         assert not h.replayed(compiled).problems
 
 
-def test_host_memory_makes_a_budget_cheaper_or_changes_nothing(v5e: str) -> None:
-    example = example_of("large mlp", "grad")
-    data, _ = h.scheduled(example, "tpu")
-    _, plain = held(data, "tpu", 1 << 62)
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_host_memory_makes_a_budget_cheaper_or_changes_nothing(
+    request: pytest.FixtureRequest, platform: str
+) -> None:
+    """Also where pages leave holes, and plans are made for fewer bytes: a v5e at .5 was five times dearer."""
+    request.getfixturevalue(DEVICE[platform])
+    data, _ = h.scheduled(example_of("large mlp", "grad"), platform)
+    _, plain = held(data, platform, 1 << 62)
     total = plain.fixed_bytes + plain.before_temp_bytes
-    for ratio in (0.9, 0.7):
-        without = held(data, "tpu", int(ratio * total))[1]
-        with_host = held(data, "tpu", int(ratio * total), HOST_BYTES)[1]
-        assert with_host.status.found
-        assert with_host.recompute_ns <= without.recompute_ns
+    for ratio in (0.9, 0.7, 0.6, 0.5):
+        without = held(data, platform, int(ratio * total))[1]
+        with_host = held(data, platform, int(ratio * total), HOST_BYTES)[1]
+        assert with_host.status.found or not without.status.found
+        if without.status.found:
+            assert with_host.recompute_ns <= without.recompute_ns
 
 
 def test_a_host_budget_is_kept_or_refused(v5e: str) -> None:
@@ -151,6 +156,16 @@ def test_pages_do_not_cost_more_where_a_program_has_copies_of_its_own(h200: str)
     assert with_host.compiled_cost_ns is not None
     assert without.compiled_cost_ns is not None
     assert with_host.compiled_cost_ns <= without.compiled_cost_ns
+
+
+def test_what_only_pages_keep_is_planned_again(h200: str) -> None:
+    """As long as without host memory, which takes 3.3 % here: the first plan that pages kept took 13.8."""
+    made = convnet.problem(ConvConfig(stages=2, depth=2, channels=16, image=32, batch=16))
+    jitted, specs = build(made, "step", None)
+    step = jitted.__wrapped__
+    found = coop.plan(step, *specs, budget=5_792_102, host="1GiB", device="h200", donate_argnums=0)
+    assert found.compiled_total_bytes <= found.budget_bytes
+    assert found.overhead_ratio < 0.05
 
 
 def test_nothing_is_paged_on_a_cpu_and_the_report_says_so() -> None:

@@ -29,9 +29,11 @@ from passes.hlo.lift import LiftedModule, lift
 from passes.hlo.loops import tightened
 from passes.hlo.reorder import reordered
 from passes.ir import Status
+from passes.liveness import Graph
 from passes.objective import LEAST_TIME, Objective
 from passes.outcome import Recomputed, StageOutcome, paged_by, recomputed_by, tightest_values
 from passes.planners import PlannerConfig
+from passes.planners.paging.pager import Host, Pager
 from passes.recipe import Recipe
 
 OnFragmentation = Literal["recompute", "pin", "error"]
@@ -106,14 +108,13 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
     cost_ns = computation_ns(view, view.entry, request.device)
     energy_pj = computation_pj(view, view.entry, request.device)
     lifted = _reordered(lifted, request.device)
+    if forced and prediction.host_bytes + (own := _forced_bytes(request, lifted)) > request.host_bytes:
+        return module_bytes, _host_refusal(request, view, prediction, begin, own)
     found = _found(request, lifted)
-    if (
-        request.pages
-        and not forced
-        and (found.is_over or (found.written.plan.pages and prediction.host_bytes))
-    ):
-        # Recompute alone packs otherwise. And copies of the program's own, of which plans know nothing, share
-        # the link with pages.
+    shared = found.written.plan.pages and prediction.host_bytes
+    if request.pages and not forced and (found.is_tightened or shared):
+        # Recompute alone packs otherwise, so it may be given more bytes. And copies of the program's own, of
+        # which plans know nothing, share the link with pages.
         found = min(found, _found(replace(request, host_bytes=0), lifted), key=_Found.rank)
     if found.is_over:
         return module_bytes, _refusal(request, found, prediction, begin)
@@ -141,6 +142,11 @@ class _Found:
     def is_over(self) -> bool:
         """True if it breaks a budget."""
         return self.task.is_over(self.written)
+
+    @property
+    def is_tightened(self) -> bool:
+        """True if the plan was made for fewer bytes than the budget leaves, or breaks it."""
+        return self.is_over or self.written.plan.budget_bytes < self.task.budget_bytes - self.task.fixed_bytes
 
     def rank(self) -> tuple[int, ...]:
         """Within the budgets by price, else by bytes; smaller is better."""
@@ -241,12 +247,27 @@ def _task(request: EnforceRequest, lifted: LiftedModule) -> Task:
     )
 
 
+def _forced_bytes(request: EnforceRequest, lifted: LiftedModule) -> int:
+    """What the values that a user forced there take on the host."""
+    config, program_graph = _task(request, lifted).config, Graph.of(lifted.program)
+    assert config.link is not None, "values are forced where there is a link"
+    host = Host(link=config.link, nbytes=config.host_bytes, forced=config.must_page)
+    return Pager(program_graph, range(len(program_graph.cost_ns)), host).forced_bytes()
+
+
 def _host_refusal(
-    request: EnforceRequest, view: graph.Module, prediction: HeapPrediction, begin: float
+    request: EnforceRequest,
+    view: graph.Module,
+    prediction: HeapPrediction,
+    begin: float,
+    forced_bytes: int = 0,
 ) -> StageOutcome:
     """The outcome for a module that has more on the host, by the user's own offloading, than it may."""
     kept = _unchanged(request, view, prediction, begin)
-    return replace(kept, status=Status.INFEASIBLE, host_budget_bytes=request.host_bytes)
+    return replace(
+        kept, status=Status.INFEASIBLE, host_budget_bytes=request.host_bytes,
+        host_bytes=prediction.host_bytes + forced_bytes,
+    )  # fmt: skip
 
 
 def _unchanged(

@@ -76,12 +76,17 @@ def search_structured(
     if request.inside:
         return _next(look_at(_Levels(jaxpr, [()], request.device), WAYS), request).candidate
     sunk = sink_into_scans(view_inside_scans(jaxpr))
-    levels = _on_frontier(sunk, request.device)
-    looks = [*look_at(levels, WAYS), *search_for.alone(_by_hand(sunk, request.device))]
+    # What takes least energy may be too slow, so there are the levels of least time, too.
+    weighed_by = dict.fromkeys(("time", request.objective.of(as_is.program).least))
+    frontiers = [_on_frontier(sunk, request.device, least) for least in weighed_by]
+    looks = [look for levels in frontiers for look in look_at(levels, WAYS)]
+    looks += search_for.alone(_by_hand(sunk, request.device))
     if all(look.over for look in looks):
-        looks += look_at(_in_segments(sunk, request.device), (ALONE, RECOMPUTES))
+        for least in weighed_by:
+            looks += look_at(_in_segments(sunk, request.device, least), (ALONE, RECOMPUTES))
     if request.host_bytes:
-        looks += search_for.sent(levels, _next(looks, request))
+        here = _next(looks, request)
+        looks += [look for levels in frontiers for look in search_for.sent(levels, here)]
     return _next(looks, request).candidate
 
 
@@ -114,14 +119,14 @@ class _Levels:
 
 
 @compat.cached_by_jaxpr
-def _frontier(jaxpr: Jaxpr, device: DeviceModel) -> tuple[Level, ...]:
+def _frontier(jaxpr: Jaxpr, device: DeviceModel, least: str) -> tuple[Level, ...]:
     """The levels of a program's frontier; as it is, if it has none."""
-    return tuple(frontier(jaxpr, device) or [()])
+    return tuple(frontier(jaxpr, device, least) or [()])
 
 
 @compat.cached_by_jaxpr
-def _on_frontier(jaxpr: Jaxpr, device: DeviceModel) -> _Levels:
-    return _Levels(jaxpr, _frontier(jaxpr, device), device)
+def _on_frontier(jaxpr: Jaxpr, device: DeviceModel, least: str) -> _Levels:
+    return _Levels(jaxpr, _frontier(jaxpr, device, least), device)
 
 
 @compat.cached_by_jaxpr
@@ -131,9 +136,10 @@ def _by_hand(jaxpr: Jaxpr, device: DeviceModel) -> _Levels:
 
 
 @compat.cached_by_jaxpr
-def _in_segments(jaxpr: Jaxpr, device: DeviceModel) -> _Levels:
+def _in_segments(jaxpr: Jaxpr, device: DeviceModel, least: str) -> _Levels:
     """The program on the levels below its frontier."""
-    return _Levels(jaxpr, segment_frontier(_frontier(jaxpr, device)[-1], device), device)
+    lowest = _frontier(jaxpr, device, least)[-1]
+    return _Levels(jaxpr, segment_frontier(lowest, device, least), device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,8 @@ made again in the second half from what is stacked, from the carry, and from the
 The cheapest choice is one minimum cut; a rising price gives a chain of choices from fast to small.
 
 Every iteration does the same, so one iteration decides; the number of iterations multiplies bytes and costs
-alike. Pairs inside the bodies are cut first, for the same price.
+alike. Pairs inside the bodies are cut first, for the same price. All is weighed by time or by energy
+(`passes.jaxpr.scans.weight`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from passes.cost import DeviceModel
 from passes.ir import Op
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
@@ -27,11 +27,11 @@ from passes.jaxpr.rewrite import defined
 from passes.jaxpr.scans.choice import Choice, MadeInside
 from passes.jaxpr.scans.loops import Loop
 from passes.jaxpr.scans.pairs import ScanPair
+from passes.jaxpr.scans.weight import Weight
 from passes.outcome import Recomputed
 from passes.planners.closure import Producer, cheapest_to_keep
 from passes.reach import reached
 
-PICO = 1000
 # What the last value's byte costs more than the first one's.
 TILT_RATIO = 0.1
 # Kernels that compute their operands.
@@ -49,7 +49,7 @@ class Iteration:
         kernels: what the report says of those that are kernels.
         demanded: indices of the values that the second body, or the loop's, reads.
         stacked_bytes: for every value what a slice adds to the stacks if it is kept; or its own bytes.
-        traffic_ps: for every value the time of writing and reading one slice.
+        traffic: for every value what writing and reading one slice weighs.
     """
 
     pair: ScanPair | Loop
@@ -59,17 +59,17 @@ class Iteration:
     kernels: dict[int, Recomputed]
     demanded: tuple[int, ...]
     stacked_bytes: tuple[int, ...]
-    traffic_ps: tuple[int, ...]
+    traffic: tuple[int, ...]
 
 
-def iteration_of(pair: ScanPair, device: DeviceModel) -> Iteration:
+def iteration_of(pair: ScanPair, weight: Weight) -> Iteration:
     """The cut problem of one pair; costs are those of the kernels that both bodies make together."""
     producer, consumer = pair.producer.jaxpr, pair.consumer.jaxpr
     values = defined(producer)
     index = {v: k for k, v in enumerate(values)}
     read = [v for eqn in consumer.eqns for v in eqn.invars] + list(consumer.outvars)
-    nbytes, traffic = _prices(pair, values, device)
-    ops, kernels = _ops(producer, joined_body(pair), index, device)
+    nbytes, traffic = _prices(pair, values, weight)
+    ops, kernels = _ops(producer, joined_body(pair), index, weight)
     kernels = {k: _in_iterations(r, pair.length, "a scan") for k, r in kernels.items()}
     return Iteration(
         pair=pair,
@@ -79,15 +79,15 @@ def iteration_of(pair: ScanPair, device: DeviceModel) -> Iteration:
         kernels=kernels,
         demanded=tuple(sorted({index[v] for v in read if compat.is_variable(v) and v in index})),
         stacked_bytes=tuple(nbytes),
-        traffic_ps=tuple(traffic),
+        traffic=tuple(traffic),
     )
 
 
-def iteration_of_loop(loop: Loop, device: DeviceModel) -> Iteration:
+def iteration_of_loop(loop: Loop, weight: Weight) -> Iteration:
     """The cut problem of one loop: what is not kept is made again in each of its iterations."""
     values = defined(loop.made)
     index = {v: k for k, v in enumerate(values)}
-    ops, kernels = _ops(loop.made, loop.made, index, device)
+    ops, kernels = _ops(loop.made, loop.made, index, weight)
     times, there = iterations_of(loop.eqn), {*loop.made.invars}
     name = "a scan" if loop.eqn.primitive.name == "scan" else "a loop (estimated)"
     return Iteration(
@@ -98,19 +98,19 @@ def iteration_of_loop(loop: Loop, device: DeviceModel) -> Iteration:
         kernels={k: _in_iterations(r, times, name) for k, r in kernels.items()},
         demanded=tuple(sorted({index[v] for v in compat.variables(loop.made.outvars)})),
         stacked_bytes=tuple(0 if v in there else compat.aval_nbytes(v.aval) for v in values),
-        traffic_ps=(0,) * len(values),
+        traffic=(0,) * len(values),
     )
 
 
-def choose(iteration: Iteration, ns_per_byte: float) -> Choice | MadeInside:
+def choose(iteration: Iteration, of_byte: float) -> Choice | MadeInside:
     """The cheapest choice for one price of a byte, which is a little more for later values.
 
     So values that are worth the same, as in equal layers of one body, are given up one after the other.
     """
     n_values = len(iteration.values)
-    sizes = zip(iteration.stacked_bytes, iteration.traffic_ps, strict=True)
+    sizes = zip(iteration.stacked_bytes, iteration.traffic, strict=True)
     prices = [
-        round(PICO * ns_per_byte * (1 + TILT_RATIO * k / n_values) * nbytes) + traffic
+        round(of_byte * (1 + TILT_RATIO * k / n_values) * nbytes) + traffic
         for k, (nbytes, traffic) in enumerate(sizes)
     ]
     return _choice(iteration, prices)
@@ -164,7 +164,7 @@ def _all_recomputed(iteration: Iteration, kept: tuple[int, ...]) -> tuple[Recomp
     return tuple(iteration.kernels[k] for k in sorted(recomputed & iteration.kernels.keys()))
 
 
-def _prices(pair: ScanPair, values: list[Var], device: DeviceModel) -> tuple[list[int], list[int]]:
+def _prices(pair: ScanPair, values: list[Var], weight: Weight) -> tuple[list[int], list[int]]:
     """Bytes and traffic of stacking one slice of every value; nothing for what is at hand anyway."""
     producer = pair.producer
     own = dict.fromkeys(producer.jaxpr.invars[: producer.n_consts], (False, 0))
@@ -179,27 +179,27 @@ def _prices(pair: ScanPair, values: list[Var], device: DeviceModel) -> tuple[lis
         size = compat.aval_nbytes(v.aval)
         priced, passes = own.get(v, (True, 2 * SLICE_PASSES))
         nbytes.append(size if priced else 0)
-        moving_ps = round(PICO * 1e9 * passes * size / device.bytes_per_second)
         # A slice is written to its stack by a kernel of its own.
-        traffic.append(moving_ps + PICO * device.launch_ns * (passes > SLICE_PASSES))
+        launch = weight.of_launch * (passes > SLICE_PASSES)
+        traffic.append(round(weight.of_byte * passes * size) + launch)
     return nbytes, traffic
 
 
 def _ops(
-    made: Jaxpr, joined: Jaxpr, index: dict[Var, int], device: DeviceModel
+    made: Jaxpr, joined: Jaxpr, index: dict[Var, int], weight: Weight
 ) -> tuple[list[Producer], dict[int, Recomputed]]:
     """The equations of `made`, the first body, with what it costs to run them in the second half, too.
 
     What is computed elementwise for kernels that compute their operands joins one that is there.
     """
-    lifted = lift(compat.without_dead_code(joined), device, as_xla=False)
+    lifted = lift(compat.without_dead_code(joined), weight.device, as_xla=False)
     kernel_of: dict[Var, Op] = {}
     for op, body in zip(lifted.program.ops, lifted.bodies, strict=True):
         kernel_of.update(dict.fromkeys(lifted.jaxpr.eqns[body[-1]].outvars, op))
     whole = {
         v
         for eqn in joined.eqns
-        if kernel_kind(eqn, device.platform) not in _FUSING
+        if kernel_kind(eqn, weight.device.platform) not in _FUSING
         for v in compat.variables(eqn.invars)
     }
     ops: list[Producer] = []
@@ -209,10 +209,10 @@ def _ops(
         if not outputs:
             continue
         kernel = next((kernel_of[v] for v in eqn.outvars if v in kernel_of), None)
-        cost = _fused_ps(eqn, device)
+        cost = _fused(eqn, weight)
         if kernel is not None:
-            joins = kernel_kind(eqn, device.platform) is Kind.FUSIBLE and not whole & {*eqn.outvars}
-            cost = max(cost, PICO * (kernel.cost_ns - device.launch_ns * joins))
+            joins = kernel_kind(eqn, weight.device.platform) is Kind.FUSIBLE and not whole & {*eqn.outvars}
+            cost = max(cost, weight.of_op(kernel) - weight.of_launch * joins)
             kernels[len(ops)] = _recomputed(eqn, kernel)
         once = has_effect(eqn) or (kernel is not None and not kernel.recomputable)
         inputs = tuple(index[v] for v in eqn.invars if compat.is_variable(v))
@@ -234,8 +234,7 @@ def _in_iterations(r: Recomputed, iterations: int, of: str) -> Recomputed:
     )
 
 
-def _fused_ps(eqn: JaxprEqn, device: DeviceModel) -> int:
-    """Time of an equation that is computed inside another kernel; never nothing, so that it is avoided."""
+def _fused(eqn: JaxprEqn, weight: Weight) -> int:
+    """What an equation weighs that is computed inside another kernel."""
     size = max((int(getattr(v.aval, "size", 0)) for v in eqn.outvars), default=0)
-    flops = size * flops_per_element(eqn)
-    return 1 + round(PICO * 1e9 * flops / device.vector_flops)
+    return weight.of_flops(size * flops_per_element(eqn))

@@ -35,6 +35,7 @@ from passes.jaxpr.scans.emit import rewrite, with_inner
 from passes.jaxpr.scans.loops import find_loops
 from passes.jaxpr.scans.pairs import Enclosure, ScanPair, find_enclosures, find_pairs
 from passes.jaxpr.scans.segments import Segments, segment_counts, segment_program
+from passes.jaxpr.scans.weight import Weight
 
 Choose = Callable[[Iteration], Choice | MadeInside]
 Place = Callable[[Choose], Site]
@@ -49,7 +50,7 @@ class FrontierConfig:
     """At how many prices choices are made; set by `benchmarks.scan`.
 
     Attributes:
-        first_price: of a byte, in units of the time that the device takes to move one.
+        first_price: of a byte, in units of the time, or energy, that the device takes to move one.
         growth: how many times as high the next price is.
         prices: how many there are.
         refinements: how often prices are halved between two levels that are far from each other.
@@ -68,21 +69,25 @@ class FrontierConfig:
 CONFIG = FrontierConfig()
 
 
-def frontier(jaxpr: Jaxpr, device: DeviceModel) -> list[Level]:
+def frontier(jaxpr: Jaxpr, device: DeviceModel, least: str = "time") -> list[Level]:
     """Choices for all pairs of an open jaxpr at rising prices of a byte, from fast to small.
 
-    The first one stacks what is faster to read than to make; the last one as little as possible.
+    The first one stacks what is faster to read than to make, or takes less energy; the last one as little as
+    possible.
+
+    Args:
+        least: one of `passes.objective.OBJECTIVES`.
     """
-    sites = _sites(jaxpr, device)
+    weight = Weight(device=device, least=least)
+    sites = _sites(jaxpr, weight)
     if not sites:
         return []
 
     def level(price: float) -> Level:
-        ns_per_byte = price * 1e9 / device.bytes_per_second
+        of_byte = price * weight.of_byte
         tilts = (1 + TILT_RATIO * k / len(sites) for k in range(len(sites)))
         return tuple(
-            site(partial(choose, ns_per_byte=ns_per_byte * tilt))
-            for site, tilt in zip(sites, tilts, strict=True)
+            site(partial(choose, of_byte=of_byte * tilt)) for site, tilt in zip(sites, tilts, strict=True)
         )
 
     prices = [0.0, *(CONFIG.first_price * CONFIG.growth**k for k in range(CONFIG.prices))]
@@ -96,7 +101,7 @@ def frontier(jaxpr: Jaxpr, device: DeviceModel) -> list[Level]:
 
 def hand_levels(jaxpr: Jaxpr, device: DeviceModel) -> list[Level]:
     """What ready policies of `jax.checkpoint` around every iteration keep; none without pairs of scans."""
-    sites = _sites(jaxpr, device)
+    sites = _sites(jaxpr, Weight(device=device))
     levels = (tuple(site(partial(choose_by_policy, policy=p)) for site in sites) for p in POLICIES)
     return [level for level in levels if level]
 
@@ -125,7 +130,7 @@ def _signatures(level: Level) -> list[Any]:
     return [c.signature for c in level]
 
 
-def segment_frontier(level: Level, device: DeviceModel) -> list[Level]:
+def segment_frontier(level: Level, device: DeviceModel, least: str = "time") -> list[Level]:
     """Levels below `level`, the lowest of the frontier: one pair after the other runs in segments.
 
     The pair with the largest stacks comes first. One pair in segments says nothing of the others: each
@@ -134,29 +139,29 @@ def segment_frontier(level: Level, device: DeviceModel) -> list[Level]:
     levels: list[Level] = []
     left = sorted(range(len(level)), key=lambda k: (-level[k].stacked_bytes, k))
     for k in left:
-        lower = [(*level[:k], site, *level[k + 1 :]) for site in _segmented(level[k], device)]
+        lower = [(*level[:k], site, *level[k + 1 :]) for site in _segmented(level[k], device, least)]
         levels += lower
         level = lower[-1] if lower else level
     return levels
 
 
-def _segmented(choice: Site, device: DeviceModel) -> list[Site]:
+def _segmented(choice: Site, device: DeviceModel, least: str) -> list[Site]:
     """One site in segments, with fewer and fewer bytes; none if it cannot be, or if that saves nothing."""
     segmented: list[Site] = []
     if isinstance(choice, Inside):
         bodies = choice.bodies
         for b in sorted(range(len(bodies)), key=lambda b: (-_bytes(bodies[b]), b)):
-            for lower in segment_frontier(bodies[b], device):
+            for lower in segment_frontier(bodies[b], device, least):
                 bodies = (*bodies[:b], lower, *bodies[b + 1 :])
                 segmented.append(dataclasses.replace(choice, bodies=bodies))
     elif isinstance(choice, Choice):
         for count in segment_counts(choice.pair.length):
-            segmented += _in_segments(choice.pair, count, device)
+            segmented += _in_segments(choice.pair, count, device, least)
     segmented = [site for site in segmented if site.stacked_bytes < choice.stacked_bytes]
     return sorted(segmented, key=lambda site: -site.stacked_bytes)
 
 
-def _in_segments(pair: ScanPair, count: int, device: DeviceModel) -> list[Choice]:
+def _in_segments(pair: ScanPair, count: int, device: DeviceModel, least: str) -> list[Choice]:
     """The pair in `count` segments, with a few choices of what is stacked within one.
 
     None for a pair with anything inside that must not be recomputed, as the first pass would.
@@ -164,11 +169,11 @@ def _in_segments(pair: ScanPair, count: int, device: DeviceModel) -> list[Choice
     if any(eqn_kind(half.eqn) is Kind.OPAQUE for half in (pair.producer, pair.consumer)):
         return []
     program = segment_program(pair, count)
-    levels = frontier(program, device)
+    levels = frontier(program, device, least)
     n_consts, n_carry = pair.producer.n_consts, pair.producer.n_carry
     carry = pair.producer.jaxpr.invars[n_consts : n_consts + n_carry]
     start_bytes = sum(compat.aval_nbytes(v.aval) for v in carry)
-    kernels = kernels_of(iteration_of(pair, device))
+    kernels = kernels_of(iteration_of(pair, Weight(device=device)))
     iterations = pair.length // count
     return [
         Choice(
@@ -183,24 +188,24 @@ def _in_segments(pair: ScanPair, count: int, device: DeviceModel) -> list[Choice
     ]
 
 
-def _sites(jaxpr: Jaxpr, device: DeviceModel) -> list[Place]:
+def _sites(jaxpr: Jaxpr, weight: Weight) -> list[Place]:
     """The places of an open jaxpr where something is chosen: (how, of one iteration) -> what is chosen."""
     pairs = find_pairs(jaxpr)
-    sites = [_pair_site(pair, device) for pair in pairs]
+    sites = [_pair_site(pair, weight) for pair in pairs]
     for loop in find_loops(jaxpr, {place for pair in pairs for place in (pair.first, pair.second)}):
-        sites.append(_site_of(iteration_of_loop(loop, device)))
+        sites.append(_site_of(iteration_of_loop(loop, weight)))
     for enclosure in find_enclosures(jaxpr, pairs):
-        inner = [_sites(body, device) for body in enclosure.bodies]
+        inner = [_sites(body, weight) for body in enclosure.bodies]
         if any(inner):
             sites.append(partial(_choose_inside, enclosure, inner))
     return sites
 
 
-def _pair_site(pair: ScanPair, device: DeviceModel) -> Place:
-    inner = _sites(joined_body(pair), device)
+def _pair_site(pair: ScanPair, weight: Weight) -> Place:
+    inner = _sites(joined_body(pair), weight)
     if inner:
-        return partial(_choose_nested, pair, inner, device)
-    return _site_of(iteration_of(pair, device))
+        return partial(_choose_nested, pair, inner, weight)
+    return _site_of(iteration_of(pair, weight))
 
 
 def _site_of(iteration: Iteration) -> Place:
@@ -212,10 +217,10 @@ def _choose_inside(enclosure: Enclosure, sites: Sequence[Sequence[Place]], choos
     return Inside(enclosure=enclosure, bodies=bodies)
 
 
-def _choose_nested(pair: ScanPair, sites: Sequence[Place], device: DeviceModel, choose_one: Choose) -> Choice:
+def _choose_nested(pair: ScanPair, sites: Sequence[Place], weight: Weight, choose_one: Choose) -> Choice:
     """The choice for one pair after what is inside its bodies has been rewritten in the same way."""
     inner = tuple(site(choose_one) for site in sites)
     pair = with_inner(pair, joined_body(pair), inner)
-    choice = choose_one(iteration_of(pair, device))
+    choice = choose_one(iteration_of(pair, weight))
     assert isinstance(choice, Choice), "a pair is no loop"
     return dataclasses.replace(choice, inner=inner)

@@ -134,6 +134,13 @@ class Pager:
                 best[int(gaps.buffer[row])] = row
         return sorted(best.values())
 
+    def forced_bytes(self) -> int:
+        """The most that the buffers that must be paged take on the host at once."""
+        room = _HostSlack(self.gaps, int(self.gaps.nbytes.sum()), len(self.schedule.steps))
+        for row in self.forced():
+            room.take(row)
+        return room.most_bytes
+
     def _chosen(self, budget_bytes: int, preferred: Collection[int]) -> IntArray | None:
         """Rows of gaps whose paging brings the profile within the budget, the host's too."""
         gaps = self.gaps
@@ -184,6 +191,11 @@ class _HostSlack:
         self._gaps, self._limit_bytes = gaps, limit_bytes
         self._used: IntArray = np.zeros(n_steps + 2, dtype=np.int64)
         self._until: dict[tuple[int, int], int] = {}
+
+    @property
+    def most_bytes(self) -> int:
+        """The most that is there at once."""
+        return int(self._used.max())
 
     def take(self, row: int) -> bool:
         """Page a gap if the host has room for it."""
