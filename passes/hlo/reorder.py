@@ -118,15 +118,19 @@ class Reorder:
 
     def _hoist(self, op: OpId, freed: BufferId) -> None:
         target = self._ready(freed, op)
+        if self.place[op] == target + 1:
+            return
         next_to_nothing = NEXT_TO_NOTHING * self._nbytes(freed)
         group = self._with_late_producers({op}, target)
         while group is not None and self._bytes_of(left := self._left_by(group)) > next_to_nothing:
-            readers = {r for b in left for r in self.readers.get(b, ()) if r not in group}
-            may_follow = len(readers) == 1 and self.kept.isdisjoint(left)
+            readers = {r for b in left for r in self.readers.get(b, ())}.difference(group)
+            may_follow = (
+                len(readers) == 1 and self.kept.isdisjoint(left) and all(self.movable[r] for r in readers)
+            )
             group = self._with_late_producers({*group, *readers}, target) if may_follow else None
         if group is None:
             return
-        overwritten = (r for g in group for r in self.overwritten_by.get(g, ()) if r not in group)
+        overwritten = {r for g in group for r in self.overwritten_by.get(g, ())}.difference(group)
         target = max([target, *(self.place[r] for r in overwritten)])
         first = [g for g in group if self.place[g] <= self.place[op]]
         if self.place[group[0]] <= target or self.place[op] <= target + len(first):
@@ -142,8 +146,9 @@ class Reorder:
 
     def _left_by(self, group: Collection[OpId]) -> list[BufferId]:
         """What ops make that others read, or that is kept."""
+        together = set(group)
         made = [b for op in group for b in self.program.ops[op].outputs]
-        return [b for b in made if b in self.kept or any(r not in group for r in self.readers.get(b, ()))]
+        return [b for b in made if b in self.kept or not together.issuperset(self.readers.get(b, ()))]
 
     def _taken_by(self, group: Sequence[OpId]) -> int:
         """The most that ops, one after the other, take at any time."""

@@ -28,7 +28,11 @@ def fit_bodies(jaxpr: Jaxpr, device: DeviceModel, target_bytes: int, plan_body: 
     """An open jaxpr whose bodies take no more than the target leaves them, as far as they can be planned.
 
     Args:
-        plan_body: (open jaxpr, bytes for its temporaries) -> an open jaxpr that computes the same.
+        plan_body: (open jaxpr, bytes for its temporaries) -> an open jaxpr that computes the same; itself
+            where nothing is won.
+
+    Returns:
+        The same object if no body is changed.
     """
     lifted = lift(recompute_in_second_cond(jaxpr), device, as_xla=True)
     live = simulate(lifted.program, tuple(op.id for op in lifted.program.ops)).live_bytes
@@ -37,12 +41,12 @@ def fit_bodies(jaxpr: Jaxpr, device: DeviceModel, target_bytes: int, plan_body: 
         root = body[-1]
         if lifted.jaxpr.eqns[root].primitive.name in CONTROL_FLOW and nbytes > target_bytes:
             allowed[root] = op.workspace_bytes - (int(nbytes) - target_bytes)
-    if not allowed:
-        return lifted.jaxpr
     eqns = [
         _with_bodies(eqn, device, allowed[i], plan_body) if i in allowed else eqn
         for i, eqn in enumerate(lifted.jaxpr.eqns)
     ]
+    if all(new is old for new, old in zip(eqns, lifted.jaxpr.eqns, strict=True)):
+        return lifted.jaxpr
     return compat.rebuild(lifted.jaxpr, eqns=eqns, outvars=lifted.jaxpr.outvars)
 
 
@@ -52,7 +56,8 @@ def _with_bodies(eqn: JaxprEqn, device: DeviceModel, allowed_bytes: int, plan_bo
         results = sum(compat.aval_nbytes(v.aval) for v in flat.outvars)
         if inner_work(flat, device).peak_bytes <= allowed_bytes:
             return body
-        return compat.close_jaxpr(plan_body(flat, max(allowed_bytes - results, 1)), [])
+        planned = plan_body(flat, max(allowed_bytes - results, 1))
+        return body if planned is flat else compat.close_jaxpr(planned, [])
 
     return with_bodies(eqn, [fitted(body) for body in bodies_of(eqn)])
 

@@ -98,7 +98,10 @@ CALLS = {
 }  # fmt: skip
 """Primitives that only group equations, with the parameter that holds them."""
 
-CONTROL_FLOW = frozenset({"scan", "cond", "while"})
+LOOPS = frozenset({"scan", "while"})
+"""Primitives that run a jaxpr again and again."""
+
+CONTROL_FLOW = LOOPS | {"cond"}
 """Primitives that carry jaxprs and are planned as one kernel each."""
 
 

@@ -92,7 +92,9 @@ def bodies_of(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...]:
 
 
 def with_bodies(eqn: JaxprEqn, bodies: Sequence[ClosedJaxpr]) -> JaxprEqn:
-    """`eqn` with other bodies; see `bodies_of`."""
+    """`eqn` with other bodies; see `bodies_of`. The same object if they are its own."""
+    if all(new is old for new, old in zip(bodies, bodies_of(eqn), strict=True)):
+        return eqn
     name = eqn.primitive.name
     new = {"branches": tuple(bodies)} if name == "cond" else {_BODY[name]: bodies[0]}
     changed: JaxprEqn = eqn.replace(params={**eqn.params, **new})

@@ -23,6 +23,7 @@ from passes.jaxpr.emit import emit_split
 from passes.jaxpr.halves import Joined, Split, closed_halves, join
 from passes.jaxpr.lift import lift as lift_jaxpr
 from passes.jaxpr.lifted import LiftedJaxpr
+from passes.jaxpr.primitives import LOOPS
 from passes.jaxpr.scans.choice import all_recomputed
 from passes.jaxpr.shards import Inside, enter
 from passes.jaxpr.simplify import scatter_in_place, without_literal_barriers
@@ -224,8 +225,8 @@ def _planned_body(body: Jaxpr, nbytes: int, device: DeviceModel, planner: str, o
         objective=objective,
         inside=True,
     )
-    changed: Jaxpr = plan(lift(body, inner), inner).candidate.emitted
-    return changed
+    made = plan(lift(body, inner), inner).candidate
+    return made.emitted if made.changed else body
 
 
 def _lower_bound_ratio(candidate: Candidate, cost_ns: int, recompute_ns: int) -> float:
@@ -241,9 +242,16 @@ def _lower_bound_ratio(candidate: Candidate, cost_ns: int, recompute_ns: int) ->
 
 
 def _kernels_ns(as_is: LiftedJaxpr, before_bytes: int, request: JaxprRequest) -> int | None:
-    """What the enforcing stage could make of the program as it is, at the least; None if nothing."""
+    """What the enforcing stage could make of the program as it is, at the least; None if nothing.
+
+    It runs no loop again: XLA writes a loop's results over what the loop starts from.
+    """
     limit_bytes = int(request.temp_budget_bytes * _scale(before_bytes, request))
-    bound_ratio = cut_bound(as_is.program, limit_bytes, n_cuts=2)
+    ops = tuple(
+        replace(op, recomputable=op.recomputable and as_is.jaxpr.eqns[body[-1]].primitive.name not in LOOPS)
+        for op, body in zip(as_is.program.ops, as_is.bodies, strict=True)
+    )
+    bound_ratio = cut_bound(replace(as_is.program, ops=ops), limit_bytes, n_cuts=2)
     return None if math.isinf(bound_ratio) else round(as_is.program.cost_ns * (1 + bound_ratio))
 
 

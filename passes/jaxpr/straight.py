@@ -56,7 +56,8 @@ def search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate
     """Evaluate candidates of growing depth until one fits `scale` times what the budget leaves.
 
     The depths are steps of a fixed frontier below the peak without recomputes, whatever the budget is, so
-    that a larger budget takes the same level or a higher one.
+    that a larger budget takes the same level or a higher one. Where nothing can be run again, or held back,
+    that is the program as it is.
     """
     rounded = request.calibration.rounded
     lifted = lift(as_is.jaxpr, request.device, as_xla=False, rounded=rounded)
@@ -81,7 +82,7 @@ def search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate
         beyond_bytes = candidate.peak_bytes - made.peak_bytes
         level = max(level + 1, _levels_down(max(target_bytes - beyond_bytes, 1) / max(peak_bytes, 1)))
     assert best is not None, "at least one candidate is evaluated"
-    return best
+    return as_it_is(as_is) if len(best.emitted.eqns) == len(lifted.jaxpr.eqns) else best
 
 
 def _levels_down(ratio: float) -> int:

@@ -297,7 +297,7 @@ class _Search:
             planned = fit_bodies(
                 program, device, aim_bytes, lambda body, nbytes: self.plan_body(body, nbytes, self.request)
             )
-            lifted = lift(planned, device, as_xla=True)
+            lifted = as_is if planned is program else lift(planned, device, as_xla=True)
             excess_bytes = as_it_is(lifted).peak_bytes - target_bytes
             if excess_bytes <= 0:
                 break

@@ -70,6 +70,16 @@ class Backwards:
         self.capacity_bytes = budget_bytes - graph.argument_bytes
         self.reads = [mask_of(i) for i in graph.inputs]
         self.writes = [mask_of(o) for o in graph.outputs]
+        # Walks ask for the bytes of the same few buffers all the time: of those that have any, with their bits.
+        self.read_bytes = [self._with_bytes(i) for i in graph.inputs]
+        self.written_bytes = [self._with_bytes(o) for o in graph.outputs]
+        self.saved_bytes = [
+            [(1 << i, min(graph.nbytes[o], graph.nbytes[i])) for o, i in shares] for shares in graph.shares
+        ]
+
+    def _with_bytes(self, buffers: Iterable[int]) -> list[tuple[int, int]]:
+        nbytes = self.graph.nbytes
+        return [(1 << b, nbytes[b]) for b in dict.fromkeys(buffers) if nbytes[b]]
 
     def run(self, target: int, max_states: int) -> tuple[int, bool]:
         """How many states were visited, and whether a way back was found, or may exist."""
@@ -81,7 +91,7 @@ class Backwards:
             held_bytes, held = heapq.heappop(queue)
             if not held:
                 return visited, True
-            for before_bytes, before, _ in self.before(held, held_bytes):
+            for before_bytes, before in self.before(held, held_bytes):
                 if before not in seen:
                     seen.add(before)
                     heapq.heappush(queue, (before_bytes, before))
@@ -96,8 +106,8 @@ class Backwards:
             mask ^= low
         return total
 
-    def before(self, held: int, held_bytes: int) -> list[tuple[int, int, int]]:
-        """What was alive before the last run that made some of `held`: its bytes, it, and the op that ran."""
+    def before(self, held: int, held_bytes: int) -> list[tuple[int, int]]:
+        """What was alive before the last run that made some of `held`, and its bytes."""
         graph = self.graph
         befores = []
         rest = held
@@ -105,15 +115,20 @@ class Backwards:
             op = graph.producer[(rest & -rest).bit_length() - 1]
             made = held & self.writes[op]
             rest &= ~made
-            added_bytes = self.nbytes(self.reads[op] & ~held)
-            during_bytes = held_bytes + added_bytes + graph.workspace_bytes[op]
-            during_bytes += self.nbytes(self.writes[op] & ~held) - self._saved_bytes(op, held)
+            before_bytes, during_bytes = held_bytes, held_bytes + graph.workspace_bytes[op]
+            for bit, nbytes in self.read_bytes[op]:
+                if not held & bit:
+                    before_bytes += nbytes
+                    during_bytes += nbytes
+            for bit, nbytes in self.written_bytes[op]:
+                if held & bit:
+                    before_bytes -= nbytes
+                else:
+                    during_bytes += nbytes
+            # At most so many are saved by taking places of inputs that are not alive afterwards.
+            for bit, nbytes in self.saved_bytes[op]:
+                if not held & bit:
+                    during_bytes -= nbytes
             if during_bytes <= self.capacity_bytes:
-                before_bytes = held_bytes - self.nbytes(made) + added_bytes
-                befores.append((before_bytes, held & ~made | self.reads[op], op))
+                befores.append((before_bytes, held & ~made | self.reads[op]))
         return befores
-
-    def _saved_bytes(self, op: int, held: int) -> int:
-        """At most this many bytes are saved by taking places of inputs that are not alive afterwards."""
-        nbytes = self.graph.nbytes
-        return sum([min(nbytes[o], nbytes[i]) for o, i in self.graph.shares[op] if not held >> i & 1])

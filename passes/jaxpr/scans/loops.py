@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of
 from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
+from passes.jaxpr.primitives import LOOPS
 from passes.jaxpr.purity import has_effect
 from passes.jaxpr.rewrite import bodies_of, body_consts, carried_inputs, leading_to
 
@@ -55,7 +56,7 @@ def find_loops(jaxpr: Jaxpr, elsewhere: Collection[int]) -> list[Loop]:
     last.update(dict.fromkeys(compat.variables(jaxpr.outvars), len(jaxpr.eqns)))
     loops = []
     for i, eqn in enumerate(jaxpr.eqns):
-        if i in elsewhere or eqn.primitive.name not in ("scan", "while"):
+        if i in elsewhere or eqn.primitive.name not in LOOPS:
             continue
         first, end = body_consts(eqn)
         others = {*compat.variables((*eqn.invars[:first], *eqn.invars[end:]))}
