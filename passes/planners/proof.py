@@ -70,7 +70,7 @@ class Backwards:
         self.capacity_bytes = budget_bytes - graph.argument_bytes
         self.reads = [mask_of(i) for i in graph.inputs]
         self.writes = [mask_of(o) for o in graph.outputs]
-        # Walks ask for the bytes of the same few buffers all the time: of those that have any, with their bits.
+        # Walks ask for the bytes of the same few buffers all the time; each comes with its bit.
         self.read_bytes = [self._with_bytes(i) for i in graph.inputs]
         self.written_bytes = [self._with_bytes(o) for o in graph.outputs]
         self.saved_bytes = [
