@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coop_jax import alternatives, callback, known, relowering
+from coop_jax import alternatives, callback, known, relowering, tries
 from coop_jax.alternatives import OtherWays
 from coop_jax.known import Known
 from coop_jax.record import Record, with_hlo
@@ -239,6 +239,13 @@ def test_where_a_plan_promised_to_cost_much_more_than_the_programs_own_kernels_t
     choice = ways().choose(missed(kernels_ns=1250, cost_ns=1600), dear(1300), MODULE)
     assert KERNELS in asked
     assert (choice.module is not None) == taken
+
+
+@pytest.mark.parametrize(("repair_ns", "expected"), [(400, True), (50, False)])
+def test_a_repair_counts_as_a_share_of_the_module_that_is_repaired(repair_ns: int, expected: bool) -> None:
+    repaired = dataclasses.replace(OUTCOME, cost_ns=1000, recompute_ns=repair_ns)
+    choice = Choice(record=with_hlo(missed(kernels_ns=1600, cost_ns=1500), repaired))
+    assert tries.may_cost_less_by_itself(choice) == expected
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ from jax.sharding import PartitionSpec
 
 from coop_jax import aot
 from coop_jax.remat import remat
+from passes.cost import DEVICES
 from passes.jaxpr import compat
+from passes.jaxpr.bodies import fit_bodies
 from passes.jaxpr.conds import recompute_in_second_cond
 from passes.jaxpr.constraints import constrain_program
 from passes.jaxpr.inline import inline_calls
@@ -161,6 +163,21 @@ def test_pairs_of_conds_are_written_anew() -> None:
     assert before[0] > 6
     assert conds(new) == [1, before[1]]
     assert recompute_in_second_cond(new) is new
+
+
+def test_bodies_that_nothing_is_won_in_stay() -> None:
+    def rolled(w: Any, x: Any) -> Any:
+        return lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length=3)[0]
+
+    jaxpr = opened(rolled)
+    asked: list[int] = []
+
+    def in_vain(body: compat.Jaxpr, nbytes: int) -> compat.Jaxpr:
+        asked.append(nbytes)
+        return body
+
+    assert fit_bodies(jaxpr, DEVICES["cpu"], 1, in_vain) is jaxpr
+    assert len(asked) == 1
 
 
 def test_conds_that_hold_what_is_kept_stay() -> None:

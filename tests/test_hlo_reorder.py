@@ -89,6 +89,11 @@ def test_a_gradient_in_parts_comes_early_with_its_update_if_its_parts_find_room(
     assert _order(program) == order
 
 
+def test_a_gradient_in_parts_stays_if_what_adds_them_up_must() -> None:
+    program = _program(*IN_PARTS, nbytes=[100, 50, 300, 250, 0, 0], outputs=(2, 4))
+    assert _order(program, [True, True, True, True, False]) == [0, 1, 2, 3, 4]
+
+
 def test_a_gradient_that_others_read_stays() -> None:
     ops = [*IN_PARTS, {"inputs": (3,), "outputs": (6,)}]
     program = _program(*ops, nbytes=[100, 50, 300, 250, 0, 0, 1], outputs=(2, 4, 6))
