@@ -55,7 +55,9 @@ SLICE_PASSES = 2
 _WHOLE = (Kind.KERNEL, Kind.FOREIGN, Kind.OPAQUE)
 
 
-def lift(jaxpr: Jaxpr, device: DeviceModel, *, as_xla: bool, rounded: bool = False) -> LiftedJaxpr:
+def lift(
+    jaxpr: Jaxpr, device: DeviceModel, *, as_xla: bool, rounded: bool = False, stacked: Sequence[Var] = ()
+) -> LiftedJaxpr:
     """Lift an open jaxpr (calls inlined, dead code removed) for one kind of device.
 
     Args:
@@ -63,16 +65,19 @@ def lift(jaxpr: Jaxpr, device: DeviceModel, *, as_xla: bool, rounded: bool = Fal
             tanh) that several kernels read, on a CPU any elementwise value that several kernels read, and
             it keeps all terms of a long sum until the end. False for what it can be made to do.
         rounded: True to count what products round in the bytes of that (`passes.jaxpr.stored`).
+        stacked: results of a loop's body that go into stacks.
 
     Complexity: linear in equations times the size of a kernel.
     """
-    return _Lift(without_literal_barriers(jaxpr), device, as_xla, rounded).run()
+    return _Lift(without_literal_barriers(jaxpr), device, as_xla, rounded, stacked).run()
 
 
 class _Lift:
     """The state of one lift: storage decided on a forward walk, then ops built from the roots."""
 
-    def __init__(self, jaxpr: Jaxpr, device: DeviceModel, as_xla: bool, rounded: bool) -> None:
+    def __init__(
+        self, jaxpr: Jaxpr, device: DeviceModel, as_xla: bool, rounded: bool, stacked: Sequence[Var]
+    ) -> None:
         self.jaxpr = jaxpr
         self.device = device
         self.as_xla = as_xla
@@ -90,7 +95,7 @@ class _Lift:
         self.graph = DataflowGraph(
             eqns=jaxpr.eqns, kinds=self.kinds, producer=self.producer, readers=self.readers
         )
-        self.together = Together(self.kinds)
+        self.together = Together(self.kinds, stacked)
 
     def run(self) -> LiftedJaxpr:
         self._index()
@@ -398,8 +403,7 @@ class _Lift:
     def _inner_cost(self, eqn: JaxprEqn) -> tuple[int, int]:
         """Time and energy of control flow: of its dearest body, as often as it is known to run."""
         dearest = max(_works(eqn, self.device), key=lambda work: work.cost_ns, default=NO_WORK)
-        iterations = iterations_of(eqn)
-        cost_ns, energy_pj = iterations * dearest.cost_ns, iterations * dearest.energy_pj
+        cost_ns, energy_pj = (iterations_of(eqn) * once for once in (dearest.cost_ns, dearest.energy_pj))
         if eqn.primitive.name != "scan":
             return cost_ns, energy_pj
         n_consts, n_carry = compat.scan_sizes(eqn)
@@ -423,21 +427,22 @@ NO_WORK = InnerWork(peak_bytes=0, cost_ns=0, energy_pj=0)
 
 def _works(eqn: JaxprEqn, device: DeviceModel) -> list[InnerWork]:
     """What the bodies of one equation of control flow need."""
-    carried = compat.scan_sizes(eqn) if eqn.primitive.name == "scan" else (0, 0)
+    carried = compat.scan_sizes(eqn) if eqn.primitive.name == "scan" else None
     return [inner_work(body, device, carried) for body in compat.inner_jaxprs(eqn)]
 
 
 @compat.cached_by_jaxpr
-def inner_work(jaxpr: Jaxpr, device: DeviceModel, carried: tuple[int, int] = (0, 0)) -> InnerWork:
+def inner_work(jaxpr: Jaxpr, device: DeviceModel, carried: tuple[int, int] | None = None) -> InnerWork:
     """What one run of a body of control flow needs, as XLA runs it by itself.
 
     Args:
         carried: of a scan's body how many of its inputs are constants, and carried.
     """
     flat = compat.open_jaxpr(inline_calls(compat.close_jaxpr(jaxpr, [])))[0] if not jaxpr.constvars else jaxpr
-    lifted = lift(flat, device, as_xla=True)
+    stacked = () if carried is None else flat.outvars[carried[1] :]
+    lifted = lift(flat, device, as_xla=True, stacked=compat.variables(stacked))
     program = lifted.program
-    in_place = updated_in_place(lifted, *carried)
+    in_place = updated_in_place(lifted, *(carried or (0, 0)))
     results = sum(stored_bytes(v, device) for k, v in enumerate(flat.outvars) if k not in in_place)
     peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
     return InnerWork(

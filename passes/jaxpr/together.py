@@ -2,10 +2,13 @@
 
     a = sum(dy)          b = sum(dy * x)          one kernel reads dy and x and writes both sums
     y = f(x)             c = sum(y)               one kernel reads x and writes y and the sum
+    y = f(x)             z = g(y)                 one kernel reads x and writes y and z
 
 These are two cases of its multi-output fusion: elementwise kernels, or reductions, of the same sizes that
-read a value of that size (siblings); and a reduction of what an elementwise kernel makes. XLA joins them
-where neither follows from the other. Here that is known of kernels which are equally far from the arguments.
+read a value of that size (siblings); and what reads the result of an elementwise kernel of its size, and
+nothing that is ready later. XLA joins them where neither follows from the other. Here that is known of
+kernels which are equally far from the arguments. What goes into a loop's stack is written there by a kernel
+of its own.
 Planners are not told: what they run again, they run alone.
 Set by `benchmarks.side_by_side`: without it the kernels of plain and hand-written programs for an H200 were
 estimated at 15 to 48 % more time than those that XLA made, with it at 3 % less to 14 % more.
@@ -13,7 +16,7 @@ estimated at 15 to 48 % more time than those that XLA made, with it at 3 % less 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of
@@ -26,9 +29,14 @@ _Alike = tuple[Kind, int, int, int, Var]
 class Together:
     """What the kernels of a program read that no kernel before them reads with them; asked in their order."""
 
-    def __init__(self, kinds: Sequence[Kind]) -> None:
-        """`kinds`: what each equation is to the fusion model."""
+    def __init__(self, kinds: Sequence[Kind], alone: Collection[Var] = ()) -> None:
+        """
+        Args:
+            kinds: what each equation is to the fusion model.
+            alone: what is written by kernels of their own.
+        """
         self._kinds = kinds
+        self._alone = frozenset(alone)
         self._depth: dict[Var, int] = {}
         # What a kernel of several parts has at hand, by the parts that may join it.
         self._siblings: dict[_Alike, set[Var]] = {}
@@ -44,12 +52,15 @@ class Together:
         depth = 1 + max((self._depth.get(v, 0) for v in reads), default=0)
         self._depth.update(dict.fromkeys(eqn.outvars, depth))
         kind = self._kinds[root]
-        if kind not in (Kind.FUSIBLE, Kind.REDUCTION) or eqn.primitive.name in SLICING:
+        is_alone = eqn.primitive.name in SLICING or not self._alone.isdisjoint(eqn.outvars)
+        if is_alone or kind not in (Kind.FUSIBLE, Kind.REDUCTION):
             return dict(reads), False
         result = array_of(eqn.outvars[0]).size
         size = max(result, *(array_of(v).size for v in compat.variables(eqn.invars)), 0)
         alike = [(kind, depth, size, result, v) for v in reads if array_of(v).size == size]
-        found = self._maker(reads, size) if kind is Kind.REDUCTION else None
+        found = self._maker(reads, size)
+        if found is not None and kind is Kind.FUSIBLE:
+            self._depth.update(dict.fromkeys(eqn.outvars, depth - 1))
         if found is None:
             found = next((self._siblings[key] for key in alike if key in self._siblings), None)
         at_hand = set[Var]() if found is None else found
