@@ -11,7 +11,7 @@ kernels which are equally far from the arguments. What goes into a loop's stack 
 of its own.
 Planners are not told: what they run again, they run alone.
 Set by `benchmarks.side_by_side`: without it the kernels of plain and hand-written programs for an H200 were
-estimated at 15 to 48 % more time than those that XLA made, with it at 3 % less to 14 % more.
+estimated at 15 to 48 % more time than those that XLA made, with it at 8 % less to 14 % more.
 """
 
 from __future__ import annotations
