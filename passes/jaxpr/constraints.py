@@ -108,10 +108,9 @@ def _with_bodies(eqn: JaxprEqn, backward: bool, across: Sequence[bool], constrai
     """`across`: for every result whether a backward pass reads it."""
     if eqn.primitive.name not in CONTROL_FLOW:
         return eqn
-    bodies = bodies_of(eqn)
-    constrained = [_constrained_body(body, backward, across, constraints) for body in bodies]
-    same = all(b is a for a, b in zip(bodies, constrained, strict=True))
-    return eqn if same else with_bodies(eqn, constrained)
+    return with_bodies(
+        eqn, [_constrained_body(body, backward, across, constraints) for body in bodies_of(eqn)]
+    )
 
 
 def _constrained_body(body: Jaxpr, backward: bool, across: Sequence[bool], constraints: Constraints) -> Jaxpr:

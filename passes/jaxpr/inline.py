@@ -87,10 +87,7 @@ def _inlined(eqn: JaxprEqn) -> JaxprEqn:
     """`eqn` without the operands of planned parts, itself or in bodies, that only derivatives need."""
     name = eqn.primitive.name
     if name in CONTROL_FLOW:
-        bodies = bodies_of(eqn)
-        new = [_inlined_body(body) for body in bodies]
-        same = all(a is b for a, b in zip(bodies, new, strict=True))
-        return eqn if same else with_bodies(eqn, new)
+        return with_bodies(eqn, [_inlined_body(body) for body in bodies_of(eqn)])
     body = eqn.params.get(CALLS[name]) if name in CALLS and name != CHECKPOINT else None
     if body is None or (inlined := _inlined_body(body)) is body:
         return compat.without_source(eqn)
