@@ -16,11 +16,14 @@ from coop_jax.remat import remat
 from passes.cost import DEVICES
 from passes.jaxpr import compat
 from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.lift import lift
 from passes.jaxpr.scans.choice import Level, all_recomputed
 from passes.jaxpr.scans.emit import rewrite
 from passes.jaxpr.scans.frontier import frontier, segment_frontier
 from passes.jaxpr.scans.pairs import find_pairs
+from passes.jaxpr.scans.parts import between
 from passes.jaxpr.scans.views import view_inside_scans
+from passes.jaxpr.straight import as_it_is
 
 CPU = DEVICES["cpu"]
 KEY = jax.random.key(0)
@@ -172,7 +175,9 @@ def test_every_level_computes_the_same(name: str) -> None:
     stacked = [sum(choice.stacked_bytes for choice in level) for level in levels]
     assert stacked == sorted(stacked, reverse=True)
     expected = run(jaxpr, consts, WS, X)
-    for level in [*some(levels), *segment_frontier(levels[-1], CPU)[-1:]]:
+    segments = segment_frontier(levels[-1], CPU)[-1:]
+    in_parts = [between(levels[0], levels[-1], 0.5), *(between(levels[-1], s, 0.5) for s in segments)]
+    for level in [*some(levels), *segments, *in_parts]:
         new = rewrite(jaxpr, level)
         compat.check(new)
         same(run(new, consts, WS, X), expected, 1e-2 if name == "bfloat16" else 1e-5)
@@ -257,6 +262,46 @@ def test_scans_one_after_the_other_run_in_segments_all_of_them() -> None:
     assert all(choice.in_segments for choice in fewest)
     assert sum(choice.stacked_bytes for choice in fewest) == 3 * (6 + 6) * X.nbytes
     same(run(rewrite(jaxpr, fewest), consts, many, X), run(jaxpr, consts, many, X), rtol=1e-4)
+
+
+def test_between_two_levels_the_last_iterations_are_on_the_higher() -> None:
+    jaxpr, _ = opened(jax.grad(plain), WS, X)
+    levels = frontier(jaxpr, CPU)
+    high, low = (sum(c.stacked_bytes for c in level) for level in (levels[0], levels[-1]))
+    costs = [sum(r.cost_ns for c in level for r in all_recomputed(c)) for level in (levels[0], levels[-1])]
+    middle = between(levels[0], levels[-1], 0.34)
+    assert sum(c.stacked_bytes for c in middle) == low + (high - low) // 3
+    cost_ns = sum(r.cost_ns for c in middle for r in all_recomputed(c))
+    assert cost_ns == costs[1] - (costs[1] - costs[0]) // 3
+    # Stacks with slices for all iterations, those of gradients, are carried and not counted here.
+    assert stack_bytes(rewrite(jaxpr, middle)) == low + (high - low) // 3
+    assert between(levels[0], levels[-1], 0.1) == levels[-1], "less than an iteration"
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7])
+def test_two_parts_need_what_is_expected_of_them(share: float) -> None:
+    """Whole stacks are written in place, by both parts, where the result will be."""
+    jaxpr, consts = opened(jax.grad(plain), WIDE, ROWS)
+    levels = frontier(jaxpr, CPU)
+    new = rewrite(jaxpr, between(levels[0], levels[-1], share))
+    closed = compat.close_jaxpr(new, consts)
+    compiled = jax.jit(lambda *args: compat.evaluate(closed, args)).lower(WIDE, ROWS).compile()
+    expected = as_it_is(lift(new, CPU, as_xla=True))
+    assert abs(expected.peak_bytes / aot.memory(compiled).temp_bytes - 1) < 0.06
+    copies = [line for line in compiled.as_text().splitlines() if " copy(" in line and "f32[12," in line]
+    assert not copies
+
+
+def test_a_budget_between_two_levels_is_used() -> None:
+    def steps(w: Any, x: Any) -> Any:
+        return lax.scan(lambda u, _: (jnp.tanh(jnp.tanh(u @ w) @ w) @ w, None), x, None, length=24)[0].mean()
+
+    w, x = jax.random.normal(KEY, (256, 256)) / 8, jnp.ones((128, 256))
+    temp, fixed, expected = temp_and_fixed(jax.grad(steps), w, x)
+    for share in (0.4, 0.55):
+        found, _, value = temp_and_fixed(remat(jax.grad(steps), budget=fixed + int(share * temp)), w, x)
+        assert (share - 0.06) * temp < found <= share * temp
+        same([value], [expected])
 
 
 def test_a_stack_that_something_else_reads_stays_and_costs_nothing() -> None:

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src import (
+    ad_util,
     api_util,
     checkify,
     compiler,
@@ -424,6 +425,11 @@ def cotangent_aval(aval: Any) -> Any:
 def instantiate(tangent: Any) -> Any:
     """`tangent` as an array, zeros included."""
     return ad.instantiate_zeros(tangent)
+
+
+def zeros(aval: Any) -> Any:
+    """An array of abstract value `aval`, all zeros."""
+    return ad_util.zeros_like_aval(aval)
 
 
 def has_tangents(aval: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from passes.ir import BufferId
 from passes.jaxpr import compat
@@ -12,8 +12,11 @@ from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.primitives import RESHAPES, Kind, kind_of
 from passes.liveness import last_readers
 
+UPDATES = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2, "scatter-sub": 2}
+"""Kernels that write a part of their first operand, each with which operand holds what they write."""
+
 # Besides elementwise kernels; `name` is a value that is kept as it is (`passes.saved`).
-IN_PLACE = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "scatter-sub", "name"})
+IN_PLACE = frozenset({*UPDATES, "name"})
 
 
 def written_over(
@@ -56,7 +59,7 @@ def aliased(
 
 
 def updated_in_place(lifted: LiftedJaxpr, n_consts: int, n_carry: int) -> set[int]:
-    """Which of a scan's carries are elementwise updates of themselves, such as a sum of gradients."""
+    """Which of a scan's carries are updates of themselves, elementwise or of a part, as a gradients' sum."""
     last_reader = last_readers(lifted.program)
     updated = set()
     for k, v in enumerate(lifted.jaxpr.outvars[:n_carry]):
@@ -66,17 +69,37 @@ def updated_in_place(lifted: LiftedJaxpr, n_consts: int, n_carry: int) -> set[in
         if maker is None or last_reader.get(lifted.buffer_of[old]) != maker:
             continue
         root = lifted.jaxpr.eqns[lifted.bodies[maker][-1]]
-        if kind_of(root.primitive.name) is Kind.FUSIBLE:
+        if kind_of(root.primitive.name) is Kind.FUSIBLE or root.primitive.name in UPDATES:
             updated.add(k)
     return updated
 
 
-def result_storage(results: Iterable[Atom], jaxpr: Jaxpr, producer: dict[Var, int]) -> set[Var]:
-    """Results and what they are reshaped from, which XLA computes where the result will be."""
+def result_storage(
+    results: Iterable[Atom],
+    jaxpr: Jaxpr,
+    producer: Mapping[Var, int],
+    readers: Mapping[Var, Sequence[int]],
+) -> set[Var]:
+    """Results, and what XLA computes where a result will be: what it is reshaped from, what its loop starts
+    from."""
     storage: set[Var] = set()
-    for v in results:
-        storage.update(compat.variables([v]))
-        while (i := compat.of_variable(producer, v)) is not None and jaxpr.eqns[i].primitive.name in RESHAPES:
-            v = jaxpr.eqns[i].invars[0]
-            storage.update(compat.variables([v]))
+    for v in compat.variables(results):
+        storage.add(v)
+        while (i := compat.of_variable(producer, v)) is not None:
+            source = _source(jaxpr.eqns[i], v, readers)
+            if source is None or not compat.is_variable(source):
+                break
+            storage.add(v := source)
     return storage
+
+
+def _source(eqn: JaxprEqn, v: Var, readers: Mapping[Var, Sequence[int]]) -> Atom | None:
+    """The operand of `eqn` that lies where its result `v` does; None if there is none."""
+    if eqn.primitive.name in RESHAPES:
+        return eqn.invars[0]
+    if eqn.primitive.name == "scan":
+        n_consts, n_carry = compat.scan_sizes(eqn)
+        if (k := eqn.outvars.index(v)) < n_carry:
+            start = eqn.invars[n_consts + k]
+            return start if compat.is_variable(start) and len(readers[start]) == 1 else None
+    return None

@@ -26,6 +26,7 @@ from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
 from passes.jaxpr.flops import iterations_of, matrix_work, said_bytes, sent_bytes, vector_work
 from passes.jaxpr.in_place import (
     IN_PLACE,
+    UPDATES,
     aliased,
     carries_shared,
     result_storage,
@@ -56,7 +57,12 @@ _WHOLE = (Kind.KERNEL, Kind.FOREIGN, Kind.OPAQUE)
 
 
 def lift(
-    jaxpr: Jaxpr, device: DeviceModel, *, as_xla: bool, rounded: bool = False, stacked: Sequence[Var] = ()
+    jaxpr: Jaxpr,
+    device: DeviceModel,
+    *,
+    as_xla: bool,
+    rounded: bool = False,
+    carried: tuple[int, int] | None = None,
 ) -> LiftedJaxpr:
     """Lift an open jaxpr (calls inlined, dead code removed) for one kind of device.
 
@@ -65,18 +71,23 @@ def lift(
             tanh) that several kernels read, on a CPU any elementwise value that several kernels read, and
             it keeps all terms of a long sum until the end. False for what it can be made to do.
         rounded: True to count what products round in the bytes of that (`passes.jaxpr.stored`).
-        stacked: results of a loop's body that go into stacks.
+        carried: of a scan's body how many of its inputs are constants, and carried.
 
     Complexity: linear in equations times the size of a kernel.
     """
-    return _Lift(without_literal_barriers(jaxpr), device, as_xla, rounded, stacked).run()
+    return _Lift(without_literal_barriers(jaxpr), device, as_xla, rounded, carried).run()
 
 
 class _Lift:
     """The state of one lift: storage decided on a forward walk, then ops built from the roots."""
 
     def __init__(
-        self, jaxpr: Jaxpr, device: DeviceModel, as_xla: bool, rounded: bool, stacked: Sequence[Var]
+        self,
+        jaxpr: Jaxpr,
+        device: DeviceModel,
+        as_xla: bool,
+        rounded: bool,
+        carried: tuple[int, int] | None,
     ) -> None:
         self.jaxpr = jaxpr
         self.device = device
@@ -95,7 +106,11 @@ class _Lift:
         self.graph = DataflowGraph(
             eqns=jaxpr.eqns, kinds=self.kinds, producer=self.producer, readers=self.readers
         )
-        self.together = Together(self.kinds, stacked)
+        n_consts, n_carry = carried or (0, 0)
+        stacks = () if carried is None else compat.variables(jaxpr.outvars[n_carry:])
+        self.together = Together(self.kinds, stacks)
+        # What is there anyway, and is not written over.
+        self.fixed = {*jaxpr.constvars, *jaxpr.invars} - {*jaxpr.invars[n_consts : n_consts + n_carry]}
 
     def run(self) -> LiftedJaxpr:
         self._index()
@@ -234,7 +249,8 @@ class _Lift:
         for result, original in self.original.items():
             if not isinstance(result, compat.DropVar):
                 buffer_of[result] = buffer_of[original]
-        results = result_storage((self.original.get(v, v) for v in self.results), self.jaxpr, self.producer)
+        last_names = (self.original.get(v, v) for v in self.results)
+        results = result_storage(last_names, self.jaxpr, self.producer, self.readers)
         fixed = {*self.jaxpr.constvars, *self.jaxpr.invars, *results}
         nbytes = [0 if v in fixed else stored_bytes(v, self.device, self.rounded) for v in var_of]
         buffers = tuple(Buffer(id=BufferId(b), nbytes=nbytes[b], name=str(v)) for b, v in enumerate(var_of))
@@ -355,7 +371,10 @@ class _Lift:
         is_saved = compat.checkpoint_name_of(eqn) is not None and self.kinds[root] is Kind.OPAQUE
         nbytes = said_bytes(eqn)
         if nbytes is None:
-            nbytes = sum(reads.values()) + sum(compat.aval_nbytes(v.aval) for v in outvars)
+            # What makes the part writes it, too, as it does the slice of a scan's stack.
+            joined |= (updates := self._is_update(eqn))
+            written = [eqn.invars[UPDATES[eqn.primitive.name]]] if updates else outvars
+            nbytes = sum(reads.values()) + sum(compat.aval_nbytes(v.aval) for v in written)
         nbytes = 0 if is_saved else nbytes
         flops, bits = matrix_work([self.jaxpr.eqns[i] for i in body if self.kinds[i] in _WHOLE])
         vector_flops = sum(self.vector_flops[i] for i in body)
@@ -370,21 +389,29 @@ class _Lift:
     def _kernel_reads(self, eqn: JaxprEqn) -> dict[Var, int]:
         """The stored variables that a kernel reads, with the bytes of each: a slice as many as it gives."""
         reads: dict[Var, int] = {}
-        slices = eqn.primitive.name in SLICING
+        slices, updates = eqn.primitive.name in SLICING, self._is_update(eqn)
         for position, v in enumerate(eqn.invars):
-            if isinstance(v, compat.Literal):
+            if isinstance(v, compat.Literal) or (updates and not position):
                 continue
             limit = sum(compat.aval_nbytes(o.aval) for o in eqn.outvars) if slices and not position else None
             for leaf, nbytes in self.reads[v].items():
                 reads[leaf] = max(reads.get(leaf, 0), nbytes if limit is None else min(nbytes, limit))
         return reads
 
+    def _is_update(self, eqn: JaxprEqn) -> bool:
+        """True for a kernel that writes a part of its first operand, which nothing else reads, in place."""
+        if eqn.primitive.name not in UPDATES:
+            return False
+        v = eqn.invars[0]
+        kept = v in self.fixed or v in self.results
+        return compat.is_variable(v) and not kept and len(self.readers[v]) == 1
+
     def _may_share(
         self, root: int, outvars: Sequence[Var], buffer_of: dict[Var, BufferId], leaves: tuple[BufferId, ...]
     ) -> tuple[tuple[BufferId, BufferId], ...]:
         """An elementwise kernel may write over an operand of the same shape and type that dies with it."""
         eqn = self.jaxpr.eqns[root]
-        kept = {*self.jaxpr.constvars, *self.jaxpr.invars, *self.results}
+        kept = self.fixed | self.results
         if eqn.primitive.name == "scan":
             return carries_shared(eqn, buffer_of, kept)
         if self.kinds[root] is Kind.FOREIGN:
@@ -439,8 +466,7 @@ def inner_work(jaxpr: Jaxpr, device: DeviceModel, carried: tuple[int, int] | Non
         carried: of a scan's body how many of its inputs are constants, and carried.
     """
     flat = compat.open_jaxpr(inline_calls(compat.close_jaxpr(jaxpr, [])))[0] if not jaxpr.constvars else jaxpr
-    stacked = () if carried is None else flat.outvars[carried[1] :]
-    lifted = lift(flat, device, as_xla=True, stacked=compat.variables(stacked))
+    lifted = lift(flat, device, as_xla=True, carried=carried)
     program = lifted.program
     in_place = updated_in_place(lifted, *(carried or (0, 0)))
     results = sum(stored_bytes(v, device) for k, v in enumerate(flat.outvars) if k not in in_place)

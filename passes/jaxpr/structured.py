@@ -20,6 +20,7 @@ from passes.jaxpr.scans.choice import Level
 from passes.jaxpr.scans.emit import rewrite
 from passes.jaxpr.scans.frontier import frontier, hand_levels, segment_frontier
 from passes.jaxpr.scans.host_choice import sent_to_host
+from passes.jaxpr.scans.parts import between
 from passes.jaxpr.scans.sink import sink_into_scans
 from passes.jaxpr.scans.views import view_inside_scans
 from passes.jaxpr.straight import as_it_is, search
@@ -39,6 +40,8 @@ class StructuredConfig:
     Attributes:
         levels_above: how many levels of more bytes, with one thing more done beside the scans.
         levels_below: how many levels of fewer bytes, which may be cheaper.
+        aims_between: how often it is aimed at a number of iterations on the level above the first that fits.
+        between_ratio: what scans in two parts may cost of one; their bodies are compiled twice.
         levels_sent: how many, spread over the frontier, with stacks on the host.
         bodies_ratio: bodies are planned for no more than this share of what the program needs without.
         unknown_ratio, known_ratio: by how much an estimate may be off, if XLA has seen nothing of the
@@ -48,6 +51,8 @@ class StructuredConfig:
 
     levels_above: int = 2
     levels_below: int = 3
+    aims_between: int = 3
+    between_ratio: float = 0.99
     levels_sent: int = 6
     bodies_ratio: float = 0.9
     unknown_ratio: float = 1.25
@@ -111,11 +116,20 @@ class _Levels:
 
     def __getitem__(self, k: int) -> _Rewritten:
         if k not in self._made:
-            level = self._levels[k]
-            program = rewrite(self._jaxpr, level) if level else self._jaxpr
-            lifted = lift(program, self._device, as_xla=True)
-            self._made[k] = _Rewritten(level=level, program=program, lifted=lifted)
+            self._made[k] = self._rewritten(self._levels[k])
         return self._made[k]
+
+    def between(self, k: int, share: float) -> _Rewritten | None:
+        """Level `k` with that share of the iterations on the level above it; None where that is level `k`."""
+        level = between(self._levels[k - 1], self._levels[k], share)
+        if all(site is lower for site, lower in zip(level, self._levels[k], strict=True)):
+            return None
+        return self._rewritten(level)
+
+    def _rewritten(self, level: Level) -> _Rewritten:
+        program = rewrite(self._jaxpr, level) if level else self._jaxpr
+        lifted = lift(program, self._device, as_xla=True)
+        return _Rewritten(level=level, program=program, lifted=lifted)
 
 
 @compat.cached_by_jaxpr
@@ -137,9 +151,10 @@ def _by_hand(jaxpr: Jaxpr, device: DeviceModel) -> _Levels:
 
 @compat.cached_by_jaxpr
 def _in_segments(jaxpr: Jaxpr, device: DeviceModel, least: str) -> _Levels:
-    """The program on the levels below its frontier."""
+    """The program on the lowest level of its frontier and those below it; none if there are none."""
     lowest = _frontier(jaxpr, device, least)[-1]
-    return _Levels(jaxpr, segment_frontier(lowest, device, least), device)
+    below = segment_frontier(lowest, device, least)
+    return _Levels(jaxpr, [lowest, *below] if below else [], device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +198,7 @@ class _Search:
         cheaper.
         """
         looks: dict[tuple[int, int], _Look] = {}
+        in_parts: list[_Look] = []
 
         def look(k: int, way: int) -> _Look:
             if (k, way) not in looks:
@@ -204,11 +220,32 @@ class _Search:
                     look(k, way)
                 for k in above:
                     look(k, min(way + 1, ways[-1]))
+                if way == ALONE and low:
+                    in_parts = self._in_parts(levels, low, look(low - 1, way), look(low, way))
                 best = min(looks, key=lambda at: _rank(looks[at]))
                 if BODIES in ways:  # planned bodies may be cheaper even where nothing asks for fewer bytes
                     look(best[0], BODIES)
                 break
-        return list(looks.values())
+        return [*looks.values(), *in_parts]
+
+    def _in_parts(self, levels: _Levels, k: int, higher: _Look, lower: _Look) -> list[_Look]:
+        """The last iterations of the scans on the level above `k`, as many as fit; on level `k` all fit.
+
+        Args:
+            higher, lower: these two levels alone.
+        """
+        limit_bytes, share, over_bytes = self.request.temp_budget_bytes, 1.0, higher.expected_bytes
+        for _ in range(CONFIG.aims_between):
+            share *= (limit_bytes - lower.expected_bytes) / max(1, over_bytes - lower.expected_bytes)
+            level = levels.between(k, share)
+            if level is None:
+                break
+            look = self._look(level, ALONE, lowest=False)
+            if not look.over:
+                is_worth_it = look.price <= (lower.price[0], CONFIG.between_ratio * lower.price[1])
+                return [look] if is_worth_it else []
+            over_bytes = look.expected_bytes
+        return []
 
     def alone(self, levels: _Levels) -> list[_Look]:
         """Every level without anything beside it."""

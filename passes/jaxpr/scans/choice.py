@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from passes.jaxpr.compat import Var
+from passes.jaxpr.flops import iterations_of
+from passes.jaxpr.rewrite import defined
 from passes.jaxpr.scans.loops import Loop
 from passes.jaxpr.scans.pairs import Enclosure, ScanPair
 from passes.jaxpr.scans.segments import Segments
@@ -20,7 +22,7 @@ class Choice:
         pair: the scans, pairs inside their bodies rewritten.
         kept: variables of the first body.
         stacked_bytes: bytes of all stacks that are there for this purpose only.
-        recomputed: what the second half runs again, for the report; costs of all iterations.
+        recomputed: what the second half runs again, for the report, in one iteration.
         inner: choices for the pairs inside the bodies.
         segments: how the pair runs in segments; then `kept` and `inner` are of one segment.
     """
@@ -33,6 +35,21 @@ class Choice:
     segments: Segments | None = None
 
     @property
+    def parts(self) -> tuple[Choice, ...]:
+        """What is chosen for the parts of the pair's iterations, here for all of them."""
+        return (self,)
+
+    @property
+    def turns(self) -> tuple[range, ...]:
+        """Where the steps of each part begin: its iterations, or its segments."""
+        return (range(0, self.pair.length, self.step),)
+
+    @property
+    def step(self) -> int:
+        """How many iterations a step has."""
+        return 1 if self.segments is None else self.segments.iterations
+
+    @property
     def in_segments(self) -> bool:
         """True if this pair or one inside it runs in segments."""
         return self.segments is not None or any(c.in_segments for c in self.inner)
@@ -40,8 +57,55 @@ class Choice:
     @property
     def signature(self) -> tuple[Any, ...]:
         """Tells different choices for the same pair apart."""
-        count = 1 if self.segments is None else self.segments.count
-        return self.stacked_bytes, self.kept, count, tuple(c.signature for c in self.inner)
+        # Bodies are in variables of their own on each level.
+        place = {v: k for k, v in enumerate(defined(self.pair.producer.jaxpr))}
+        kept = tuple(place[v] for v in self.kept)
+        return self.stacked_bytes, kept, self.step, tuple(c.signature for c in self.inner)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InParts:
+    """What is chosen for one pair on two levels, see `passes.jaxpr.scans.parts`.
+
+    Attributes:
+        parts: what is chosen for the first iterations, and for the others.
+        first: how many the first are.
+    """
+
+    parts: tuple[Choice, Choice]
+    first: int
+
+    @property
+    def pair(self) -> ScanPair:
+        """The scans; what is inside their bodies is as on the first level."""
+        return self.parts[0].pair
+
+    @property
+    def turns(self) -> tuple[range, ...]:
+        """Where the steps of each part begin."""
+        one, other = self.parts
+        return range(0, self.first, one.step), range(self.first, self.pair.length, other.step)
+
+    @property
+    def stacked_bytes(self) -> int:
+        """Bytes of all stacks that are there for this purpose only."""
+        return sum(map(_stacked_bytes, self.parts, self.turns))
+
+    @property
+    def in_segments(self) -> bool:
+        """True if some of the pair runs in segments."""
+        return any(part.in_segments for part in self.parts)
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """Tells different choices for the same pair apart."""
+        return self.first, *(part.signature for part in self.parts)
+
+
+def _stacked_bytes(part: Choice, steps: range) -> int:
+    """Bytes of stacks for some steps of what is chosen for a pair; those in a segment are there once."""
+    once = 0 if part.segments is None else sum(c.stacked_bytes for c in part.inner)
+    return once + (part.stacked_bytes - once) * len(steps) * part.step // part.pair.length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,14 +131,6 @@ class Inside:
         return max(sum(c.stacked_bytes for c in body) for body in self.bodies)
 
     @property
-    def recomputed(self) -> tuple[Recomputed, ...]:
-        """What is recomputed; costs of all iterations."""
-        iterations = self.enclosure.iterations
-        return tuple(
-            replace(r, cost_ns=iterations * r.cost_ns) for c in self.inner for r in all_recomputed(c)
-        )
-
-    @property
     def in_segments(self) -> bool:
         """True if some pair runs in segments."""
         return any(c.in_segments for c in self.inner)
@@ -93,7 +149,7 @@ class MadeInside:
         loop: the loop.
         kept: what is alive through it, of what could be made in it.
         stacked_bytes: the bytes of these.
-        recomputed: what is made inside, costs of all iterations.
+        recomputed: what is made inside, in one iteration.
     """
 
     loop: Loop
@@ -108,12 +164,35 @@ class MadeInside:
         return self.stacked_bytes, self.kept
 
 
-Site = Choice | Inside | MadeInside
+Site = Choice | InParts | Inside | MadeInside
 Level = tuple[Site, ...]
 
 
 def all_recomputed(choice: Site) -> tuple[Recomputed, ...]:
-    """What a choice and those inside it recompute."""
-    if not isinstance(choice, Choice):
-        return choice.recomputed
-    return choice.recomputed + tuple(r for inner in choice.inner for r in all_recomputed(inner))
+    """What a choice and those inside it recompute; costs of all iterations."""
+    if isinstance(choice, Choice | InParts):
+        return tuple(r for part in map(_in_steps, choice.parts, choice.turns) for r in part)
+    if isinstance(choice, Inside):
+        return _inside(choice.inner, choice.enclosure.iterations)
+    eqn = choice.loop.eqn
+    name = "a scan" if eqn.primitive.name == "scan" else "a loop (estimated)"
+    return tuple(_in_iterations(r, iterations_of(eqn), name) for r in choice.recomputed)
+
+
+def _in_steps(part: Choice, steps: range) -> tuple[Recomputed, ...]:
+    own = tuple(_in_iterations(r, len(steps) * part.step, "a scan") for r in part.recomputed)
+    return own + _inside(part.inner, len(steps))
+
+
+def _inside(level: Level, iterations: int) -> tuple[Recomputed, ...]:
+    """What bodies recompute that run so often."""
+    return tuple(replace(r, cost_ns=iterations * r.cost_ns) for c in level for r in all_recomputed(c))
+
+
+def _in_iterations(r: Recomputed, iterations: int, of: str) -> Recomputed:
+    return replace(
+        r,
+        op=f"{r.op} in {iterations} iterations of {of}",
+        nbytes=iterations * r.nbytes,
+        cost_ns=iterations * r.cost_ns,
+    )

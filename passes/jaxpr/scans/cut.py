@@ -46,7 +46,7 @@ class Iteration:
         pair: the scans, or the loop.
         values: the first body's variables, inputs and then results of equations; or those of what is made.
         ops, eqns: its equations.
-        kernels: what the report says of those that are kernels.
+        kernels: what the report says of those that are kernels, in one iteration.
         demanded: indices of the values that the second body, or the loop's, reads.
         stacked_bytes: for every value what a slice adds to the stacks if it is kept; or its own bytes.
         traffic: for every value what writing and reading one slice weighs.
@@ -70,7 +70,6 @@ def iteration_of(pair: ScanPair, weight: Weight) -> Iteration:
     read = [v for eqn in consumer.eqns for v in eqn.invars] + list(consumer.outvars)
     nbytes, traffic = _prices(pair, values, weight)
     ops, kernels = _ops(producer, joined_body(pair), index, weight)
-    kernels = {k: _in_iterations(r, pair.length, "a scan") for k, r in kernels.items()}
     return Iteration(
         pair=pair,
         values=tuple(values),
@@ -89,13 +88,12 @@ def iteration_of_loop(loop: Loop, weight: Weight) -> Iteration:
     index = {v: k for k, v in enumerate(values)}
     ops, kernels = _ops(loop.made, loop.made, index, weight)
     times, there = iterations_of(loop.eqn), {*loop.made.invars}
-    name = "a scan" if loop.eqn.primitive.name == "scan" else "a loop (estimated)"
     return Iteration(
         pair=loop,
         values=tuple(values),
         ops=tuple(replace(op, cost=None if op.cost is None else times * op.cost) for op in ops),
         eqns=tuple(loop.made.eqns),
-        kernels={k: _in_iterations(r, times, name) for k, r in kernels.items()},
+        kernels=kernels,
         demanded=tuple(sorted({index[v] for v in compat.variables(loop.made.outvars)})),
         stacked_bytes=tuple(0 if v in there else compat.aval_nbytes(v.aval) for v in values),
         traffic=(0,) * len(values),
@@ -223,15 +221,6 @@ def _ops(
 def _recomputed(eqn: JaxprEqn, op: Op) -> Recomputed:
     nbytes = sum(compat.aval_nbytes(v.aval) for v in eqn.outvars)
     return Recomputed(op=op.name, source=op.source, nbytes=nbytes, cost_ns=op.cost_ns, stage="jaxpr")
-
-
-def _in_iterations(r: Recomputed, iterations: int, of: str) -> Recomputed:
-    return replace(
-        r,
-        op=f"{r.op} in {iterations} iterations of {of}",
-        nbytes=iterations * r.nbytes,
-        cost_ns=iterations * r.cost_ns,
-    )
 
 
 def _fused(eqn: JaxprEqn, weight: Weight) -> int:

@@ -17,12 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from passes.jaxpr import compat
-from passes.jaxpr.compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn
-from passes.jaxpr.rewrite import consts_as_literals, run_scan, splice
+from passes.jaxpr.compat import Atom, ClosedJaxpr, Jaxpr
+from passes.jaxpr.rewrite import consts_as_literals, run_scan
 from passes.jaxpr.scans.pairs import Body, ScanPair, body_of
 
 # Two levels of a scan need least with as many segments as each has iterations (Chen 2016).
@@ -55,7 +54,7 @@ def segment_program(pair: ScanPair, count: int) -> ClosedJaxpr:
     """The pair on one segment as an open jaxpr, nothing chosen yet; see `Segments.body`."""
     producer, second = body_of(pair.producer.eqn), body_of(pair.consumer.eqn)
     iterations = pair.length // count
-    other = _other_xs(pair, second)
+    other = other_xs(pair, second)
     place: dict[Atom, int] = {v: k for k, v in enumerate(producer.ys)}
     n_first = len(producer.jaxpr.invars)
     n_fixed = n_first + second.n_consts + second.n_carry
@@ -80,76 +79,28 @@ def segment_program(pair: ScanPair, count: int) -> ClosedJaxpr:
     return consts_as_literals(compat.trace(run, avals))
 
 
-def write_first(
-    pair: ScanPair, segments: Segments, operands: Sequence[Atom], staying: Sequence[int]
-) -> tuple[list[JaxprEqn], list[Atom]]:
-    """Equations of the first scan in segments; atoms of its carry, of its stacks that are `staying`, and of
-    the carry at the start of every segment.
-
-    Args:
-        operands: the scan's.
-        staying: indices of stacks that others read.
-    """
-    producer = body_of(pair.producer.eqn)
-    results = [*producer.jaxpr.outvars[: producer.n_carry], *(producer.y_vars[k] for k in staying)]
-    body = compat.rebuild(producer.jaxpr, eqns=producer.jaxpr.eqns, outvars=results)
+def first_segment(pair: ScanPair, segments: Segments, results: Sequence[Atom]) -> Jaxpr:
+    """What the first scan does for one segment, as an open jaxpr: (consts, carry, slices) -> (carry, slices
+    of its `results`, the carry at the segment's start)."""
+    producer = pair.producer
+    cut = producer.n_consts + producer.n_carry
+    outvars = [*producer.jaxpr.outvars[: producer.n_carry], *results]
+    body = compat.rebuild(producer.jaxpr, eqns=producer.jaxpr.eqns, outvars=outvars)
     body = compat.without_dead_code(body)
-    n_fixed = producer.n_consts + producer.n_carry
 
-    def run(values: list[Any]) -> list[Any]:
-        consts = values[: producer.n_consts]
-
-        def segment(carry: Any, slices: Any) -> tuple[Any, Any]:
-            given = [*consts, *carry, *slices]
-            scanned = run_scan(
-                producer.eqn, body, given, producer.n_consts, producer.n_carry, segments.iterations
-            )
-            return scanned[: producer.n_carry], [scanned[producer.n_carry :], list(carry)]
-
-        xs = [_folded(x, segments.count) for x in values[n_fixed:]]
-        init, reverse = values[producer.n_consts : n_fixed], producer.eqn.params["reverse"]
-        carry, (stacks, starts) = jax.lax.scan(segment, init, xs, length=segments.count, reverse=reverse)
-        return [*carry, *map(_unfolded, stacks), *starts]
-
-    return splice(run, list(operands), producer.eqn)
-
-
-def write_second(
-    pair: ScanPair, segments: Segments, first: Sequence[Atom], starts: Sequence[Atom], second: Sequence[Atom]
-) -> tuple[list[JaxprEqn], list[Atom]]:
-    """Equations and results of the second scan in segments.
-
-    Args:
-        first, second: operands of the two scans.
-        starts: stacks of the first scan's carry at the start of every segment.
-    """
-    producer, consumer = body_of(pair.producer.eqn), body_of(pair.consumer.eqn)
-    n_consts, fixed = consumer.n_consts, consumer.n_consts + consumer.n_carry
-    first_consts, first_xs = first[: producer.n_consts], first[producer.n_consts + producer.n_carry :]
-    other_xs = [second[fixed + k] for k in _other_xs(pair, consumer)]
-    closed = compat.close_jaxpr(segments.body, [])
-
-    def run(values: Any) -> list[Any]:
-        (consts, xs, begin), (consumer_consts, init, others) = values
-
-        def segment(carry: Any, slices: Any) -> tuple[Any, Any]:
-            mine, start, rest = slices
-            results = compat.evaluate(closed, [*consts, *start, *mine, *consumer_consts, *carry, *rest])
-            return results[: consumer.n_carry], results[consumer.n_carry :]
-
-        mine, rest = ([_folded(x, segments.count) for x in part] for part in (xs, others))
-        reverse = consumer.eqn.params["reverse"]
-        carry, stacks = jax.lax.scan(
-            segment, init, [mine, begin, rest], length=segments.count, reverse=reverse
+    def run(*values: Any) -> Sequence[Any]:
+        scanned = run_scan(
+            producer.eqn, body, values, producer.n_consts, producer.n_carry, segments.iterations
         )
-        return [*carry, *map(_unfolded, stacks)]
+        return [*scanned, *values[producer.n_consts : cut]]
 
-    read = (list(first_consts), list(first_xs), list(starts))
-    own = (list(second[:n_consts]), list(second[n_consts:fixed]), other_xs)
-    return splice(run, (read, own), consumer.eqn)
+    avals = [
+        *(v.aval for v in producer.jaxpr.invars[:cut]), *_segment_avals(producer.xs, segments.count)
+    ]  # fmt: skip
+    return consts_as_literals(compat.trace(run, avals))
 
 
-def _other_xs(pair: ScanPair, second: Body) -> list[int]:
+def other_xs(pair: ScanPair, second: Body) -> list[int]:
     """Which sliced operands of the second scan are not stacks of the first."""
     stacks = {v for v in pair.producer.ys if not isinstance(v, compat.DropVar)}
     return [k for k, v in enumerate(second.xs) if not compat.is_variable(v) or v not in stacks]
@@ -157,12 +108,14 @@ def _other_xs(pair: ScanPair, second: Body) -> list[int]:
 
 def _segment_avals(stacks: Sequence[Atom], count: int) -> list[Any]:
     avals = [v.aval for v in stacks]
-    return list(compat.trace(lambda *xs: [_folded(x, count)[0] for x in xs], avals).out_avals)
+    return list(compat.trace(lambda *xs: [folded(x, count)[0] for x in xs], avals).out_avals)
 
 
-def _folded(stack: Any, count: int) -> Any:
+def folded(stack: Any, count: int) -> Any:
+    """A stack with its slices in `count` segments."""
     return jnp.reshape(stack, (count, stack.shape[0] // count, *stack.shape[1:]))
 
 
-def _unfolded(stack: Any) -> Any:
+def unfolded(stack: Any) -> Any:
+    """A stack without its segments."""
     return jnp.reshape(stack, (stack.shape[0] * stack.shape[1], *stack.shape[2:]))
