@@ -1,4 +1,4 @@
-"""Two levels: a pair of scans in segments, when even one value per iteration is too much.
+"""A pair of scans in segments, when even one value per iteration is too much.
 
 The first scan keeps its carry at the start of every segment only. The second runs each segment of the
 first again from there, stacks what that segment's iterations need, and goes back through it. With L
@@ -24,7 +24,7 @@ from passes.jaxpr.compat import Atom, ClosedJaxpr, Jaxpr
 from passes.jaxpr.rewrite import consts_as_literals, run_scan
 from passes.jaxpr.scans.pairs import Body, ScanPair, body_of
 
-# Two levels of a scan need least with as many segments as each has iterations (Chen 2016).
+# Segments of segments aside, a scan needs least with as many segments as each has iterations (Chen 2016).
 MOST_COUNTS = 2
 
 
