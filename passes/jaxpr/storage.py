@@ -1,0 +1,203 @@
+"""What XLA stores of a jaxpr's values, and what it computes inside the kernels that read them.
+
+A value is **stored** if a kernel needs it in memory, if it is a result, or if computing it inside each of its
+readers would move more bytes than storing it once. Every other value is **virtual**.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from passes.backend import BACKENDS
+from passes.cost import DeviceModel
+from passes.jaxpr import compat
+from passes.jaxpr.avals import array_of
+from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
+from passes.jaxpr.in_place import UPDATES
+from passes.jaxpr.primitives import SLICING, Kind, is_dear_to_xla
+from passes.jaxpr.purity import kernel_kind
+from passes.jaxpr.softmax import DataflowGraph, inside_softmax
+
+# Set by `benchmarks.gpt12`. A value with several readers is stored if reading its leaves costs more than this
+# many times its own bytes; one with a single reader, which fuses it, only where a chain keeps many alive.
+SEVERAL_READERS_RATIO = 1.5
+ONE_READER_RATIO = 2.5
+# XLA:GPU stores an expensive value for several readers, unless reading its leaves is that much cheaper.
+SHARED_RATIO = 0.75
+# Kernels whose operands are in memory.
+WHOLE = (Kind.KERNEL, Kind.FOREIGN, Kind.OPAQUE)
+
+
+class Storage:
+    """What is stored of an open jaxpr's values, decided on a forward walk.
+
+    Attributes:
+        jaxpr: open.
+        kinds: what each equation is to the fusion model.
+        producer: for every result the equation that makes it.
+        readers: for every variable the equations that read it, in order.
+        results: the jaxpr's.
+        fixed: what is there anyway, and is not written over.
+        stored: variables that are.
+        original: for results of barriers the variables that they are views of.
+        reads: for every variable the stored ones that it is computed from, with the bytes read of each.
+    """
+
+    def __init__(
+        self, jaxpr: Jaxpr, device: DeviceModel, *, as_xla: bool, carried: tuple[int, int] | None
+    ) -> None:
+        """As `passes.jaxpr.lift.lift`."""
+        n_consts, n_carry = carried or (0, 0)
+        self.jaxpr = jaxpr
+        self.kinds: list[Kind] = [kernel_kind(eqn, device.platform) for eqn in jaxpr.eqns]
+        self.producer: dict[Var, int] = {}
+        self.readers: dict[Var, list[int]] = {}
+        self.results: set[Var] = set(compat.variables(jaxpr.outvars))
+        self.fixed = {*jaxpr.constvars, *jaxpr.invars} - {*jaxpr.invars[n_consts : n_consts + n_carry]}
+        self.stored: set[Var] = {*jaxpr.constvars, *jaxpr.invars}
+        self.original: dict[Var, Var] = {}
+        self.reads: dict[Var, dict[Var, int]] = {}
+        self._backend, self._as_xla = BACKENDS[device.platform], as_xla
+        self._graph = DataflowGraph(
+            eqns=jaxpr.eqns, kinds=self.kinds, producer=self.producer, readers=self.readers
+        )
+        self._index()
+        needed = self._needed_in_memory()
+        self._inside = set[Var]()
+        if self._backend.fuses_normalisation:
+            self._inside = inside_softmax(self._graph, self.results, needed)
+        self._kernels = self._reading_kernels(needed)
+        for i, eqn in enumerate(jaxpr.eqns):
+            self._decide(i, eqn, needed)
+
+    def eqn_reads(self, eqn: JaxprEqn) -> dict[Var, int]:
+        """The stored variables that an equation is computed from, with the bytes of each."""
+        reads: dict[Var, int] = {}
+        for v in compat.variables(eqn.invars):
+            reads.update(self.reads[v])
+        return reads
+
+    def kernel_reads(self, eqn: JaxprEqn) -> dict[Var, int]:
+        """The stored variables that a kernel reads, with the bytes of each: a slice as many as it gives."""
+        reads: dict[Var, int] = {}
+        slices, updates = eqn.primitive.name in SLICING, self.is_update(eqn)
+        for position, v in enumerate(eqn.invars):
+            if isinstance(v, compat.Literal) or (updates and not position):
+                continue
+            limit = sum(compat.aval_nbytes(o.aval) for o in eqn.outvars) if slices and not position else None
+            for leaf, nbytes in self.reads[v].items():
+                reads[leaf] = max(reads.get(leaf, 0), nbytes if limit is None else min(nbytes, limit))
+        return reads
+
+    def is_update(self, eqn: JaxprEqn) -> bool:
+        """True for a kernel that writes a part of its first operand, which nothing else reads, in place."""
+        if eqn.primitive.name not in UPDATES:
+            return False
+        v = eqn.invars[0]
+        kept = v in self.fixed or v in self.results
+        return compat.is_variable(v) and not kept and len(self.readers[v]) == 1
+
+    def _index(self) -> None:
+        for v in (*self.jaxpr.constvars, *self.jaxpr.invars):
+            self.reads[v] = {v: compat.aval_nbytes(v.aval)}
+        for i, eqn in enumerate(self.jaxpr.eqns):
+            for v in compat.variables(eqn.invars):
+                self.readers.setdefault(v, []).append(i)
+            for v in eqn.outvars:
+                self.producer[v] = i
+
+    def _needed_in_memory(self) -> set[Var]:
+        """Variables that some kernel reads from memory, looking through views."""
+        needed = set(self.results)
+        for i in reversed(range(len(self.jaxpr.eqns))):
+            eqn, kind = self.jaxpr.eqns[i], self.kinds[i]
+            if kind in (*WHOLE, Kind.BARRIER) or (
+                kind is Kind.VIEW and any(v in needed for v in eqn.outvars)
+            ):
+                needed.update(compat.variables(eqn.invars))
+        return needed
+
+    def _reading_kernels(self, needed: set[Var]) -> dict[Var, frozenset[int]]:
+        """For every variable up to two of the kernels that would read it if only `needed` were stored."""
+        kernels: dict[Var, frozenset[int]] = {}
+        for i in reversed(range(len(self.jaxpr.eqns))):
+            eqn = self.jaxpr.eqns[i]
+            joins = self.kinds[i] in (Kind.VIEW, Kind.FUSIBLE) or self._inside & {*eqn.outvars}
+            own = not joins or any(v in needed for v in eqn.outvars)
+            reading = [i] if own else sorted({k for v in eqn.outvars for k in kernels.get(v, ())})
+            for v in compat.variables(eqn.invars):
+                kernels[v] = frozenset(sorted({*kernels.get(v, ()), *reading})[:2])
+        return kernels
+
+    def _decide(self, i: int, eqn: JaxprEqn, needed: set[Var]) -> None:
+        kind = self.kinds[i]
+        if kind is Kind.BARRIER:
+            for operand, result in zip(compat.variables(eqn.invars), eqn.outvars, strict=True):
+                self.original[result] = self.original.get(operand, operand)
+                self.reads[result] = self.reads[operand]
+                self.stored.add(result)
+            return
+        reads = self.kernel_reads(eqn)
+        # Results of one equation are stored together or not at all.
+        stored = any(self._is_stored(i, eqn, kind, v, reads, needed) for v in eqn.outvars)
+        for v in eqn.outvars:
+            if stored:
+                self.stored.add(v)
+                self.reads[v] = {v: compat.aval_nbytes(v.aval)}
+            else:
+                self.reads[v] = reads
+
+    def _is_stored(
+        self, i: int, eqn: JaxprEqn, kind: Kind, v: Var, reads: dict[Var, int], needed: set[Var]
+    ) -> bool:
+        readers = self.readers.get(v, [])
+        if v in self.results:
+            return True
+        if v in self._inside:
+            return False
+        if kind in (*WHOLE, Kind.REDUCTION):
+            return not self._is_epilogue(i, v, readers)
+        if v in needed and (kind is not Kind.VIEW or self._is_held(readers)):
+            return True
+        if any(self._is_unstored_kernel(u) for u in compat.variables(eqn.invars)):
+            return True
+        if kind is Kind.VIEW:
+            return False
+        nbytes, traffic = max(compat.aval_nbytes(v.aval), 1), sum(reads.values())
+        if len(self._kernels.get(v, ())) > 1:
+            return self._shares(eqn, v, traffic) or traffic > SEVERAL_READERS_RATIO * nbytes
+        if self._as_xla:
+            return False
+        # Arguments are there anyway.
+        kept = [n for leaf, n in reads.items() if leaf in self.producer]
+        return len(kept) > 2 and sum(kept) > ONE_READER_RATIO * nbytes
+
+    def _shares(self, eqn: JaxprEqn, v: Var, traffic: int) -> bool:
+        """True if XLA by itself stores an elementwise value that several kernels read."""
+        if not self._as_xla or traffic == 0:
+            return False
+        if self._backend.stores_shared:
+            return True
+        costly = traffic > SHARED_RATIO * compat.aval_nbytes(v.aval) or self._graph.is_normalised(v)
+        return costly and is_dear_to_xla(eqn.primitive.name, str(array_of(v).dtype))
+
+    def _is_held(self, readers: Sequence[int]) -> bool:
+        """True for a value that a barrier reads."""
+        return any(self.kinds[i] is Kind.BARRIER for i in readers)
+
+    def _is_unstored_kernel(self, v: Var) -> bool:
+        """True for a kernel's result that is stored only in the form that its one reader gives it."""
+        i = self.producer.get(v)
+        if i is None or v in self.stored or v in self._inside:
+            return False
+        return self.kinds[i] in (Kind.KERNEL, Kind.REDUCTION)
+
+    def _is_epilogue(self, i: int, v: Var, readers: Sequence[int]) -> bool:
+        """True for a kernel's wide result that its one reader converts to something narrower."""
+        sealed = self.kinds[i] in (Kind.OPAQUE, Kind.FOREIGN)
+        if len(readers) != 1 or len(self.jaxpr.eqns[i].outvars) != 1 or sealed:
+            return False
+        reader = self.jaxpr.eqns[readers[0]]
+        if reader.primitive.name != "convert_element_type":
+            return False
+        return compat.aval_nbytes(reader.outvars[0].aval) < compat.aval_nbytes(v.aval)
