@@ -1,4 +1,4 @@
-"""What is rewritten before planning because XLA will: adding a scatter into zeros."""
+"""What is rewritten before planning because XLA will: a scatter into zeros is added, repeats are left out."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ import numpy as np
 
 from passes.jaxpr import compat
 from passes.jaxpr.inline import inline_calls
-from passes.jaxpr.simplify import scatter_in_place
+from passes.jaxpr.simplify import scatter_in_place, without_repeats
+from passes.jaxpr.stage import prepare
 
 ROWS = jnp.arange(12.0).reshape(4, 3)
 PICKED = jnp.array([0, 2, 2])
 
 
-def rewritten(function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+def rewritten(
+    function: Callable[..., Any], *args: Any, by: Callable[[Any], Any] = scatter_in_place
+) -> tuple[Any, Any]:
     """The open jaxpr before and after, checked to give the same values on `args`."""
     closed = inline_calls(jax.make_jaxpr(function)(*args))
     jaxpr, consts = compat.open_jaxpr(closed)
-    after = scatter_in_place(jaxpr)
+    after = by(jaxpr)
     values = compat.evaluate(compat.close_jaxpr(after, consts), jax.tree.leaves(args))
     for one, other in zip(values, jax.tree.leaves(function(*args)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
@@ -65,3 +68,42 @@ def test_a_scattered_value_that_is_read_twice_stays():
 def test_a_scatter_into_anything_but_zeros_stays():
     before, after = rewritten(lambda x: x + jnp.ones_like(x).at[PICKED].add(2.0), ROWS)
     assert after is before
+
+
+def test_what_every_layer_computes_for_itself_is_computed_once():
+    def layers(x: Any, t: Any) -> Any:
+        for scale in (2.0, 2.0, -0.0, 0.0):
+            x = jnp.sin(x * jnp.cos(t)) + scale * t
+        return x
+
+    before, after = rewritten(layers, ROWS, ROWS[0], by=without_repeats)
+    assert names(before).count("cos") == 4
+    assert names(after).count("cos") == 1
+    assert names(after).count("sin") == 4
+    assert names(before).count("mul") - names(after).count("mul") == 1, "twice by 2.0; -0.0 is not 0.0"
+    assert without_repeats(after) is after
+
+
+def test_what_must_stay_is_computed_twice():
+    def twice(x: Any) -> Any:
+        jax.debug.callback(lambda x: None, x)
+        jax.debug.callback(lambda x: None, x)
+        held = [jax.lax.optimization_barrier(x) for _ in range(2)]
+        named = [jax.ad_checkpoint.checkpoint_name(x, "a") for _ in range(2)]
+        return jnp.exp(x), jnp.exp(x), *held, *named
+
+    before, after = rewritten(twice, ROWS, by=without_repeats)
+    assert after is before, "effects, barriers, names, and results of the program"
+
+
+def test_repeats_are_no_bytes_and_no_time_of_a_program():
+    """Of the tables of a traced model XLA makes one, so a plan may not count them for each layer."""
+
+    def simulation(u: Any, k: Any) -> Any:
+        for _ in range(8):
+            u = jnp.fft.irfft(jnp.exp(-(k**2)) * jnp.fft.rfft(u), n=u.shape[-1])
+        return (u**2).mean()
+
+    u, k = jnp.ones((4, 64)), jnp.arange(33.0)
+    jaxpr = prepare(inline_calls(jax.make_jaxpr(jax.grad(simulation))(u, k))).jaxpr
+    assert names(jaxpr).count("exp") == 1

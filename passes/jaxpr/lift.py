@@ -34,7 +34,7 @@ from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.primitives import CONTROL_FLOW, Kind
 from passes.jaxpr.purity import has_effect, moves_memory
-from passes.jaxpr.simplify import without_literal_barriers
+from passes.jaxpr.simplify import without_literal_barriers, without_repeats
 from passes.jaxpr.split_dots import split_bytes, split_ns
 from passes.jaxpr.storage import WHOLE, Storage
 from passes.jaxpr.stored import read_rounded, stored_bytes
@@ -298,7 +298,7 @@ def inner_work(jaxpr: Jaxpr, device: DeviceModel, carried: tuple[int, int] | Non
         carried: of a scan's body how many of its inputs are constants, and carried.
     """
     flat = compat.open_jaxpr(inline_calls(compat.close_jaxpr(jaxpr, [])))[0] if not jaxpr.constvars else jaxpr
-    lifted = lift(flat, device, as_xla=True, carried=carried)
+    lifted = lift(without_repeats(flat), device, as_xla=True, carried=carried)
     program = lifted.program
     in_place = updated_in_place(lifted, *(carried or (0, 0)))
     results = sum(stored_bytes(v, device) for k, v in enumerate(flat.outvars) if k not in in_place)

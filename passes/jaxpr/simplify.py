@@ -1,5 +1,8 @@
 """Rewrite what XLA's simplifier rewrites on its way, where that decides which values are stored.
 
+What is computed twice from the same operands is computed once: the mask and the tables of sines that every
+layer of a traced model makes for itself are one value, which lives as long as all of them.
+
 The gradient of an indexed read is a scatter into zeros that is then added to the other gradients. XLA
 scatters into the other gradients instead (in place, as they die there), so neither the zeros nor the
 scattered value are ever stored. A plan has to know: for the loss of a language model that is the
@@ -9,12 +12,15 @@ largest value of the program. Written down before planning, it also holds where 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+
+import numpy as np
 
 from passes.jaxpr import compat
 from passes.jaxpr.avals import form_of
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.primitives import Kind, kind_of
+from passes.jaxpr.purity import eqn_kind
 
 SCATTER_ADD = "scatter-add"
 ADDS = frozenset({"add", "add_any"})
@@ -45,6 +51,50 @@ def scatter_in_place(jaxpr: Jaxpr) -> Jaxpr:
         return jaxpr
     rebuilt = compat.rebuild(jaxpr, eqns=eqns, outvars=jaxpr.outvars)
     return compat.without_dead_code(rebuilt)
+
+
+def without_repeats(jaxpr: Jaxpr) -> Jaxpr:
+    """Equations that compute the same as an earlier one are left out; results of the program keep theirs.
+
+    Returns:
+        The same open jaxpr if there is none.
+    """
+    results = set(compat.variables(jaxpr.outvars))
+    rename: dict[Var, Atom] = {}
+    seen: dict[Hashable, JaxprEqn] = {}
+    eqns = []
+    for eqn in jaxpr.eqns:
+        eqn = compat.rename_inputs(eqn, rename) if rename else eqn
+        key = None if results.intersection(eqn.outvars) else _computation(eqn)
+        first = eqn if key is None else seen.setdefault(key, eqn)
+        if first is eqn:
+            eqns.append(eqn)
+        else:
+            rename.update(zip(eqn.outvars, first.outvars, strict=True))
+    if not rename:
+        return jaxpr
+    return compat.rebuild(jaxpr, eqns=eqns, outvars=jaxpr.outvars)
+
+
+def _computation(eqn: JaxprEqn) -> Hashable | None:
+    """Equal for two equations that compute the same; None for one that must stay, or that cannot be told."""
+    if eqn_kind(eqn) in (Kind.OPAQUE, Kind.BARRIER) or compat.checkpoint_name_of(eqn) is not None:
+        return None
+    if any(isinstance(v, compat.DropVar) for v in eqn.outvars) or not compat.variables(eqn.invars):
+        return None
+    params = tuple((name, type(value), value) for name, value in sorted(eqn.params.items()))
+    key = eqn.primitive, params, tuple(map(_operand, eqn.invars))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _operand(atom: Atom) -> Hashable:
+    if isinstance(atom, compat.Literal):
+        return str(atom.aval), np.asarray(atom.val).tobytes()
+    return atom
 
 
 def without_literal_barriers(jaxpr: Jaxpr) -> Jaxpr:

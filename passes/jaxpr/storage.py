@@ -94,8 +94,9 @@ class Storage:
         if eqn.primitive.name not in UPDATES:
             return False
         v = eqn.invars[0]
-        kept = v in self.fixed or v in self.results
-        return compat.is_variable(v) and not kept and len(self.readers[v]) == 1
+        if not compat.is_variable(v) or v in self.fixed or v in self.results:
+            return False
+        return len(self.readers[v]) == 1
 
     def _index(self) -> None:
         for v in (*self.jaxpr.constvars, *self.jaxpr.invars):
