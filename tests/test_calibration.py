@@ -57,6 +57,16 @@ def test_a_plan_that_is_too_large_is_followed_by_one_for_fewer_bytes() -> None:
     assert third.bytes_ratio > second.bytes_ratio
 
 
+def test_what_the_program_as_it_is_needs_is_known_and_no_plan_that_failed() -> None:
+    as_it_is = replace(PLANNED, changed=False, recipe=Recipe(), planned_temp_bytes=1500)
+    second = UNCALIBRATED.after(as_it_is, needing(1200))
+    assert second is not None
+    assert (second.bytes_ratio, second.strict) == (0.8, False)
+    third = second.after(PLANNED, needing(1010))
+    assert third is not None
+    assert third.bytes_ratio == 1.01
+
+
 def test_xla_is_left_less_freedom_once_where_it_makes_something_else_of_a_plan() -> None:
     strict = UNCALIBRATED.after(PLANNED, needing(2000))
     assert strict is not None

@@ -201,11 +201,11 @@ def _fits_as_it_is(peak_bytes: int, request: JaxprRequest) -> bool:
 
 
 def _scale(peak_bytes: int, request: JaxprRequest) -> float:
-    """Estimated over real bytes of temporaries, where XLA is known to need more than estimated."""
+    """Estimated over real bytes of temporaries, as far as these are known."""
     ratio = request.calibration.bytes_ratio
     if request.baseline_total_bytes is not None:
         ratio = max(ratio, (request.baseline_total_bytes - request.fixed_bytes) / max(peak_bytes, 1))
-    return 1 / max(ratio, 1.0)
+    return 1 / ratio
 
 
 def _body(body: Jaxpr, nbytes: int, request: JaxprRequest) -> Jaxpr:

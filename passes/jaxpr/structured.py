@@ -43,7 +43,8 @@ class StructuredConfig:
         aims_between: how often it is aimed at a number of iterations on the level above the first that fits.
         between_ratio: what scans in two parts may cost of one; their bodies are compiled twice.
         levels_sent: how many, spread over the frontier, with stacks on the host.
-        bodies_ratio: bodies are planned for no more than this share of what the program needs without.
+        bodies_ratio: where a program fits its bodies are planned for this share of what it needs: that may be
+            cheaper.
         unknown_ratio, known_ratio: by how much an estimate may be off, if XLA has seen nothing of the
             kind, or something.
         cheaper_ratio: what is expected to cost more than this share of the best is not worth another compile.
@@ -329,7 +330,8 @@ class _Search:
         """A program with its bodies planned, and lifted; a second aim is lower by what the first missed."""
         device = self.request.device
         target_bytes = max(int(self.request.temp_budget_bytes * self.scale), 1)
-        aim_bytes = min(target_bytes, int(CONFIG.bodies_ratio * as_it_is(as_is).peak_bytes))
+        peak_bytes = as_it_is(as_is).peak_bytes
+        aim_bytes = target_bytes if target_bytes < peak_bytes else int(CONFIG.bodies_ratio * peak_bytes)
         for _ in range(aims):
             planned = fit_bodies(
                 program, device, aim_bytes, lambda body, nbytes: self.plan_body(body, nbytes, self.request)
