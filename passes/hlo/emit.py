@@ -34,13 +34,16 @@ class Cloner:
         self.module = module
         self.computations: list[Any] = []
         self._by_id = {c.id: c for c in module.computations}
-        self._names = {c.name for c in module.computations}
-        self._names |= {i.name for c in module.computations for i in c.instructions}
+        self._names: set[str] = set()
+        self._schedules = {s.key: s.value for s in module.schedule.sequences}
         self._next_computation = max(self._by_id) + 1
         self._next_local: dict[int, int] = {}
 
     def name(self, old: str, mark: str = "remat") -> str:
         """A new name like `old`, with a mark that says what it is for."""
+        if not self._names:
+            self._names.update(c.name for c in self.module.computations)
+            self._names.update(i.name for c in self.module.computations for i in c.instructions)
         stem = old.split(".remat")[0]
         n = 1
         while f"{stem}.{mark}{n}" in self._names:
@@ -84,11 +87,10 @@ class Cloner:
         return int(new.id)
 
     def _copy_schedule(self, old_id: int, new_id: int, ids: dict[int, int]) -> None:
-        for entry in self.module.schedule.sequences:
-            if entry.key == old_id:
-                made = self.module.schedule.sequences.add(key=new_id)
-                made.value.instruction_ids.extend(ids[i] for i in entry.value.instruction_ids)
-                return
+        old = self._schedules.get(old_id)
+        if old is not None:
+            made = self.module.schedule.sequences.add(key=new_id)
+            made.value.instruction_ids.extend(ids[i] for i in old.instruction_ids)
 
 
 class _Writer:
