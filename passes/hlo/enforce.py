@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from passes.backend import BACKENDS
+from passes.collecting import uncollected
 from passes.cost import DeviceModel
 from passes.hlo import graph, proto
 from passes.hlo.assign import Assigner
@@ -71,6 +72,7 @@ class EnforceRequest:
         return self.host_bytes > 0 and BACKENDS[self.platform].pages
 
 
+@uncollected()
 def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageOutcome]:
     """Hold a scheduled module to `request.budget_bytes`.
 
