@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from passes.hlo import proto
-from passes.hlo.graph import Computation
+from passes.hlo import graph, proto
+from passes.hlo.graph import Computation, Module
 from passes.hlo.lift import LiftedModule, is_view
 from passes.hlo.pages import CopyStyle, Moments, copy_done, copy_plain, copy_start, holders
 from passes.hlo.prune import drop_uncalled, prune
@@ -171,7 +171,7 @@ class _Writer:
             self._put(new)
         return self.views[key]
 
-    def finish(self) -> Any:
+    def finish(self) -> Module:
         self.scope.root_id = self.resolve(self.old.root)
         proto.put(self.scope.instructions, [self.written[i] for i in self.order])
         for sequence in self.module.schedule.sequences:
@@ -182,9 +182,11 @@ class _Writer:
         after = list(map(proto.copy, self.module.computations[place + 1 :]))
         del self.module.computations[place:]
         self.module.computations.extend([*self.cloner.computations, scope, *after])
-        prune(self.module, scope.id, self.once)
-        drop_uncalled(self.module)
-        return self.module
+        before = self.lifted.module
+        written = {scope.id, *prune(self.module, scope.id, self.once)}
+        calls = {c.id: c.called for c in before.computations.values() if c.id not in written}
+        drop_uncalled(self.module, calls)
+        return graph.read(self.module, before, written)
 
 
 class _Pager:
@@ -245,7 +247,7 @@ def emit(
     pages: Sequence[Page] = (),
     *,
     style: CopyStyle = "asynchronous",
-) -> Any:
+) -> Module:
     """The module that runs `steps`.
 
     Args:
@@ -256,7 +258,7 @@ def emit(
             device, which save nothing, for platforms that have no others.
 
     Returns:
-        A new parsed HloModuleProto; the lifted one is unchanged.
+        The view of a new message; the lifted one is unchanged.
     """
     writer = _Writer(lifted)
     for i in lifted.scope.order:

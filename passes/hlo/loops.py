@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from passes.cost import DeviceModel
-from passes.hlo import graph
 from passes.hlo.assign import Assigner
 from passes.hlo.cost import trip_count
 from passes.hlo.dataflow import loop_parts
@@ -110,7 +109,7 @@ class _Work:
 
     def _write(self, body: LiftedModule, steps: Sequence[OpId]) -> None:
         before = self.before
-        self.module = graph.read(emit(body, steps), body.module, written=body.scope)
+        self.module = emit(body, steps)
         self.assigner = Assigner(self.module, before.platform, old_rules=before.assigner.old_rules)
 
 
