@@ -303,27 +303,31 @@ class Assigner:
             return False
         if allocation.held & (asked.inside | asked.edges):
             return False
-        if any(self._copies(allocation, source) for source in asked.copied):
+        if asked.copied and any(self._copies(allocation, source) for source in asked.copied):
             return False
         if not allocation.busy & asked.edges:
             return True
-        return not any(self._meet(v, w) for v in self.flow.classes[group] for w in allocation.values)
+        return not any(self._meets(v, allocation) for v in self.flow.classes[group])
 
     def _copies(self, allocation: Allocation, source: tuple[int, int]) -> bool:
         """True if what is copied is in the allocation: XLA keeps those apart."""
         positions = (p for w in allocation.values for p in self.flow.values[w].positions)
         return any((p.computation, p.instruction) == source for p in positions)
 
-    def _meet(self, v: int, w: int) -> bool:
-        """True if two values cannot share storage."""
-        first, second = self.ranges[v], self.ranges[w]
-        if first.start > second.end or second.start > first.end:
-            return False
-        if first.end == second.start:
-            return not self._takes_over(w, first)
-        if second.end == first.start:
-            return not self._takes_over(v, second)
-        return True
+    def _meets(self, v: int, allocation: Allocation) -> bool:
+        """True if a value cannot share storage with one that is in an allocation."""
+        ranges, first = self.ranges, self.ranges[v]
+        for w in allocation.values:
+            second = ranges[w]
+            if first.start > second.end or second.start > first.end:
+                continue
+            if first.end == second.start:
+                shares = self._takes_over(w, first)
+            else:
+                shares = second.end == first.start and self._takes_over(v, second)
+            if not shares:
+                return True
+        return False
 
     def _takes_over(self, user: int, operand: Range) -> bool:
         """True if the value `user` may start where the value with range `operand` ends."""
