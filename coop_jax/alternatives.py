@@ -315,13 +315,17 @@ class _Search:
         return dataclasses.replace(refused, least_total_bytes=least, least_proved=proved, status=status)
 
     def explore(self, refused: StageOutcome) -> None:
-        """Look at what the least may be."""
+        """Look at what the least may be.
+
+        What the program needs as it is, the look at its own kernels says, which is no whole compile.
+        """
         budget_bytes = self.record.budget_bytes
         first = self._look(Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes))
         if first is not None:
             self.paged(self.tuned(self._choice(first)), hlo_of(first))
         for asked in self._wishes(refused):
-            self._look(asked)
+            if asked != relowering.PLAIN:
+                self._look(asked)
         self.ask_for_the_least(refused)
 
     def _totals(self) -> list[int]:

@@ -26,6 +26,7 @@ emits kernels as the first four do equations.
 
 from __future__ import annotations
 
+from passes.collecting import uncollected
 from passes.counts import check
 from passes.hlo.enforce import enforce
 from passes.jaxpr.candidate import JaxprRequest
@@ -67,6 +68,7 @@ def plan_joint(
     return _walk(prepare_parts(forward, backward, n_outs), request)
 
 
+@uncollected()
 def _walk[Written](work: Work[Written], request: JaxprRequest) -> tuple[Written, StageOutcome]:
     with work.context():
         lifted = lift(work.jaxpr, request)

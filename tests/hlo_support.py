@@ -132,7 +132,7 @@ def with_steps(
 
     def transform(data: bytes) -> bytes:
         before = lifted(data, platform)
-        module = emit(before, choose(before.program))
+        module = emit(before, choose(before.program)).proto
         found.append((predict(module, platform), before))
         return proto.serialize(module)
 
@@ -211,7 +211,7 @@ def with_pages(
         before = lifted(data, platform)
         steps = random_steps(seed, again)(before.program)
         pages = random_pages(before.program, steps, seed, rate)
-        module = emit(before, steps, pages, style=style)
+        module = emit(before, steps, pages, style=style).proto
         prediction = predict(module, platform)
         found.append({"prediction": prediction, "before": before, "module": module, "pages": pages})
         return proto.serialize(module)

@@ -66,7 +66,7 @@ def _drawn(data: bytes, platform: str, seed: int, rate: float) -> tuple[Any, int
         found = lift(view, h.MODEL[platform], platform, scope=view.computations[body], assigner=assigner)
         steps = h.random_steps(seed, rate)(found.program)
         n_recomputes += len(steps) - len(found.program.ops)
-        module = emit(found, steps)
+        module = emit(found, steps).proto
     return module, n_recomputes
 
 

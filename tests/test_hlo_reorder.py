@@ -176,7 +176,7 @@ def _compiled(example: h.Example, platform: str) -> tuple[Any, int]:
         moved.append(0 if order is None else sum(op != k for k, op in enumerate(order)))
         if order is None:
             return data
-        module = emit(before, order)
+        module = emit(before, order).proto
         after = h.predict(module, platform)
         peak = simulate(before.program, tuple(op.id for op in before.program.ops)).peak_bytes
         assert after.temp_bytes <= 1.05 * max(peak, before.prediction.temp_bytes)

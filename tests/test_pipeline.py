@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from coop_jax import aot
 from coop_jax.record import read_attributes
 from coop_jax.replacing import signature
 from passes import pipeline
+from passes.collecting import uncollected
 from passes.counts import MemoryBytes, Verdict, check
 from passes.hlo import proto
 from passes.ir import Program
@@ -140,3 +142,16 @@ def test_the_check_knows_both_memories() -> None:
     assert check(budget, MemoryBytes(total=11, host=5)) is Verdict.OVER
     assert check(budget, MemoryBytes(total=11, host=6)) is Verdict.OVER_ON_HOST
     assert check(MemoryBytes(total=10), MemoryBytes(total=10, host=6)) is Verdict.KEPT
+
+
+def test_the_collector_of_cycles_is_as_it_was_after_a_stage():
+    with uncollected():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

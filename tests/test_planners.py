@@ -82,6 +82,13 @@ def test_least_peak_and_the_working_set_bound_do_not_contradict_the_oracle(progr
         assert made.peak_bytes == least_bytes
 
 
+@given(programs())
+def test_the_least_peak_is_the_same_where_nobody_asks_whether_there_is_a_lower_one(program: Program):
+    made, proved = (least_peak(program, dataclasses.replace(QUICK, bound=bound)) for bound in (False, True))
+    assert made.peak_bytes == proved.peak_bytes
+    assert made.status is Status.FEASIBLE or proved.status is Status.OPTIMAL
+
+
 @given(programs(max_ops=5), st.integers(0, 30))
 def test_nothing_possible_is_proved_impossible(program: Program, budget_bytes: int):
     if least_cost_ns(program, budget_bytes) is not None:

@@ -60,6 +60,21 @@ def _between(start: int, end: int) -> int:
     return ((1 << (end - start + 1)) - 1) << start
 
 
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    """What an alias class asks of an allocation, a bit for each time.
+
+    Attributes:
+        inside: when one of its values is there, but for the ends of their ranges.
+        edges: the ends.
+        copied: what its values are copies of, by computation and instruction.
+    """
+
+    inside: int
+    edges: int
+    copied: list[tuple[int, int]]
+
+
 class Assigner:
     """Replays XLA's buffer assignment; afterwards `heap` holds the values left for the packer.
 
@@ -90,6 +105,7 @@ class Assigner:
         self._outputs = {
             self.flow.class_of[v] for v in self.flow.trees[module.entry.id, module.entry.root].values()
         }
+        self._donated = set(module.donated.values())
         self._offloaded = offloaded(module) if self.backend.scratch_bytes else []
         if self.backend.context_space:
             for value in self.flow.values:
@@ -210,8 +226,9 @@ class Assigner:
         if self._special(group, members):
             return
         lives_out = group in self._outputs
+        asked = self._storage(members)
         for allocation in self._candidates(members):
-            if self._fits(allocation, group, lives_out):
+            if not allocation.busy & asked.inside and self._fits(allocation, group, asked, lives_out):
                 self._put(allocation, group)
                 return
         if not lives_out:
@@ -219,6 +236,18 @@ class Assigner:
             return
         self._put(self._new(group, "output"), group)
         self._reusable.append(self.home[group])
+
+    def _storage(self, members: list[Value]) -> _Storage:
+        inside = edges = 0
+        copied: list[tuple[int, int]] = []
+        for value in members:
+            live, instruction = self.ranges[value.id], self.flow.instruction(value.home)
+            edges |= 1 << live.start | 1 << live.end
+            if live.end > live.start + 1:
+                inside |= _between(live.start + 1, live.end - 1)
+            if instruction.opcode == "copy":
+                copied.append((value.home.computation, instruction.operands[0]))
+        return _Storage(inside, edges, copied)
 
     def _special(self, group: int, members: list[Value]) -> bool:
         entry = self.module.entry.id
@@ -228,7 +257,7 @@ class Assigner:
                 self._put(self._new(group, "constant"), group)
                 return True
             if instruction.opcode == "parameter" and value.home.computation == entry:
-                donated = (instruction.number, value.home.index) in set(self.module.donated.values())
+                donated = (instruction.number, value.home.index) in self._donated
                 self._put(self._new(group, "donated" if donated else "argument"), group)
                 if donated:
                     self._reusable.append(self.home[group])
@@ -266,50 +295,39 @@ class Assigner:
                     candidates.append(allocation)
         return candidates + self._reusable[::-1]
 
-    def _fits(self, allocation: Allocation, group: int, lives_out: bool) -> bool:
+    def _fits(self, allocation: Allocation, group: int, asked: _Storage, lives_out: bool) -> bool:
+        """True if an allocation that is free inside of a group's ranges is where XLA puts the group."""
         if self._sizes[group] > allocation.nbytes or allocation.space != self._spaces[group]:
             return False
         if lives_out and (allocation.nbytes != self._sizes[group] or allocation.held):
             return False
-        edges = False
-        for v in self.flow.classes[group]:
-            live = self.ranges[v]
-            if allocation.held & _between(live.start, live.end):
-                return False
-            span = allocation.busy >> live.start
-            width = live.end - live.start
-            if width > 1 and span >> 1 & ((1 << (width - 1)) - 1):
-                return False
-            edges = edges or bool(span & 1) or bool(span >> width & 1)
-        if any(self._copies(allocation, v) for v in self.flow.classes[group]):
+        if allocation.held & (asked.inside | asked.edges):
             return False
-        if not edges:
+        if asked.copied and any(self._copies(allocation, source) for source in asked.copied):
+            return False
+        if not allocation.busy & asked.edges:
             return True
-        return not any(self._meet(v, w) for v in self.flow.classes[group] for w in allocation.values)
+        return not any(self._meets(v, allocation) for v in self.flow.classes[group])
 
-    def _copies(self, allocation: Allocation, v: int) -> bool:
-        """True if `v` is a copy of something in the allocation: XLA keeps those apart."""
-        home = self.flow.values[v].home
-        instruction = self.flow.instruction(home)
-        if instruction.opcode != "copy":
-            return False
-        source = (home.computation, instruction.operands[0])
-        return any(
-            (p.computation, p.instruction) == source
-            for w in allocation.values
-            for p in self.flow.values[w].positions
-        )
+    def _copies(self, allocation: Allocation, source: tuple[int, int]) -> bool:
+        """True if what is copied is in the allocation: XLA keeps those apart."""
+        positions = (p for w in allocation.values for p in self.flow.values[w].positions)
+        return any((p.computation, p.instruction) == source for p in positions)
 
-    def _meet(self, v: int, w: int) -> bool:
-        """True if two values cannot share storage."""
-        first, second = self.ranges[v], self.ranges[w]
-        if first.start > second.end or second.start > first.end:
-            return False
-        if first.end == second.start:
-            return not self._takes_over(w, first)
-        if second.end == first.start:
-            return not self._takes_over(v, second)
-        return True
+    def _meets(self, v: int, allocation: Allocation) -> bool:
+        """True if a value cannot share storage with one that is in an allocation."""
+        ranges, first = self.ranges, self.ranges[v]
+        for w in allocation.values:
+            second = ranges[w]
+            if first.start > second.end or second.start > first.end:
+                continue
+            if first.end == second.start:
+                shares = self._takes_over(w, first)
+            else:
+                shares = second.end == first.start and self._takes_over(v, second)
+            if not shares:
+                return True
+        return False
 
     def _takes_over(self, user: int, operand: Range) -> bool:
         """True if the value `user` may start where the value with range `operand` ends."""

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from passes.hlo import proto
-from passes.hlo.graph import Computation
+from passes.hlo import graph, proto
+from passes.hlo.graph import Computation, Module
 from passes.hlo.lift import LiftedModule, is_view
 from passes.hlo.pages import CopyStyle, Moments, copy_done, copy_plain, copy_start, holders
 from passes.hlo.prune import drop_uncalled, prune
@@ -34,13 +34,16 @@ class Cloner:
         self.module = module
         self.computations: list[Any] = []
         self._by_id = {c.id: c for c in module.computations}
-        self._names = {c.name for c in module.computations}
-        self._names |= {i.name for c in module.computations for i in c.instructions}
+        self._names: set[str] = set()
+        self._schedules = {s.key: s.value for s in module.schedule.sequences}
         self._next_computation = max(self._by_id) + 1
         self._next_local: dict[int, int] = {}
 
     def name(self, old: str, mark: str = "remat") -> str:
         """A new name like `old`, with a mark that says what it is for."""
+        if not self._names:
+            self._names.update(c.name for c in self.module.computations)
+            self._names.update(i.name for c in self.module.computations for i in c.instructions)
         stem = old.split(".remat")[0]
         n = 1
         while f"{stem}.{mark}{n}" in self._names:
@@ -84,11 +87,10 @@ class Cloner:
         return int(new.id)
 
     def _copy_schedule(self, old_id: int, new_id: int, ids: dict[int, int]) -> None:
-        for entry in self.module.schedule.sequences:
-            if entry.key == old_id:
-                made = self.module.schedule.sequences.add(key=new_id)
-                made.value.instruction_ids.extend(ids[i] for i in entry.value.instruction_ids)
-                return
+        old = self._schedules.get(old_id)
+        if old is not None:
+            made = self.module.schedule.sequences.add(key=new_id)
+            made.value.instruction_ids.extend(ids[i] for i in old.instruction_ids)
 
 
 class _Writer:
@@ -169,7 +171,7 @@ class _Writer:
             self._put(new)
         return self.views[key]
 
-    def finish(self) -> Any:
+    def finish(self) -> Module:
         self.scope.root_id = self.resolve(self.old.root)
         proto.put(self.scope.instructions, [self.written[i] for i in self.order])
         for sequence in self.module.schedule.sequences:
@@ -180,9 +182,11 @@ class _Writer:
         after = list(map(proto.copy, self.module.computations[place + 1 :]))
         del self.module.computations[place:]
         self.module.computations.extend([*self.cloner.computations, scope, *after])
-        prune(self.module, scope.id, self.once)
-        drop_uncalled(self.module)
-        return self.module
+        before = self.lifted.module
+        written = {scope.id, *prune(self.module, scope.id, self.once)}
+        calls = {c.id: c.called for c in before.computations.values() if c.id not in written}
+        drop_uncalled(self.module, calls)
+        return graph.read(self.module, before, written)
 
 
 class _Pager:
@@ -243,7 +247,7 @@ def emit(
     pages: Sequence[Page] = (),
     *,
     style: CopyStyle = "asynchronous",
-) -> Any:
+) -> Module:
     """The module that runs `steps`.
 
     Args:
@@ -254,7 +258,7 @@ def emit(
             device, which save nothing, for platforms that have no others.
 
     Returns:
-        A new parsed HloModuleProto; the lifted one is unchanged.
+        The view of a new message; the lifted one is unchanged.
     """
     writer = _Writer(lifted)
     for i in lifted.scope.order:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from passes.backend import BACKENDS
+from passes.collecting import uncollected
 from passes.cost import DeviceModel
 from passes.hlo import graph, proto
 from passes.hlo.assign import Assigner
@@ -71,6 +72,7 @@ class EnforceRequest:
         return self.host_bytes > 0 and BACKENDS[self.platform].pages
 
 
+@uncollected()
 def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageOutcome]:
     """Hold a scheduled module to `request.budget_bytes`.
 
@@ -120,7 +122,7 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
         return module_bytes, _refusal(request, found, prediction, begin)
     written = found.written
     outcome = _outcome(request, prediction, written.prediction, cost_ns, energy_pj, begin)
-    return proto.serialize(written.module), _changed(request, outcome, found)
+    return proto.serialize(written.view.proto), _changed(request, outcome, found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +204,7 @@ def _reordered(lifted: LiftedModule, device: DeviceModel) -> LiftedModule:
     order = reordered(lifted)
     if order is None:
         return lifted
-    view = graph.read(emit(lifted, order), lifted.module)
+    view = emit(lifted, order)
     assigner = Assigner(view, lifted.platform, old_rules=lifted.assigner.old_rules)
     candidate = lift(view, device, lifted.platform, assigner=assigner)
     return candidate if candidate.prediction.total_bytes <= lifted.prediction.total_bytes else lifted

@@ -9,7 +9,6 @@ recomputes are taken out, costliest first, while the prediction keeps the budget
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from passes.hlo import graph
 from passes.hlo.assign import Assigner
@@ -55,7 +54,6 @@ class Written:
     """
 
     plan: Plan
-    module: Any
     view: graph.Module
     prediction: HeapPrediction
     needed_bytes: int
@@ -100,13 +98,12 @@ class Task:
 
     def write(self, made: Plan) -> Written:
         """Emit a plan and predict its heap."""
-        module = emit(self.lifted, made.steps, made.pages)
-        view = graph.read(module, self.lifted.module)
+        view = emit(self.lifted, made.steps, made.pages)
         assigner = self.assigner(view)
         prediction = predict_assigned(assigner)
         saved = packing_saves(assigner) if self.pinned else 0
         return Written(
-            plan=made, module=module, view=view, prediction=prediction,
+            plan=made, view=view, prediction=prediction,
             needed_bytes=prediction.total_bytes - saved, displaced=self._displaced(assigner),
         )  # fmt: skip
 
@@ -119,9 +116,7 @@ class Task:
             return written
         view = graph.read(module)
         prediction = predict_assigned(self.assigner(view))
-        found = replace(
-            written, module=module, view=view, prediction=prediction, needed_bytes=prediction.total_bytes
-        )
+        found = replace(written, view=view, prediction=prediction, needed_bytes=prediction.total_bytes)
         return min(written, found, key=lambda w: w.needed_bytes)
 
     def excess_bytes(self, written: Written) -> int:

@@ -6,6 +6,7 @@ attributes are read and from which `passes.hlo.emit` clones. Operands and callee
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -101,7 +102,8 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Computation:
-    """A computation. `order` is its schedule (by id where it has none); `by_id` is sorted by id."""
+    """A computation. `order` is its schedule (by id where it has none); `by_id` is sorted by id; `called` are
+    the computations that its instructions call."""
 
     id: int
     name: str
@@ -110,6 +112,7 @@ class Computation:
     order: tuple[int, ...]
     scheduled: bool
     fused: bool
+    called: tuple[int, ...]
     proto: Any
 
     def operands(self, instruction: Instruction) -> list[Instruction]:
@@ -240,16 +243,17 @@ def _computation(proto: Any, schedule: dict[int, tuple[int, ...]], shapes: _Shap
         id=proto.id, name=proto.name, by_id=by_id, root=proto.root_id,
         order=tuple(by_id) if order is None else order,
         scheduled=order is not None, fused=fused, proto=proto,
+        called=tuple(c for i in by_id.values() for c in i.called),
     )  # fmt: skip
 
 
-def read(module: Any, earlier: Module | None = None, *, written: Computation | None = None) -> Module:
+def read(module: Any, earlier: Module | None = None, written: Collection[int] = ()) -> Module:
     """The view of a parsed message.
 
     Args:
         module: a parsed HloModuleProto.
         earlier: the view of the module that this one was made from; what did not change is shared with it.
-        written: the computation of it that was written anew; None for the entry.
+        written: ids of the computations of it that are not as they were.
 
     Raises:
         ValueError: the module has no schedule for its entry.
@@ -257,12 +261,9 @@ def read(module: Any, earlier: Module | None = None, *, written: Computation | N
     schedule = {s.key: tuple(s.value.instruction_ids) for s in module.schedule.sequences}
     shapes = _Shapes()
     computations: dict[int, Computation] = {}
-    changed = module.entry_computation_id if written is None else written.id
     for c in module.computations:
-        known = earlier.computations.get(c.id) if earlier and c.id != changed else None
-        # The emitter only ever removes from what it does not write, so equal size is equality.
-        same = known is not None and known.proto.ByteSize() == c.ByteSize()
-        computations[c.id] = known if known and same else _computation(c, schedule, shapes)
+        known = earlier.computations.get(c.id) if earlier and c.id not in written else None
+        computations[c.id] = known or _computation(c, schedule, shapes)
     entry = computations[module.entry_computation_id]
     if not entry.scheduled:
         raise ValueError(

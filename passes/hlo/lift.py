@@ -108,6 +108,7 @@ class _Lift:
         self.ops = [i for i in self.scope.order if not is_view(self.scope.by_id[i].opcode)]
         self.op_of = {i: OpId(n) for n, i in enumerate(self.ops)}
         self.producer = self._producers()
+        self.outside = {self.flow.class_of[v] for v in self.producer}
         self.nested = self._nested()
         self.writers = self._writers()
 
@@ -257,11 +258,10 @@ class _Lift:
 
     def _workspace(self, n: int) -> int:
         """The largest sum of what called computations keep alive beside this op's inputs and outputs."""
-        outside = {self.flow.class_of[v] for v in self.producer}
         events: list[tuple[int, int, int]] = []
         for v in self.nested.get(n, ()):
             group = self.flow.class_of[v]
-            if group in outside or group not in self.heap:
+            if group in self.outside or group not in self.heap:
                 continue
             held = self.assigner.ranges[v]
             nbytes = self.flow.values[v].nbytes

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from passes.cost import DeviceModel
-from passes.hlo import graph
 from passes.hlo.assign import Assigner
 from passes.hlo.cost import trip_count
 from passes.hlo.dataflow import loop_parts
@@ -40,19 +39,24 @@ def tightened(
     """
     work = _Work(lifted, device, replace(config, host_bytes=0, link=None, must_page=frozenset()))
     work.shrink_loops(lifted, least, limit_bytes, iterations=1)
-    return None if work.lifted is lifted else (work.lifted, tuple(work.recomputed))
+    if work.module is lifted.module:
+        return None
+    entry = lift(work.module, device, lifted.platform, assigner=work.assigner)
+    return entry, tuple(work.recomputed)
 
 
 class _Work:
     """A module whose bodies are planned one after the other.
 
     Attributes:
-        lifted: the entry as it is now.
+        module, assigner: as they are now.
         recomputed: what bodies recompute.
     """
 
     def __init__(self, lifted: LiftedModule, device: DeviceModel, config: PlannerConfig) -> None:
-        self.lifted = lifted
+        self.before = lifted
+        self.module = lifted.module
+        self.assigner = lifted.assigner
         self.device = device
         self.config = config
         self.recomputed: list[Recomputed] = []
@@ -60,7 +64,7 @@ class _Work:
     def shrink_loops(self, scope: LiftedModule, made: Plan, limit_bytes: int, iterations: int) -> None:
         """Plan the body of every loop at whose place a plan of its surroundings is over a limit."""
         for loop, excess_bytes in _over(scope, made, limit_bytes):
-            self._shrink(loop, excess_bytes, iterations * trip_count(self.lifted.module, loop))
+            self._shrink(loop, excess_bytes, iterations * trip_count(self.module, loop))
 
     def _shrink(self, loop: Instruction, excess_bytes: int, iterations: int) -> None:
         """Plan one body for as much less as its loop is over."""
@@ -72,9 +76,9 @@ class _Work:
             body = self._body(loop)
         made = self._plan(body.program, target_bytes)
         if made.peak_bytes > target_bytes:
-            before = self.lifted
+            before = self.module
             self.shrink_loops(body, made, target_bytes, iterations)
-            if self.lifted is not before:
+            if self.module is not before:
                 body = self._body(loop)
                 made = self._plan(body.program, target_bytes)
         if made.peak_bytes < _peak_bytes(body.program):
@@ -84,15 +88,15 @@ class _Work:
 
     def _body(self, loop: Instruction) -> LiftedModule:
         """The body of a loop as it is now."""
-        now = self.lifted
-        scope, _ = loop_parts(now.module, loop)
+        scope, _ = loop_parts(self.module, loop)
+        # What the whole module will need is asked of its entry alone.
         return lift(
-            now.module,
+            self.module,
             self.device,
-            now.platform,
+            self.before.platform,
             scope=scope,
-            assigner=now.assigner,
-            prediction=now.prediction,
+            assigner=self.assigner,
+            prediction=self.before.prediction,
         )
 
     def _plan(self, program: Program, target_bytes: int) -> Plan:
@@ -101,13 +105,12 @@ class _Work:
             made = plan(program, target_bytes, config)
             if made.peak_bytes <= target_bytes:
                 return made
-        return least_peak(program, self.config)
+        return least_peak(program, replace(self.config, bound=False))
 
     def _write(self, body: LiftedModule, steps: Sequence[OpId]) -> None:
-        module = graph.read(emit(body, steps), body.module, written=body.scope)
-        old = self.lifted
-        assigner = Assigner(module, old.platform, old_rules=old.assigner.old_rules)
-        self.lifted = lift(module, self.device, old.platform, assigner=assigner)
+        before = self.before
+        self.module = emit(body, steps)
+        self.assigner = Assigner(self.module, before.platform, old_rules=before.assigner.old_rules)
 
 
 def _over(scope: LiftedModule, made: Plan, limit_bytes: int) -> Iterator[tuple[Instruction, int]]:

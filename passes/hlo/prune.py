@@ -6,7 +6,7 @@ their operands or outputs by number stay as they are: those that carry a collect
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from passes.hlo import proto
@@ -15,12 +15,18 @@ from passes.reach import reached
 _OPERAND_NUMBERS = "xla.no_invariant_operands"
 
 
-def drop_uncalled(module: Any) -> None:
-    """Remove computations that nothing calls, in place: those of runs and outputs that were dropped."""
-    called = {
-        c.id: [i for x in c.instructions for i in x.called_computation_ids] for c in module.computations
-    }
-    needed = reached([module.entry_computation_id], called.__getitem__)
+def drop_uncalled(module: Any, known: Mapping[int, Collection[int]]) -> None:
+    """Remove computations that nothing calls, in place: those of runs and outputs that were dropped.
+
+    Args:
+        known: what computations call, for those of which that has been read.
+    """
+
+    def called(computation: Any) -> Collection[int]:
+        return [i for x in computation.instructions for i in x.called_computation_ids]
+
+    calls = {c.id: known[c.id] if c.id in known else called(c) for c in module.computations}
+    needed = reached([module.entry_computation_id], calls.__getitem__)
     for n in reversed([n for n, c in enumerate(module.computations) if c.id not in needed]):
         del module.computations[n]
     sequences = module.schedule.sequences
@@ -53,7 +59,7 @@ def merge_operands(fusion: Any, fused: Any) -> None:
     _drop_parameters(fusion, fused)
 
 
-def prune(module: Any, scope: int, once: Collection[int]) -> None:
+def prune(module: Any, scope: int, once: Collection[int]) -> set[int]:
     """Remove from a computation what nothing reads, in place: runs, views, outputs of XLA's own fusions.
 
     Readers come later in the message than what they read, so that one way back through it is enough: a fusion
@@ -62,6 +68,9 @@ def prune(module: Any, scope: int, once: Collection[int]) -> None:
     Args:
         scope: the computation's id.
         once: ids of instructions that stay, read or not; so do the parameters and the root.
+
+    Returns:
+        The ids of fusions' computations that something was removed from.
     """
     entry = next(c for c in module.computations if c.id == scope)
     users: dict[int, dict[int, Any]] = {i.id: {} for i in entry.instructions}
@@ -71,13 +80,16 @@ def prune(module: Any, scope: int, once: Collection[int]) -> None:
     computations = {c.id: c for c in module.computations}
     stays = {entry.root_id, *once, *(i.id for i in entry.instructions if i.opcode == "parameter")}
     replaced: dict[int, int] = {}
+    pruned: set[int] = set()
     for instruction in reversed(entry.instructions):
         operands = set(instruction.operand_ids)
         if instruction.id not in stays and not users[instruction.id]:
             replaced[instruction.id] = instruction.id
         elif _is_own(instruction):
-            if instruction.id != entry.root_id:
-                _prune(instruction, list(users[instruction.id].values()), computations, replaced)
+            if instruction.id != entry.root_id and _prune(
+                instruction, list(users[instruction.id].values()), computations, replaced
+            ):
+                pruned.update(instruction.called_computation_ids)
             operands -= set(instruction.operand_ids)
         else:
             continue
@@ -85,19 +97,21 @@ def prune(module: Any, scope: int, once: Collection[int]) -> None:
             del users[operand][instruction.id]
     if replaced:
         _rewire(module, entry, replaced)
+    return pruned
 
 
-def _prune(fusion: Any, users: list[Any], computations: dict[int, Any], replaced: dict[int, int]) -> None:
+def _prune(fusion: Any, users: list[Any], computations: dict[int, Any], replaced: dict[int, int]) -> bool:
+    """Remove the outputs of a fusion that have no users; True if there are any."""
     parts = len(fusion.shape.tuple_shapes)
     if not parts or any(u.opcode != "get-tuple-element" for u in users):
-        return
+        return False
     used = sorted({u.tuple_index for u in users})
     if not used or len(used) == parts:
-        return
+        return False
     fused = computations[fusion.called_computation_ids[0]]
     roots = next(i for i in fused.instructions if i.id == fused.root_id)
     if roots.opcode != "tuple":
-        return
+        return False
     keep = [roots.operand_ids[n] for n in used]
     shapes = [proto.copy(fusion.shape.tuple_shapes[n]) for n in used]
     if len(used) == 1:
@@ -114,6 +128,7 @@ def _prune(fusion: Any, users: list[Any], computations: dict[int, Any], replaced
     _sweep(fused)
     if not _has_numbered_operands(fusion):
         _drop_parameters(fusion, fused)
+    return True
 
 
 def _has_numbered_operands(fusion: Any) -> bool:

@@ -114,7 +114,9 @@ class _Emitter:
         self.version: list[int] = [0] * len(lifted.var_of)
         self.made: dict[tuple[int, tuple[int, ...]], list[Var]] = {}
         self.used_original: set[int] = set()
+        # When every buffer was run last, and what was run when, the last one behind.
         self.run_at: list[int] = [-1] * len(lifted.var_of)
+        self.runs_made: list[tuple[int, BufferId]] = []
         self.arguments = frozenset(lifted.program.arguments)
         self.last_reader = last_readers(lifted.program)
         self.readers, self.runs = _when(lifted.program, steps)
@@ -212,8 +214,10 @@ class _Emitter:
 
     def _hold_back(self, op_id: OpId) -> None:
         """A barrier before an op that XLA could otherwise run, or merge with its like, at any time."""
+        if self.lifted.bodies[op_id][-1] not in self.config.held_back:
+            return
         trigger = self._trigger(op_id, set())
-        if self.lifted.bodies[op_id][-1] in self.config.held_back and trigger is not None:
+        if trigger is not None:
             self._barrier([*dict.fromkeys(self.lifted.program.ops[op_id].inputs), trigger])
 
     def _key(self, i: int) -> tuple[int, tuple[int, ...]]:
@@ -226,13 +230,14 @@ class _Emitter:
         XLA gives what passes a barrier the layout of its shape. It would write many a product transposed, for
         what follows elementwise; that becomes a kernel of its own (TinyLlama on an H200: 15 of 182 ms).
         """
-        candidates = [
-            (self.run_at[b], b)
-            for b in range(len(self.current))
-            if self.run_at[b] >= 0 and b not in made and self._is_read(BufferId(b), before)
-        ]
-        free = [(at, b) for at, b in candidates if b not in self.products]
-        return BufferId(max(free or candidates)[1]) if candidates else None
+        product = None
+        for at, b in reversed(self.runs_made):
+            if self.run_at[b] != at or b in made or not self._is_read(b, before):
+                continue
+            if b not in self.products:
+                return b
+            product = b if product is None else product
+        return product
 
     def _is_read(self, b: BufferId, before: OpId) -> bool:
         """True if a buffer is read from `before` on; between barriers of one slot: its present copy."""
@@ -261,12 +266,15 @@ class _Emitter:
             local.update(zip(self.lifted.jaxpr.eqns[i].outvars, self.made[key], strict=True))
         root = body[-1]
         outvars = self._append(root, local)
+        run: list[BufferId] = []
         for v, new in zip(self.lifted.jaxpr.eqns[root].outvars, outvars, strict=True):
             if not isinstance(v, compat.DropVar):
                 b = self.lifted.buffer_of[v]
                 self.current[b] = self.final[b] = new
                 self.version[b] += 1
                 self.run_at[b] = len(self.eqns)
+                run.append(b)
+        self.runs_made += [(len(self.eqns), b) for b in sorted(run)]
         if is_recompute:
             self.eqns[first:] = [compat.in_scope(eqn, RECOMPUTE_SCOPE) for eqn in self.eqns[first:]]
         if root in self.config.apart:

@@ -64,48 +64,54 @@ def cut_bound(program: Program, budget_bytes: int, n_cuts: int = 8) -> float:
     Args:
         n_cuts: at how many ops of the schedule to cut; the bound is the best of them.
     """
-    if working_set_bytes(program) > budget_bytes:
+    bound = Bound(Graph.of(program), n_cuts)
+    if least_bytes(bound.graph, bound.schedule) > budget_bytes:
         return float("inf")
-    return Bound(Graph.of(program), n_cuts).ratio(budget_bytes)
+    return bound.ratio(budget_bytes)
 
 
 class Bound:
-    """The cut bound of one program, for any number of budgets."""
+    """The cut bound of one program, for any number of budgets.
+
+    Attributes:
+        graph: the program.
+        schedule: its ops, once each.
+    """
 
     def __init__(self, graph: Graph, n_cuts: int) -> None:
-        self._graph = graph
-        self._schedule = Schedule(graph, range(len(graph.cost_ns)))
+        self.graph = graph
+        self.schedule = Schedule(graph, range(len(graph.cost_ns)))
         self._forced = forced_bytes(graph, last_needs(graph))
-        live = self._schedule.live
+        live = self.schedule.live
         self._positions = spread(sorted(range(len(live)), key=lambda p: (-int(live[p]), p)), n_cuts)
         self._problems: dict[int, CutProblem] = {}
 
     def ratio(self, budget_bytes: int) -> float:
         """A lower bound on the overhead ratio of every plan within `budget_bytes`."""
-        base_ns = sum(self._graph.cost_ns)
+        base_ns = sum(self.graph.cost_ns)
         best_ns = 0.0
         for position in self._positions:
-            if self._schedule.live[position] <= budget_bytes:
+            if self.schedule.live[position] <= budget_bytes:
                 continue
             if position not in self._problems:
-                self._problems[position] = cut_problem_at(self._schedule, position, slot=position + 1)
+                self._problems[position] = cut_problem_at(self.schedule, position, slot=position + 1)
             hull = cheapest_within(self._problems[position], budget_bytes - self._forced[position])
             best_ns = max(best_ns, hull.bound_ns or 0.0)
         return best_ns / base_ns if base_ns else 0.0
 
     def paged_ratio(self, budget_bytes: int, link: Link, host_bytes: int) -> float:
         """The same for every plan with pages on a link, waiting being overhead, too."""
-        base_ns = sum(self._graph.cost_ns)
+        base_ns = sum(self.graph.cost_ns)
         best_ns = 0.0
-        begins_ns = np.concatenate(([0], np.cumsum(self._graph.cost_ns)))
+        begins_ns = np.concatenate(([0], np.cumsum(self.graph.cost_ns)))
         for position in self._positions:
             begin_ns = float(begins_ns[position])
             away_bytes = min(host_bytes, int(begin_ns * link.to_host_bytes_per_second / 1e9) + 1)
             capacity_bytes = budget_bytes + away_bytes - self._forced[position]
-            if self._schedule.live[position] <= budget_bytes + away_bytes:
+            if self.schedule.live[position] <= budget_bytes + away_bytes:
                 continue
             if position not in self._problems:
-                self._problems[position] = cut_problem_at(self._schedule, position, slot=position + 1)
+                self._problems[position] = cut_problem_at(self.schedule, position, slot=position + 1)
             price_ns = 1e9 / link.to_host_bytes_per_second
             best_ns = max(best_ns, least_with_waiting_ns(self._problems[position], capacity_bytes, price_ns))
         return best_ns / base_ns if base_ns else 0.0

@@ -55,7 +55,8 @@ class PlannerConfig:
         quick: whether someone waits for the plan, such as a compile.
         placed: whether the budget is for the plan placed at addresses, holes included, instead of its live
             bytes; the plan then carries offsets.
-        bound: whether to prove a lower bound on the overhead beside the plan.
+        bound: whether to prove a lower bound on the overhead beside the plan, and of a plan that misses its
+            budget, or is the lowest, that no other is lower.
         strong_bound: whether to prove the linear bound, too: tighter at low budgets, and seconds of work. The
             exact mode does so where it proves no optimum.
         bound_cuts: at how many positions of the program to look for the bound; None for 8, and up to 32

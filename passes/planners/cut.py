@@ -56,10 +56,12 @@ PLAIN = Style()
 def insert(steps: Sequence[int], position_ops: dict[int, list[int]]) -> list[int]:
     """The sequence with ops put in just before positions."""
     result: list[int] = []
-    for position, op in enumerate(steps):
-        result.extend(position_ops.get(position, ()))
-        result.append(op)
-    result.extend(position_ops.get(len(steps), ()))
+    begin = 0
+    for position in sorted(position_ops):
+        result += steps[begin:position]
+        result += position_ops[position]
+        begin = position
+    result += steps[begin:]
     return result
 
 

@@ -59,7 +59,7 @@ class Search(SearchState):
         base_ns = self.start.cost_ns
         overhead_ratio = (candidate.cost_ns - base_ns) / base_ns if base_ns else 0.0
         if candidate.peak_bytes > budget_bytes:
-            proved = self.is_impossible(budget_bytes)
+            proved = self.is_shown_impossible(budget_bytes)
             status = Status.INFEASIBLE if proved else Status.UNKNOWN
         elif candidate.cost_ns <= self.at_least_ns(lower_bound_ratio):
             status = Status.OPTIMAL
@@ -105,7 +105,7 @@ def least_peak(program: Program, config: PlannerConfig | None = None) -> Plan:
     search = Search(program, config or PlannerConfig())
     candidate = strategies.deepest(search)
     made = search.plan(candidate, candidate.peak_bytes)
-    proved = search.is_impossible(candidate.peak_bytes - 1)
+    proved = search.is_shown_impossible(candidate.peak_bytes - 1)
     return _timed(made, begin, Status.OPTIMAL if proved else Status.FEASIBLE)
 
 

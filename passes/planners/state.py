@@ -142,3 +142,8 @@ class SearchState:
             if states and is_impossible(self.graph, budget_bytes, states, SEARCH.op_states):
                 self.impossible_bytes = budget_bytes
         return budget_bytes <= self.impossible_bytes
+
+    def is_shown_impossible(self, budget_bytes: int) -> bool:
+        """The same, for what a plan says of itself; where no bound is wanted only if it is known already."""
+        known = budget_bytes <= self.impossible_bytes
+        return known or (self.config.bound and self.is_impossible(budget_bytes))
