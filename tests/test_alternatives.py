@@ -478,6 +478,89 @@ def test_the_plain_program_is_held_to_xlas_own_count_of_it(monkeypatch: pytest.M
     assert choice.record.hlo.planned_total_bytes == BUDGET
 
 
+TPU = dataclasses.replace(RECORD, device_name="v5e", jaxpr=dataclasses.replace(OUTCOME, stage="jaxpr"))
+FAST = BACKENDS["tpu"].fast_bytes
+
+
+def larger(nbytes: int) -> Wish:
+    return Wish(budget_bytes=BUDGET + nbytes, aim_bytes=BUDGET + nbytes)
+
+
+def counted_as(monkeypatch: pytest.MonkeyPatch, count_of: Callable[[Wish], int | None]) -> list[Wish]:
+    """What is compiled to the end, where XLA counts so."""
+    compiled: list[Wish] = []
+
+    def count(program: Any, wish: Wish, record: Record) -> int | None:
+        compiled.append(wish)
+        return count_of(wish)
+
+    monkeypatch.setattr(relowering, "count", count)
+    return compiled
+
+
+def of_larger_budgets(wish: Wish) -> StageOutcome | None:
+    """A program that is cheap in 3000 bytes, by prediction, less so in 2900, and dear in fewer."""
+    total_bytes, cost_ns = next(
+        way for way in ((3000, 500), (2900, 800), (0, 0)) if way[0] <= wish.budget_bytes
+    )
+    if not total_bytes:
+        return OUTCOME
+    return dataclasses.replace(
+        OUTCOME, planned_temp_bytes=total_bytes - FIXED, recompute_ns=0, cost_ns=cost_ns
+    )
+
+
+def test_a_much_cheaper_plan_that_keeps_the_budget_by_xlas_count_is_taken_and_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked_of(monkeypatch, of_larger_budgets)
+    compiled = counted_as(monkeypatch, lambda _: BUDGET - 10)
+    for budget_bytes in (BUDGET, BUDGET - 10):
+        choice = ways().choose(dataclasses.replace(TPU, budget_bytes=budget_bytes), OUTCOME, MODULE)
+        assert choice.record.hlo is not None
+        assert choice.record.hlo.cost_ns == 500
+        assert choice.record.hlo.planned_total_bytes == BUDGET - 10
+        assert compiled == [larger(FAST)]
+
+
+def test_a_plan_that_xla_counts_over_the_budget_tells_how_much_more_the_next_may_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked_of(monkeypatch, of_larger_budgets)
+    compiled = counted_as(monkeypatch, lambda w: BUDGET + (50 if w == larger(FAST) else 0))
+    choice = ways().choose(TPU, OUTCOME, MODULE)
+    assert compiled == [larger(FAST), larger(3000 - BUDGET - 50)]
+    assert choice.record.hlo is not None
+    assert (choice.record.hlo.planned_total_bytes, choice.record.hlo.cost_ns) == (BUDGET, 800)
+
+
+@pytest.mark.parametrize("counted", [BUDGET, BUDGET + 50, None])
+def test_before_a_refusal_xlas_own_count_is_asked_for_and_it_is_not_named(
+    monkeypatch: pytest.MonkeyPatch, counted: int | None
+) -> None:
+    def outcome_of(wish: Wish) -> StageOutcome | None:
+        return REFUSED if wish.budget_bytes < 3000 else of_larger_budgets(wish)
+
+    asked_of(monkeypatch, outcome_of)
+    counted_as(monkeypatch, lambda _: counted)
+    choice = ways().choose(TPU, REFUSED, MODULE)
+    assert (choice.module is not None) == (counted == BUDGET)
+    if counted != BUDGET:
+        assert choice.record.hlo is not None
+        assert choice.record.hlo.least_total_bytes == 2000
+
+
+@pytest.mark.parametrize("record", [RECORD, TPU])
+def test_nothing_is_compiled_to_the_end_where_xla_counts_as_predicted_or_little_is_won(
+    monkeypatch: pytest.MonkeyPatch, record: Record
+) -> None:
+    little = dataclasses.replace(OUTCOME, planned_temp_bytes=2900, recompute_ns=60)
+    asked_of(monkeypatch, lambda w: OUTCOME if w.budget_bytes < 3000 else little)
+    compiled = counted_as(monkeypatch, lambda _: BUDGET)
+    assert ways().choose(record, OUTCOME, MODULE).module is None
+    assert compiled == []
+
+
 def test_what_others_beat_in_bytes_and_in_time_is_forgotten() -> None:
     memory = alternatives.Memory()
     for total, cost in ((1000, 50), (900, 60), (1000, 55), (950, 50), (800, 50)):
