@@ -271,8 +271,13 @@ class _Search:
         if hlo_of(found).planned_total_bytes <= self.record.budget_bytes:
             return found
         self.tell("compiling to the end, for XLA's own count")
-        self.looks += 1
-        total_bytes = relowering.count(self.ways.program, asked, found.record)
+        plain = None if tries.is_changed(found.record) else self._plain()
+        self.looks += plain is None
+        total_bytes = (
+            relowering.count(self.ways.program, asked, found.record)
+            if plain is None
+            else plain.memory.total_bytes
+        )
         if total_bytes is None:
             return found
         counted = tries.as_counted(found, total_bytes)
