@@ -98,7 +98,7 @@ class OtherWays:
         tuned = search.paged(search.tuned(first), outcome)
         if not hlo_of(tuned).status.found:
             return search.instead_of(first)
-        tuned = search.with_its_own_kernels(tuned)
+        tuned = search.with_its_own_kernels(search.with_a_milder_plan(tuned, outcome))
         taken = search.cheaper_than(tuned)
         if taken is None and tuned is first:
             self.learn(first_wish, first)
@@ -203,15 +203,24 @@ class _Search:
         hlo = hlo_of(best)
         if self.ways.alone and cost_ns_of(hlo) > TRIES.missed_ratio * (cost_ns_of(hlo) - hlo.waiting_ns):
             deeper = (dataclasses.replace(asked, alone=True) for asked in tries.deeper(self.record, first))
-            found = self._first((asked, False) for asked in deeper)
+            found = self._first(deeper)
             best = best if found is None or rank(found) >= rank(best) else found
         return best
 
     def with_its_own_kernels(self, made: Choice) -> Choice:
         """The program as it is, held to the budget, where a plan seems dearer, and this turns out cheaper."""
-        if self.record.constraints or not tries.may_cost_less_by_itself(made) or not self.may_look(made):
+        if self.record.constraints or not tries.may_cost_less_by_itself(made):
             return made
-        variant = self._try(Wish(plain=True, budget_bytes=self.record.budget_bytes), known=True)
+        return self._cheaper_of(made, Wish(plain=True, budget_bytes=self.record.budget_bytes))
+
+    def with_a_milder_plan(self, made: Choice, first: StageOutcome) -> Choice:
+        """The mildest of the deeper plans, held to the budget, where one that is much deeper keeps it."""
+        if not tries.is_much_deeper(made, self.record):
+            return made
+        return self._cheaper_of(made, tries.deeper(self.record, first)[0])
+
+    def _cheaper_of(self, made: Choice, asked: Wish) -> Choice:
+        variant = self._try(asked, known=True) if self.may_look(made) else None
         if variant is None or price_of(variant) >= price_of(made):
             return made
         return self._choice(variant)
@@ -268,21 +277,17 @@ class _Search:
 
     def _counted(self, asked: Wish, found: Variant) -> Variant:
         """What was looked at, with XLA's count of it, unless XLA refuses it."""
-        if hlo_of(found).planned_total_bytes <= self.record.budget_bytes:
-            return found
         self.tell("compiling to the end, for XLA's own count")
-        plain = None if tries.is_changed(found.record) else self._plain()
-        self.looks += plain is None
-        total_bytes = (
-            relowering.count(self.ways.program, asked, found.record)
-            if plain is None
-            else plain.memory.total_bytes
-        )
-        if total_bytes is None:
+        self.looks += 1
+        if tries.is_changed(found.record) or (plain := self._plain()) is None:
+            counted_bytes = relowering.count(self.ways.program, asked, found.record)
+        else:
+            counted_bytes = plain.memory.total_bytes
+        if counted_bytes is None:
             return found
-        counted = tries.as_counted(found, total_bytes)
+        counted = tries.as_counted(found, counted_bytes)
         self.ways.learn(asked, counted, counted=True)
-        self.kept += [(asked, counted)] if total_bytes <= self.record.budget_bytes else []
+        self.kept += [(asked, counted)] if counted_bytes <= self.record.budget_bytes else []
         return counted
 
     def instead_of(self, first: Choice) -> Choice:
@@ -292,21 +297,20 @@ class _Search:
             return first
         self.ways.learn(Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes), first)
         known = self._known()
-        ways = chain(((k.wish, True) for k in known), ((w, False) for w in tries.as_it_is(self.record)))
-        found = self._first(ways) or self.by_count(first) or self._first(self._deeper(refused))
+        found = self._first((k.wish for k in known), known=True) or self._first(tries.as_it_is(self.record))
+        found = found or self.by_count(first) or self._first(self._deeper(refused))
         if found is None:
             self.ask_for_the_least(refused)
-            found = self._first((k.wish, True) for k in self._known() if k not in known)
+            found = self._first((k.wish for k in self._known() if k not in known), known=True)
         return found or Choice(record=with_hlo(self.record, self.named(refused)))
 
-    def _deeper(self, refused: StageOutcome) -> Iterator[tuple[Wish, bool]]:
+    def _deeper(self, refused: StageOutcome) -> Iterator[Wish]:
         alone = bool(self.ways.alone)
-        wishes = tries.before_refusal(self.record, refused, self._is_planned_before, alone=alone)
-        return ((asked, False) for asked in wishes)
+        return tries.before_refusal(self.record, refused, self._is_planned_before, alone=alone)
 
-    def _first(self, ways: Iterable[tuple[Wish, bool]]) -> Choice | None:
-        """The first way that keeps the budget; each with whether it is known to."""
-        variants = (self._try(asked, known=known) for asked, known in ways)
+    def _first(self, wishes: Iterable[Wish], *, known: bool = False) -> Choice | None:
+        """The first way that keeps the budget; `known`: they are known to."""
+        variants = (self._try(asked, known=known) for asked in wishes)
         return next((self._choice(v) for v in variants if v is not None), None)
 
     def ask_for_the_least(self, refused: StageOutcome) -> None:
@@ -344,9 +348,7 @@ class _Search:
         first = self._look(Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes))
         if first is not None:
             self.paged(self.tuned(self._choice(first)), hlo_of(first))
-        for asked in tries.as_it_is(self.record):
-            self._look(asked)
-        for asked, _ in self._deeper(refused):
+        for asked in chain(tries.as_it_is(self.record), self._deeper(refused)):
             self._look(asked)
         self.ask_for_the_least(refused)
 

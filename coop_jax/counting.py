@@ -44,7 +44,8 @@ def by_count(
         found = look(asked) if more_bytes > 0 else None
         if found is None or not _is_worth_it(found, made):
             return None
-        counted = count(asked, found)
+        is_foreseen = hlo_of(found).planned_total_bytes <= record.budget_bytes
+        counted = found if is_foreseen else count(asked, found)
         if hlo_of(counted).planned_total_bytes <= record.budget_bytes:
             return counted
         more_bytes = hlo_of(found).planned_total_bytes - hlo_of(counted).planned_total_bytes

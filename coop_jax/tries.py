@@ -171,6 +171,18 @@ def may_cost_less_by_itself(way: Choice | Variant) -> bool:
     return TRIES.missed_ratio * planned.kernels_ns <= promised_ns and planned.kernels_ns <= cost_ns
 
 
+def is_much_deeper(made: Choice, first: Record) -> bool:
+    """True if a plan promised to cost much more than the first did, which XLA made larger than planned.
+
+    Calibration takes what it is larger by for a share of all temporaries, and plans for so much less. Where a
+    few large kernels are the cause, to recompute some of them costs less.
+    """
+    one, other = first.jaxpr, made.record.jaxpr
+    if one is None or other is None:
+        return False
+    return other.cost_ns + other.recompute_ns >= TRIES.missed_ratio * (one.cost_ns + one.recompute_ns)
+
+
 def as_counted(variant: Variant, total_bytes: int) -> Variant:
     """A way with XLA's own count in the place of what was predicted."""
     temp_bytes = total_bytes - hlo_of(variant).fixed_bytes

@@ -212,6 +212,21 @@ def missed(kernels_ns: int | None, cost_ns: int = 1000) -> Record:
     return dataclasses.replace(RECORD, jaxpr=made)
 
 
+@pytest.mark.parametrize(
+    ("first_ns", "milder_ns", "taken"), [(900, 1100, 1100), (900, 1400, 1300), (1000, 1100, 1300)]
+)
+def test_where_a_plan_is_made_much_deeper_a_milder_one_is_looked_at_too(
+    monkeypatch: pytest.MonkeyPatch, first_ns: int, milder_ns: int, taken: int
+) -> None:
+    asked = asked_of(monkeypatch, lambda w: dear(1300 if w.temp_ratio is None else milder_ns))
+    first = planned(cost_ns=first_ns, recompute_ns=0)
+    refused = dataclasses.replace(REFUSED, before_temp_bytes=1080)
+    choice = ways().choose(first, refused, MODULE)
+    assert choice.record.hlo is not None
+    assert choice.record.hlo.cost_ns == taken
+    assert [w.temp_ratio for w in asked] == ([None, 0.85] if first_ns == 900 else [None])
+
+
 KERNELS = Wish(plain=True, budget_bytes=BUDGET)
 
 
