@@ -1,10 +1,10 @@
 """Plans for more than the budget that XLA's own count says keep it.
 
 On a TPU passes that follow XLA's callback move values to the chip's memory. So XLA counts less than is
-predicted: 1030 MiB of a scanned GPT's 1136, by all of its logits. Held to the prediction it is planned
-deeper than it need be, for 65 % more cycles. How much is moved nobody knows before it is done. So where a
-plan for as much more as that memory holds is much cheaper, it is compiled to the end; where it turns out to
-need more than the budget, one more plan is, which has as much more as was moved.
+predicted: 1030 MiB of a scanned GPT's 1136, since it moves all of its logits. Held to the prediction it is
+planned deeper than it need be, for 65 % more cycles. How much is moved nobody knows before it is done. So
+where a plan for as much more as that memory holds is much cheaper, it is compiled to the end; where it turns
+out to need more than the budget, one more plan is, which has as much more as was moved.
 
 The count of one plan says nothing certain of another. So a refusal does not name what was only counted.
 """
