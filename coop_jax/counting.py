@@ -39,11 +39,10 @@ def by_count(
     if hlo_of(made).status.found and not tries.is_changed(made.record):
         return None
     for _ in range(TRIES.most_counted):
-        larger_bytes = record.budget_bytes + more_bytes
-        asked = Wish(budget_bytes=larger_bytes, aim_bytes=larger_bytes)
-        found = look(asked) if more_bytes > 0 else None
-        if found is None or not _is_worth_it(found, made):
+        planned = _planned(record.budget_bytes, more_bytes, look)
+        if planned is None or not _is_worth_it(planned[1], made):
             return None
+        asked, found = planned
         is_foreseen = hlo_of(found).planned_total_bytes <= record.budget_bytes
         counted = found if is_foreseen else count(asked, found)
         if hlo_of(counted).planned_total_bytes <= record.budget_bytes:
@@ -52,9 +51,19 @@ def by_count(
     return None
 
 
+def _planned(
+    budget_bytes: int, more_bytes: int, look: Callable[[Wish], Variant | None]
+) -> tuple[Wish, Variant] | None:
+    """A plan for so many bytes more than the budget, else the budget's own, held to so many more."""
+    for aim_bytes in (budget_bytes + more_bytes, budget_bytes) if more_bytes > 0 else ():
+        asked = Wish(budget_bytes=budget_bytes + more_bytes, aim_bytes=aim_bytes)
+        found = look(asked)
+        if found is not None and hlo_of(found).status.found:
+            return asked, found
+    return None
+
+
 def _is_worth_it(found: Variant, made: Choice) -> bool:
     """True if nothing else keeps the budget, or only what is much dearer."""
-    if not hlo_of(found).status.found:
-        return False
     is_refused = not hlo_of(made).status.found
     return is_refused or tries.is_cheaper(price_of(found), price_of(made), TRIES.counted_ratio)

@@ -549,6 +549,18 @@ def test_a_plan_that_xla_counts_over_the_budget_tells_how_much_more_the_next_may
     assert (choice.record.hlo.planned_total_bytes, choice.record.hlo.cost_ns) == (BUDGET, 800)
 
 
+def test_where_no_plan_keeps_the_larger_budget_the_requests_own_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def outcome_of(wish: Wish) -> StageOutcome | None:
+        return of_larger_budgets(wish) if wish.aim_bytes == BUDGET < wish.budget_bytes else REFUSED
+
+    asked_of(monkeypatch, outcome_of)
+    compiled = counted_as(monkeypatch, lambda _: BUDGET)
+    assert ways().choose(TPU, REFUSED, MODULE).module == MODULE
+    assert compiled == [dataclasses.replace(larger(FAST), aim_bytes=BUDGET)]
+
+
 @pytest.mark.parametrize("counted", [BUDGET, BUDGET + 50, None])
 def test_before_a_refusal_xlas_own_count_is_asked_for_and_it_is_not_named(
     monkeypatch: pytest.MonkeyPatch, counted: int | None
