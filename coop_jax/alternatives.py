@@ -19,10 +19,10 @@ place of the first: it was made of the same function, with the same arguments, r
 
 **All of that takes no longer than the compile itself**, once something keeps the budget: what is left then is
 a matter of cost. A clock would let the load of a machine choose the plan, and the processes of one job choose
-different ones; so tries are counted, and `Backend.looks` of them take as long as one compile. Two things are
-not counted: the search while nothing keeps the budget, which is then below the least that is known; and the
-one try of what rule 3 knows to be cheaper. The planners' own work is bounded by counts, too
-(`passes.planners.candidate.WorkLimit`, `passes.jaxpr.straight.CONFIG`).
+different ones; so tries are counted, and `Backend.looks` of them take as long as one compile. Not counted are
+the search while nothing keeps the budget, which is then below the least that is known; the one try of what
+rule 3 knows to be cheaper; and the one compile on a TPU that asks for XLA's count. The planners' own work is
+bounded by counts, too (`passes.planners.candidate.WorkLimit`, `passes.jaxpr.straight.CONFIG`).
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 On a TPU passes that follow XLA's callback move values to the chip's memory. So XLA counts less than is
 predicted: 1030 MiB of a scanned GPT's 1136, since it moves all of its logits. Held to the prediction it is
 planned deeper than it need be, for 65 % more cycles. How much is moved nobody knows before it is done. So
-where a plan for as much more as that memory holds is much cheaper, it is compiled to the end; where it turns
-out to need more than the budget, one more plan is, which has as much more as was moved.
+where a plan for as much more as that memory holds is much cheaper, it is compiled to the end, once.
 
 The count of one plan says nothing certain of another. So a refusal does not name what was only counted.
 """
@@ -36,30 +35,19 @@ def by_count(
         count: the same way with XLA's count of it, as far as it can be had.
     """
     more_bytes = tries.backend_of(record).fast_bytes
-    if hlo_of(made).status.found and not tries.is_changed(made.record):
+    if not more_bytes or (hlo_of(made).status.found and not tries.is_changed(made.record)):
         return None
-    for _ in range(TRIES.most_counted):
-        planned = _planned(record.budget_bytes, more_bytes, look)
-        if planned is None or not _is_worth_it(planned[1], made):
+    larger_bytes = record.budget_bytes + more_bytes
+    for aim_bytes in (larger_bytes, record.budget_bytes):
+        asked = Wish(budget_bytes=larger_bytes, aim_bytes=aim_bytes)
+        found = look(asked)
+        if found is None or not hlo_of(found).status.found:
+            continue
+        if not _is_worth_it(found, made):
             return None
-        asked, found = planned
         is_foreseen = hlo_of(found).planned_total_bytes <= record.budget_bytes
         counted = found if is_foreseen else count(asked, found)
-        if hlo_of(counted).planned_total_bytes <= record.budget_bytes:
-            return counted
-        more_bytes = hlo_of(found).planned_total_bytes - hlo_of(counted).planned_total_bytes
-    return None
-
-
-def _planned(
-    budget_bytes: int, more_bytes: int, look: Callable[[Wish], Variant | None]
-) -> tuple[Wish, Variant] | None:
-    """A plan for so many bytes more than the budget, else the budget's own, held to so many more."""
-    for aim_bytes in (budget_bytes + more_bytes, budget_bytes) if more_bytes > 0 else ():
-        asked = Wish(budget_bytes=budget_bytes + more_bytes, aim_bytes=aim_bytes)
-        found = look(asked)
-        if found is not None and hlo_of(found).status.found:
-            return asked, found
+        return counted if hlo_of(counted).planned_total_bytes <= record.budget_bytes else None
     return None
 
 

@@ -34,7 +34,6 @@ class TriesConfig:
         counted_ratio: what is cheaper by less is not compiled to the end, for XLA's own count.
         most_looks: how often a program is compiled once more after the first plan.
         most_looks_if_kept: the same, if that kept the budget.
-        most_counted: how often something is compiled to the end for XLA's own count.
         most_asked: how often a byte less is asked for than a refusal would name, to name what that gives.
     """
 
@@ -45,7 +44,6 @@ class TriesConfig:
     counted_ratio: float = 0.95
     most_looks: int = 3
     most_looks_if_kept: int = 1
-    most_counted: int = 2
     most_asked: int = 4
 
 
