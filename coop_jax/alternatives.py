@@ -5,7 +5,8 @@ about a larger one: the planners are not monotone. The promise is, by three rule
 
 1. **A plan that costs more than it promised** is not trusted: where the program's own kernels, some of them
    recomputed, are expected to take less, they are looked at, too. What they cost is exact. So they are where
-   it promised much more than is expected of them (a sum over Gaussian splats at half: +10 %, not +74).
+   it promised much more than is expected of them (a sum over Gaussian splats at half: +10 %, not +74). And
+   where XLA counts less than is predicted, its count is asked for (`coop_jax.counting`).
 2. **Before a budget is refused** the program is tried as it is without `coop.remat`, with the jaxpr stage
    aiming at every one of `TRIES.ratios` of its temporaries that may do, with its own kernels planned, and on
    a TPU with rounded values, and smaller kernels. These do not depend on the budget, and what the enforcing
@@ -18,10 +19,10 @@ place of the first: it was made of the same function, with the same arguments, r
 
 **All of that takes no longer than the compile itself**, once something keeps the budget: what is left then is
 a matter of cost. A clock would let the load of a machine choose the plan, and the processes of one job choose
-different ones; so tries are counted, and `Backend.looks` of them take as long as one compile. Two things are
-not counted: the search while nothing keeps the budget, which is then below the least that is known; and the
-one try of what rule 3 knows to be cheaper. The planners' own work is bounded by counts, too
-(`passes.planners.candidate.WorkLimit`, `passes.jaxpr.straight.CONFIG`).
+different ones; so tries are counted, and `Backend.looks` of them take as long as one compile. Not counted are
+the search while nothing keeps the budget, which is then below the least that is known; the one try of what
+rule 3 knows to be cheaper; and the one compile on a TPU that asks for XLA's count. The planners' own work is
+bounded by counts, too (`passes.planners.candidate.WorkLimit`, `passes.jaxpr.straight.CONFIG`).
 """
 
 from __future__ import annotations
@@ -30,9 +31,8 @@ import dataclasses
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 
-from coop_jax import relowering, tries, tuning
+from coop_jax import counting, relowering, tries, tuning
 from coop_jax.known import Known, Memory
 from coop_jax.progress import progress
 from coop_jax.record import UNLIMITED_BYTES, Record, with_hlo
@@ -40,10 +40,8 @@ from coop_jax.registry import Choice
 from coop_jax.relowering import Plain, Variant, Wish
 from coop_jax.replacing import Calls, in_place_of, signature
 from coop_jax.tries import TRIES, cost_ns_of, hlo_of, is_cheaper, plan_key, price_of, rank
-from passes.backend import BACKENDS, Backend
-from passes.cost import DEVICES
 from passes.ir import Status
-from passes.jaxpr.calibration import ROUNDED, STRICT, UNCALIBRATED
+from passes.jaxpr.calibration import UNCALIBRATED
 from passes.jaxpr.compat import BeingLowered
 from passes.outcome import StageOutcome
 
@@ -99,13 +97,12 @@ class OtherWays:
         tuned = search.paged(search.tuned(first), outcome)
         if not hlo_of(tuned).status.found:
             return search.instead_of(first)
-        tuned = search.with_its_own_kernels(tuned)
+        tuned = search.with_its_own_kernels(search.with_a_milder_plan(tuned, outcome))
         taken = search.cheaper_than(tuned)
-        if taken is not None:
-            return taken
-        if tuned is first:
+        if taken is None and tuned is first:
             self.learn(first_wish, first)
-        return tuned
+        best = taken or tuned
+        return search.by_count(best) or best
 
     def refusal(self, record: Record, outcome: StageOutcome) -> StageOutcome:
         """What to say of a budget that arguments and results exceed, before the program is compiled.
@@ -118,12 +115,12 @@ class OtherWays:
             search = _Search(ways=self, record=record, tell=tell)
         return search.named(dataclasses.replace(outcome, least_total_bytes=None))
 
-    def learn(self, asked: Wish, way: Choice | Variant) -> None:
+    def learn(self, asked: Wish, way: Choice | Variant, *, counted: bool = False) -> None:
         """Remember what keeps its budget, or what would keep a larger one."""
         outcome = hlo_of(way)
         if outcome.status.found:
-            known = Known(wish=asked, total_bytes=outcome.planned_total_bytes, price=price_of(way))
-            MEMORY.learn(self.key, known)
+            total_bytes, price = outcome.planned_total_bytes, price_of(way)
+            MEMORY.learn(self.key, Known(wish=asked, total_bytes=total_bytes, price=price, counted=counted))
         elif outcome.least_total_bytes is not None:
             least = outcome.least_total_bytes
             larger = dataclasses.replace(asked, budget_bytes=least)
@@ -156,12 +153,9 @@ class _Search:
 
     def may_look(self, best: Choice) -> bool:
         """Whether one more look takes no longer than the compile that it is for, with those before it."""
-        allowed = not tries.is_kept(best) or self.asked < self._backend().looks
+        allowed = not tries.is_kept(best) or self.asked < tries.backend_of(self.record).looks
         self.limited |= not allowed
         return allowed
-
-    def _backend(self) -> Backend:
-        return BACKENDS[DEVICES[self.record.device_name].platform]
 
     def tuned(self, first: Choice) -> Choice:
         """The best of the plans that follow one from the other from what XLA made of the first.
@@ -207,16 +201,25 @@ class _Search:
                 best = self._choice(variant)
         hlo = hlo_of(best)
         if self.ways.alone and cost_ns_of(hlo) > TRIES.missed_ratio * (cost_ns_of(hlo) - hlo.waiting_ns):
-            deeper = (dataclasses.replace(asked, alone=True) for asked in self._deeper(first))
-            found = self._first((asked, False) for asked in deeper)
+            deeper = (dataclasses.replace(asked, alone=True) for asked in tries.deeper(self.record, first))
+            found = self._first(deeper)
             best = best if found is None or rank(found) >= rank(best) else found
         return best
 
     def with_its_own_kernels(self, made: Choice) -> Choice:
         """The program as it is, held to the budget, where a plan seems dearer, and this turns out cheaper."""
-        if self.record.constraints or not tries.may_cost_less_by_itself(made) or not self.may_look(made):
+        if self.record.constraints or not tries.may_cost_less_by_itself(made):
             return made
-        variant = self._try(Wish(plain=True, budget_bytes=self.record.budget_bytes), known=True)
+        return self._cheaper_of(made, Wish(plain=True, budget_bytes=self.record.budget_bytes))
+
+    def with_a_milder_plan(self, made: Choice, first: StageOutcome) -> Choice:
+        """The mildest of the deeper plans, held to the budget, where one that is much deeper keeps it."""
+        if not tries.is_much_deeper(made, self.record):
+            return made
+        return self._cheaper_of(made, tries.deeper(self.record, first)[0])
+
+    def _cheaper_of(self, made: Choice, asked: Wish) -> Choice:
+        variant = self._try(asked, known=True) if self.may_look(made) else None
         if variant is None or price_of(variant) >= price_of(made):
             return made
         return self._choice(variant)
@@ -229,7 +232,7 @@ class _Search:
         if best.module is None:
             self._look(Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes), known=True)
         kernels = [] if self.record.constraints else [Wish(plain=True, budget_bytes=budget_bytes)]
-        for asked in (*kernels, *self._deeper(hlo_of(best))):
+        for asked in (*kernels, *tries.deeper(self.record, hlo_of(best))):
             if len(self.kept) < most:
                 self._look(asked)
         found = sorted(self.kept, key=lambda way: rank(way[1]))[:most]
@@ -266,6 +269,26 @@ class _Search:
                 return self._choice(variant)
         return None
 
+    def by_count(self, made: Choice) -> Choice | None:
+        """What keeps the budget by XLA's count alone, where what is predicted to keep it costs much more."""
+        found = counting.by_count(self.record, made, look=self._look, count=self._counted)
+        return None if found is None else self._choice(found)
+
+    def _counted(self, asked: Wish, found: Variant) -> Variant:
+        """What was looked at, with XLA's count of it, unless XLA refuses it."""
+        self.tell("compiling to the end, for XLA's own count")
+        self.looks += 1
+        if tries.is_changed(found.record) or (plain := self._plain()) is None:
+            counted_bytes = relowering.count(self.ways.program, asked, found.record)
+        else:
+            counted_bytes = plain.memory.total_bytes
+        if counted_bytes is None:
+            return found
+        counted = tries.as_counted(found, counted_bytes)
+        self.ways.learn(asked, counted, counted=True)
+        self.kept += [(asked, counted)] if counted_bytes <= self.record.budget_bytes else []
+        return counted
+
     def instead_of(self, first: Choice) -> Choice:
         """The first way that keeps the budget, else the refusal with the least budget that is known."""
         budget_bytes, refused = self.record.budget_bytes, hlo_of(first)
@@ -273,16 +296,20 @@ class _Search:
             return first
         self.ways.learn(Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes), first)
         known = self._known()
-        wishes = ((w, False) for w in self._wishes(refused))
-        found = self._first(chain(((k.wish, True) for k in known), wishes))
+        found = self._first((k.wish for k in known), known=True) or self._first(tries.as_it_is(self.record))
+        found = found or self.by_count(first) or self._first(self._deeper(refused))
         if found is None:
             self.ask_for_the_least(refused)
-            found = self._first((k.wish, True) for k in self._known() if k not in known)
+            found = self._first((k.wish for k in self._known() if k not in known), known=True)
         return found or Choice(record=with_hlo(self.record, self.named(refused)))
 
-    def _first(self, ways: Iterable[tuple[Wish, bool]]) -> Choice | None:
-        """The first way that keeps the budget; each with whether it is known to."""
-        variants = (self._try(asked, known=known) for asked, known in ways)
+    def _deeper(self, refused: StageOutcome) -> Iterator[Wish]:
+        alone = bool(self.ways.alone)
+        return tries.before_refusal(self.record, refused, self._is_planned_before, alone=alone)
+
+    def _first(self, wishes: Iterable[Wish], *, known: bool = False) -> Choice | None:
+        """The first way that keeps the budget; `known`: they are known to."""
+        variants = (self._try(asked, known=known) for asked in wishes)
         return next((self._choice(v) for v in variants if v is not None), None)
 
     def ask_for_the_least(self, refused: StageOutcome) -> None:
@@ -315,21 +342,17 @@ class _Search:
         return dataclasses.replace(refused, least_total_bytes=least, least_proved=proved, status=status)
 
     def explore(self, refused: StageOutcome) -> None:
-        """Look at what the least may be.
-
-        What the program needs as it is, the look at its own kernels says, which is no whole compile.
-        """
+        """Look at what the least may be; what the program needs as it is, its own kernels say."""
         budget_bytes = self.record.budget_bytes
         first = self._look(Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes))
         if first is not None:
             self.paged(self.tuned(self._choice(first)), hlo_of(first))
-        for asked in self._wishes(refused):
-            if asked != relowering.PLAIN:
-                self._look(asked)
+        for asked in self._deeper(refused):
+            self._look(asked)
         self.ask_for_the_least(refused)
 
     def _totals(self) -> list[int]:
-        known = (k.total_bytes for k in self._all_known())
+        known = (k.total_bytes for k in self._all_known() if not k.counted)
         return [total for total in known if total > self.record.budget_bytes]
 
     def _all_known(self) -> Iterator[Known]:
@@ -343,32 +366,6 @@ class _Search:
         """What keeps the budget, cheapest first."""
         known = [k for k in self._all_known() if k.total_bytes <= self.record.budget_bytes]
         return sorted(known, key=lambda k: (k.price is None, k.price or (), k.total_bytes))
-
-    def _wishes(self, refused: StageOutcome) -> Iterator[Wish]:
-        """The program as it is, unless that breaks a constraint, deeper plans, mildest first, then its own
-        kernels planned, plans that count on rounded values, and last those with smaller kernels."""
-        if not self.record.constraints:
-            yield relowering.PLAIN
-        deeper = self._deeper(refused)
-        if not self._is_planned_before(deeper[-1]):  # else there is nothing between that plan and the first
-            yield from deeper
-        if not self.record.constraints:
-            yield dataclasses.replace(relowering.PLAIN, budget_bytes=self.record.budget_bytes)
-        if self._backend().rounds_products:
-            at_once = dataclasses.replace(deeper[0], temp_ratio=None, aim_bytes=self.record.budget_bytes)
-            milder = self._deeper(refused, milder=1)
-            yield from [dataclasses.replace(asked, calibration=ROUNDED) for asked in (at_once, *milder)]
-        if self._backend().fuses_results:
-            yield from [dataclasses.replace(asked, calibration=STRICT) for asked in deeper]
-        if self.ways.alone:
-            yield dataclasses.replace(deeper[-1], alone=True)
-
-    def _deeper(self, refused: StageOutcome, *, milder: int = 0) -> list[Wish]:
-        """Plans for fewer temporaries than the budget leaves, the mildest first; some `milder`."""
-        left = (self.record.budget_bytes - refused.fixed_bytes) / max(refused.before_temp_bytes, 1)
-        mildest = next((k for k, r in enumerate(TRIES.ratios) if r <= left), len(TRIES.ratios) - 1)
-        ratios = TRIES.ratios[max(0, mildest - milder) :]
-        return [Wish(budget_bytes=self.record.budget_bytes, temp_ratio=r) for r in ratios]
 
     def _try(self, asked: Wish, *, known: bool) -> Variant | None:
         """The program as it is with a wish, if that keeps the budget; `known`: though it looks seen."""
@@ -392,13 +389,16 @@ class _Search:
             return None
         self.looks += 1
         if plain is not None:
-            variant = tries.as_counted(variant, plain)
+            variant = tries.as_counted(variant, plain.memory.total_bytes)
         if self.module is not None:
             fit = in_place_of(variant.module, variant.calls, self.module, self.ways.calls)
             if fit is None:
                 return None
             variant = dataclasses.replace(variant, module=fit)
-        self.ways.learn(asked, variant)
+        counted_bytes = MEMORY.counted(self.ways.key, asked)
+        if counted_bytes is not None:
+            variant = tries.as_counted(variant, counted_bytes)
+        self.ways.learn(asked, variant, counted=counted_bytes is not None)
         if hlo_of(variant).status.found and hlo_of(variant).planned_total_bytes <= self.record.budget_bytes:
             self.kept.append((asked, variant))
         return variant

@@ -21,11 +21,13 @@ class Known:
         wish: how to get it again.
         total_bytes: what it needs.
         price: of its kernels, by the objective; None where nobody looked.
+        counted: True if XLA counted the bytes, and a prediction does not say so.
     """
 
     wish: Wish
     total_bytes: int
     price: Price | None = None
+    counted: bool = False
 
 
 class Memory:
@@ -39,6 +41,10 @@ class Memory:
         """All that is known of a program, by its key."""
         with self._lock:
             return self._known.get(program, ())
+
+    def counted(self, program: str, asked: Wish) -> int | None:
+        """XLA's count of one way to write a program; None where it was not asked for."""
+        return next((k.total_bytes for k in self.of(program) if k.counted and k.wish == asked), None)
 
     def learn(self, program: str, found: Known) -> None:
         """Remember one more way; those that another one beats in bytes and in cost are forgotten."""
@@ -57,6 +63,6 @@ class Memory:
 
 
 def _beats(one: Known, other: Known) -> bool:
-    if one.total_bytes > other.total_bytes:
+    if one.total_bytes > other.total_bytes or (one.counted and not other.counted):
         return False
     return other.price is None or (one.price is not None and one.price <= other.price)

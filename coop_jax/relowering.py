@@ -22,6 +22,7 @@ import jax
 from jax.stages import Compiled, Lowered
 
 from coop_jax import aot, mark, module
+from coop_jax.errors import CoopError
 from coop_jax.record import UNLIMITED_BYTES, Record, with_hlo
 from coop_jax.replacing import Calls, signature
 from passes.cost import DEVICES
@@ -184,6 +185,14 @@ def compiled(program: BeingLowered, asked: Wish, record: Record) -> Compiled:
     lowered = _lowered(program, asked)
     assert lowered is not None, "it was lowered so when it was looked at"
     return _quietly(lambda: mark.compile_alone(lowered, dataclasses.replace(record, hlo=None)))
+
+
+def count(program: BeingLowered, asked: Wish, record: Record) -> int | None:
+    """XLA's count of the program of a wish, whose variant has this record; None where XLA refuses it."""
+    try:
+        return aot.memory(compiled(program, asked, record)).total_bytes
+    except (jax.errors.JaxRuntimeError, CoopError):
+        return None
 
 
 def _lowered(program: BeingLowered, asked: Wish) -> Lowered | None:

@@ -1,4 +1,4 @@
-"""How often a program is compiled once more to look at another plan, and how two of them compare.
+"""Which other plans of a program are looked at, how often it is compiled for that, and how two compare.
 
 For `coop_jax.alternatives`.
 """
@@ -6,13 +6,16 @@ For `coop_jax.alternatives`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
 from coop_jax.record import Record, with_hlo
 from coop_jax.registry import Choice
-from coop_jax.relowering import Plain, Variant, Wish
+from coop_jax.relowering import PLAIN, Plain, Variant, Wish
 from coop_jax.text import format_bytes
+from passes.backend import BACKENDS, Backend
+from passes.cost import DEVICES
+from passes.jaxpr.calibration import ROUNDED, STRICT
 from passes.objective import Objective, Price
 from passes.outcome import StageOutcome, changes
 
@@ -28,6 +31,7 @@ class TriesConfig:
         cheaper_ratio: costs are estimates; what is cheaper by less is not worth a compile.
         missed_ratio: a plan whose program costs so much more than planned was made from a wrong estimate:
             DenseNet on the CPU 24 % more, GPT on a v6e 37 %, the other programs at most 13 %.
+        counted_ratio: what is cheaper by less is not compiled to the end, for XLA's own count.
         most_looks: how often a program is compiled once more after the first plan.
         most_looks_if_kept: the same, if that kept the budget.
         most_asked: how often a byte less is asked for than a refusal would name, to name what that gives.
@@ -37,12 +41,56 @@ class TriesConfig:
     ratios: tuple[float, ...] = (0.85, 0.65, 0.5, 0.35, 0.25, 0.15, 0.08, 0.0)
     cheaper_ratio: float = 0.999
     missed_ratio: float = 1.15
+    counted_ratio: float = 0.95
     most_looks: int = 3
     most_looks_if_kept: int = 1
     most_asked: int = 4
 
 
 TRIES = TriesConfig()
+
+
+def backend_of(record: Record) -> Backend:
+    """The platform that a program is compiled for."""
+    return BACKENDS[DEVICES[record.device_name].platform]
+
+
+def deeper(record: Record, refused: StageOutcome, *, milder: int = 0) -> list[Wish]:
+    """Plans for fewer temporaries than the budget leaves, the mildest first; some `milder`."""
+    left = (record.budget_bytes - refused.fixed_bytes) / max(refused.before_temp_bytes, 1)
+    mildest = next((k for k, r in enumerate(TRIES.ratios) if r <= left), len(TRIES.ratios) - 1)
+    ratios = TRIES.ratios[max(0, mildest - milder) :]
+    return [Wish(budget_bytes=record.budget_bytes, temp_ratio=r) for r in ratios]
+
+
+def as_it_is(record: Record) -> list[Wish]:
+    """The program without `coop.remat`, unless that breaks a constraint."""
+    return [] if record.constraints else [PLAIN]
+
+
+def before_refusal(
+    record: Record, refused: StageOutcome, is_planned_before: Callable[[Wish], bool], *, alone: bool
+) -> Iterator[Wish]:
+    """Deeper plans, mildest first, then the program's own kernels planned, plans that count on rounded
+    values, and last those with smaller kernels.
+
+    Args:
+        is_planned_before: says of a wish that it is planned as something that was looked at.
+        alone: whether the program could do without host memory, too.
+    """
+    ways = deeper(record, refused)
+    if not is_planned_before(ways[-1]):  # else there is nothing between that plan and the first
+        yield from ways
+    for asked in as_it_is(record):
+        yield dataclasses.replace(asked, budget_bytes=record.budget_bytes)
+    if backend_of(record).rounds_products:
+        at_once = dataclasses.replace(ways[0], temp_ratio=None, aim_bytes=record.budget_bytes)
+        milder = deeper(record, refused, milder=1)
+        yield from [dataclasses.replace(asked, calibration=ROUNDED) for asked in (at_once, *milder)]
+    if backend_of(record).fuses_results:
+        yield from [dataclasses.replace(asked, calibration=STRICT) for asked in ways]
+    if alone:
+        yield dataclasses.replace(ways[-1], alone=True)
 
 
 def plan_key(record: Record, asked: Wish) -> Hashable:
@@ -78,9 +126,9 @@ def price_of_plain(plain: Plain, objective: Objective) -> Price:
     return objective.price(cost_ns=plain.cost_ns, energy_pj=plain.energy_pj, base_ns=plain.cost_ns)
 
 
-def is_cheaper(price: Price, than: Price) -> bool:
-    """True if a price is worth a compile."""
-    return price < (than[0], TRIES.cheaper_ratio * than[1])
+def is_cheaper(price: Price, than: Price, ratio: float = TRIES.cheaper_ratio) -> bool:
+    """True if a price is worth a look."""
+    return price < (than[0], ratio * than[1])
 
 
 def said_of(asked: Wish, budget_bytes: int) -> str:
@@ -121,9 +169,21 @@ def may_cost_less_by_itself(way: Choice | Variant) -> bool:
     return TRIES.missed_ratio * planned.kernels_ns <= promised_ns and planned.kernels_ns <= cost_ns
 
 
-def as_counted(variant: Variant, plain: Plain) -> Variant:
-    """The plain program with XLA's own count in the place of what was predicted."""
-    temp_bytes = plain.memory.total_bytes - hlo_of(variant).fixed_bytes
+def is_much_deeper(made: Choice, first: Record) -> bool:
+    """True if a plan promised to cost much more than the first did, which XLA made larger than planned.
+
+    Calibration takes what it is larger by for a share of all temporaries, and plans for so much less. Where a
+    few large kernels are the cause, to recompute some of them costs less.
+    """
+    one, other = first.jaxpr, made.record.jaxpr
+    if one is None or other is None:
+        return False
+    return other.cost_ns + other.recompute_ns >= TRIES.missed_ratio * (one.cost_ns + one.recompute_ns)
+
+
+def as_counted(variant: Variant, total_bytes: int) -> Variant:
+    """A way with XLA's own count in the place of what was predicted."""
+    temp_bytes = total_bytes - hlo_of(variant).fixed_bytes
     counted = dataclasses.replace(hlo_of(variant), planned_temp_bytes=temp_bytes)
     return dataclasses.replace(variant, record=with_hlo(variant.record, counted))
 

@@ -212,6 +212,21 @@ def missed(kernels_ns: int | None, cost_ns: int = 1000) -> Record:
     return dataclasses.replace(RECORD, jaxpr=made)
 
 
+@pytest.mark.parametrize(
+    ("first_ns", "milder_ns", "taken"), [(900, 1100, 1100), (900, 1400, 1300), (1000, 1100, 1300)]
+)
+def test_where_a_plan_is_made_much_deeper_a_milder_one_is_looked_at_too(
+    monkeypatch: pytest.MonkeyPatch, first_ns: int, milder_ns: int, taken: int
+) -> None:
+    asked = asked_of(monkeypatch, lambda w: dear(1300 if w.temp_ratio is None else milder_ns))
+    first = planned(cost_ns=first_ns, recompute_ns=0)
+    refused = dataclasses.replace(REFUSED, before_temp_bytes=1080)
+    choice = ways().choose(first, refused, MODULE)
+    assert choice.record.hlo is not None
+    assert choice.record.hlo.cost_ns == taken
+    assert [w.temp_ratio for w in asked] == ([None, 0.85] if first_ns == 900 else [None])
+
+
 KERNELS = Wish(plain=True, budget_bytes=BUDGET)
 
 
@@ -476,6 +491,85 @@ def test_the_plain_program_is_held_to_xlas_own_count_of_it(monkeypatch: pytest.M
     assert choice.module == MODULE
     assert choice.record.hlo is not None
     assert choice.record.hlo.planned_total_bytes == BUDGET
+
+
+TPU = dataclasses.replace(RECORD, device_name="v5e", jaxpr=dataclasses.replace(OUTCOME, stage="jaxpr"))
+FAST = BACKENDS["tpu"].fast_bytes
+
+
+def larger(nbytes: int) -> Wish:
+    return Wish(budget_bytes=BUDGET + nbytes, aim_bytes=BUDGET + nbytes)
+
+
+def counted_as(monkeypatch: pytest.MonkeyPatch, count_of: Callable[[Wish], int | None]) -> list[Wish]:
+    """What is compiled to the end, where XLA counts so."""
+    compiled: list[Wish] = []
+
+    def count(program: Any, wish: Wish, record: Record) -> int | None:
+        compiled.append(wish)
+        return count_of(wish)
+
+    monkeypatch.setattr(relowering, "count", count)
+    return compiled
+
+
+def of_larger_budgets(wish: Wish) -> StageOutcome | None:
+    """A program that is cheap in 3000 bytes, by prediction, and dear in fewer."""
+    if wish.budget_bytes < 3000:
+        return OUTCOME
+    return dataclasses.replace(OUTCOME, planned_temp_bytes=3000 - FIXED, recompute_ns=0, cost_ns=500)
+
+
+def test_a_much_cheaper_plan_that_keeps_the_budget_by_xlas_count_is_taken_and_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked_of(monkeypatch, of_larger_budgets)
+    compiled = counted_as(monkeypatch, lambda _: BUDGET - 10)
+    for budget_bytes in (BUDGET, BUDGET - 10):
+        choice = ways().choose(dataclasses.replace(TPU, budget_bytes=budget_bytes), OUTCOME, MODULE)
+        assert choice.record.hlo is not None
+        assert choice.record.hlo.cost_ns == 500
+        assert choice.record.hlo.planned_total_bytes == BUDGET - 10
+        assert compiled == [larger(FAST)]
+
+
+def test_where_no_plan_keeps_the_larger_budget_the_requests_own_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def outcome_of(wish: Wish) -> StageOutcome | None:
+        return of_larger_budgets(wish) if wish.aim_bytes == BUDGET < wish.budget_bytes else REFUSED
+
+    asked_of(monkeypatch, outcome_of)
+    compiled = counted_as(monkeypatch, lambda _: BUDGET)
+    assert ways().choose(TPU, REFUSED, MODULE).module == MODULE
+    assert compiled == [dataclasses.replace(larger(FAST), aim_bytes=BUDGET)]
+
+
+@pytest.mark.parametrize("counted", [BUDGET, BUDGET + 50, None])
+def test_before_a_refusal_xlas_own_count_is_asked_for_and_it_is_not_named(
+    monkeypatch: pytest.MonkeyPatch, counted: int | None
+) -> None:
+    def outcome_of(wish: Wish) -> StageOutcome | None:
+        return REFUSED if wish.budget_bytes < 3000 else of_larger_budgets(wish)
+
+    asked_of(monkeypatch, outcome_of)
+    counted_as(monkeypatch, lambda _: counted)
+    choice = ways().choose(TPU, REFUSED, MODULE)
+    assert (choice.module is not None) == (counted == BUDGET)
+    if counted != BUDGET:
+        assert choice.record.hlo is not None
+        assert choice.record.hlo.least_total_bytes == 2000
+
+
+@pytest.mark.parametrize("record", [RECORD, TPU])
+def test_nothing_is_compiled_to_the_end_where_xla_counts_as_predicted_or_little_is_won(
+    monkeypatch: pytest.MonkeyPatch, record: Record
+) -> None:
+    little = dataclasses.replace(OUTCOME, planned_temp_bytes=2900, recompute_ns=60)
+    asked_of(monkeypatch, lambda w: OUTCOME if w.budget_bytes < 3000 else little)
+    compiled = counted_as(monkeypatch, lambda _: BUDGET)
+    assert ways().choose(record, OUTCOME, MODULE).module is None
+    assert compiled == []
 
 
 def test_what_others_beat_in_bytes_and_in_time_is_forgotten() -> None:

@@ -106,6 +106,13 @@ def test_what_xla_refuses_compiles_with_bare_remat(v5e: str) -> None:
     assert found.compiled_total_bytes <= found.budget_bytes < 0.9 * 15.75 * GIB + 1
 
 
+def test_what_only_xlas_count_keeps_is_compiled_to_the_end(v5e: str) -> None:
+    """768 MiB are predicted; XLA moves one activation of 64 MiB to the chip's memory."""
+    found = plan_scanned(1 << 18, "720 MiB", v5e)
+    assert found.planned_total_bytes == found.compiled_total_bytes <= found.budget_bytes
+    assert found.changed
+
+
 def test_no_budget_is_above_what_xla_lets_a_program_have(v5e: str) -> None:
     found = plan_scanned(4 << 20, "100 GiB", v5e)
     assert found.compiled_total_bytes <= found.budget_bytes == int(15.75 * GIB)

@@ -1,0 +1,57 @@
+"""Plans for more than the budget that XLA's own count says keep it.
+
+On a TPU passes that follow XLA's callback move values to the chip's memory. So XLA counts less than is
+predicted: 1030 MiB of a scanned GPT's 1136, since it moves all of its logits. Held to the prediction it is
+planned deeper than it need be, for 65 % more cycles. How much is moved nobody knows before it is done. So
+where a plan for as much more as that memory holds is much cheaper, it is compiled to the end, once.
+
+The count of one plan says nothing certain of another. So a refusal does not name what was only counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from coop_jax import tries
+from coop_jax.record import Record
+from coop_jax.registry import Choice
+from coop_jax.relowering import Variant, Wish
+from coop_jax.tries import TRIES, hlo_of, price_of
+
+
+def by_count(
+    record: Record,
+    made: Choice,
+    *,
+    look: Callable[[Wish], Variant | None],
+    count: Callable[[Wish, Variant], Variant],
+) -> Variant | None:
+    """What keeps a budget by XLA's count, and costs much less than what is predicted to keep it.
+
+    Args:
+        record: of the request.
+        made: what is taken otherwise, or the refusal.
+        look: compiles a way as far as XLA's schedule; None if it cannot be had, or was looked at before.
+        count: the same way with XLA's count of it, as far as it can be had.
+    """
+    more_bytes = tries.backend_of(record).fast_bytes
+    if not more_bytes or (hlo_of(made).status.found and not tries.is_changed(made.record)):
+        return None
+    larger_bytes = record.budget_bytes + more_bytes
+    for aim_bytes in (larger_bytes, record.budget_bytes):
+        asked = Wish(budget_bytes=larger_bytes, aim_bytes=aim_bytes)
+        found = look(asked)
+        if found is None or not hlo_of(found).status.found:
+            continue
+        if not _is_worth_it(found, made):
+            return None
+        is_foreseen = hlo_of(found).planned_total_bytes <= record.budget_bytes
+        counted = found if is_foreseen else count(asked, found)
+        return counted if hlo_of(counted).planned_total_bytes <= record.budget_bytes else None
+    return None
+
+
+def _is_worth_it(found: Variant, made: Choice) -> bool:
+    """True if nothing else keeps the budget, or only what is much dearer."""
+    is_refused = not hlo_of(made).status.found
+    return is_refused or tries.is_cheaper(price_of(found), price_of(made), TRIES.counted_ratio)
