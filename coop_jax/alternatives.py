@@ -31,6 +31,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from coop_jax import counting, relowering, tries, tuning
 from coop_jax.known import Known, Memory
@@ -92,7 +93,7 @@ class OtherWays:
 
     def _cheapest(self, search: _Search, first: Choice) -> Choice:
         record, outcome = search.record, hlo_of(first)
-        first_wish = Wish(budget_bytes=record.budget_bytes, aim_bytes=record.budget_bytes)
+        first_wish = tries.at_once(record)
         search.is_seen(record, first_wish)
         tuned = search.paged(search.tuned(first), outcome)
         if not hlo_of(tuned).status.found:
@@ -165,19 +166,15 @@ class _Search:
         best, planned, verdict = first, first.record.jaxpr, hlo_of(first)
         calibration = UNCALIBRATED
         for n in range(TRIES.most_looks):
-            if (
-                planned is None
-                or verdict.needs_pinning
-                or (tries.is_kept(best) and n >= TRIES.most_looks_if_kept)
-            ):
+            is_enough = tries.is_kept(best) and n >= TRIES.most_looks_if_kept
+            if planned is None or verdict.needs_pinning or is_enough:
                 break
             following = calibration.after(planned, verdict)
             if following is None or not self.may_look(best):
                 break
             calibration = following
-            budget_bytes = self.record.budget_bytes
-            asked = Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes, calibration=calibration)
-            variant = self._look(asked)
+            asked = dataclasses.replace(tries.at_once(self.record), calibration=calibration)
+            variant = self._look(asked, unless=partial(tries.promises_no_less, than=best))
             if variant is None:
                 break
             planned, verdict = variant.record.jaxpr, hlo_of(variant)
@@ -230,7 +227,7 @@ class _Search:
         tuning.refuse_what_acts(tuple(self.ways.program.jaxpr.effects), self.ways.calls)
         budget_bytes = self.record.budget_bytes
         if best.module is None:
-            self._look(Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes), known=True)
+            self._look(tries.at_once(self.record), known=True)
         kernels = [] if self.record.constraints else [Wish(plain=True, budget_bytes=budget_bytes)]
         for asked in (*kernels, *tries.deeper(self.record, hlo_of(best))):
             if len(self.kept) < most:
@@ -291,10 +288,10 @@ class _Search:
 
     def instead_of(self, first: Choice) -> Choice:
         """The first way that keeps the budget, else the refusal with the least budget that is known."""
-        budget_bytes, refused = self.record.budget_bytes, hlo_of(first)
+        refused = hlo_of(first)
         if refused.needs_pinning:
             return first
-        self.ways.learn(Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes), first)
+        self.ways.learn(tries.at_once(self.record), first)
         known = self._known()
         found = self._first((k.wish for k in known), known=True) or self._first(tries.as_it_is(self.record))
         found = found or self.by_count(first) or self._first(self._deeper(refused))
@@ -343,8 +340,7 @@ class _Search:
 
     def explore(self, refused: StageOutcome) -> None:
         """Look at what the least may be; what the program needs as it is, its own kernels say."""
-        budget_bytes = self.record.budget_bytes
-        first = self._look(Wish(budget_bytes=budget_bytes, aim_bytes=budget_bytes))
+        first = self._look(tries.at_once(self.record))
         if first is not None:
             self.paged(self.tuned(self._choice(first)), hlo_of(first))
         for asked in self._deeper(refused):
@@ -374,8 +370,10 @@ class _Search:
             return None
         return variant if hlo_of(variant).planned_total_bytes <= self.record.budget_bytes else None
 
-    def _look(self, asked: Wish, *, known: bool = False) -> Variant | None:
-        """The program as it is with a wish; what it needs is known afterwards."""
+    def _look(
+        self, asked: Wish, *, known: bool = False, unless: Callable[[Record], bool] = lambda _: False
+    ) -> Variant | None:
+        """The program as it is with a wish, `unless` it is planned so; what it needs is known afterwards."""
         plain = self._plain() if asked == relowering.PLAIN else None
         if plain is not None and not self._is_met_by(plain):
             return None
@@ -383,8 +381,9 @@ class _Search:
         self.tell(tries.said_of(asked, self.record.budget_bytes))
         self.asked += 1
         variant = relowering.variant(
-            self.ways.program, asked, record, skip=lambda r: self.is_seen(r, asked) and not known
-        )
+            self.ways.program, asked, record,
+            skip=lambda r: unless(r) or (not known and self.is_seen(r, asked)),
+        )  # fmt: skip
         if variant is None:
             return None
         self.looks += 1

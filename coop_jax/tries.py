@@ -16,7 +16,7 @@ from coop_jax.text import format_bytes
 from passes.backend import BACKENDS, Backend
 from passes.cost import DEVICES
 from passes.jaxpr.calibration import ROUNDED, STRICT
-from passes.objective import Objective, Price
+from passes.objective import LEAST_TIME, Objective, Price
 from passes.outcome import StageOutcome, changes
 
 
@@ -61,6 +61,11 @@ def deeper(record: Record, refused: StageOutcome, *, milder: int = 0) -> list[Wi
     mildest = next((k for k, r in enumerate(TRIES.ratios) if r <= left), len(TRIES.ratios) - 1)
     ratios = TRIES.ratios[max(0, mildest - milder) :]
     return [Wish(budget_bytes=record.budget_bytes, temp_ratio=r) for r in ratios]
+
+
+def at_once(record: Record) -> Wish:
+    """What a request asks for by itself."""
+    return Wish(budget_bytes=record.budget_bytes, aim_bytes=record.budget_bytes)
 
 
 def as_it_is(record: Record) -> list[Wish]:
@@ -179,6 +184,18 @@ def is_much_deeper(made: Choice, first: Record) -> bool:
     if one is None or other is None:
         return False
     return other.cost_ns + other.recompute_ns >= TRIES.missed_ratio * (one.cost_ns + one.recompute_ns)
+
+
+def promises_no_less(planned: Record, than: Choice) -> bool:
+    """True for a plan that takes as much longer than that of a way which keeps the budget as the enforcing
+    stage made that way take: it may win only by an estimate that is wrong.
+
+    Before XLA all times are estimated alike too long or too short, so both are shares.
+    """
+    new, old, hlo = planned.jaxpr, than.record.jaxpr, hlo_of(than)
+    if new is None or old is None or not is_kept(than) or planned.objective != LEAST_TIME:
+        return False
+    return cost_ns_of(new) * hlo.cost_ns >= cost_ns_of(old) * cost_ns_of(hlo)
 
 
 def as_counted(variant: Variant, total_bytes: int) -> Variant:

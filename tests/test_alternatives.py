@@ -206,6 +206,22 @@ def test_a_plan_whose_repair_is_dear_is_asked_for_once_more_and_the_cheaper_one_
         assert (choice.module is not None) == is_taken
 
 
+@pytest.mark.parametrize(("again_ns", "asks"), [(110, False), (104, True)])
+def test_a_plan_that_promises_no_less_than_a_repaired_one_came_to_is_not_looked_at(
+    again_ns: int, asks: bool
+) -> None:
+    """A plan of 100, repaired by a tenth, is beaten by none of 110, before any repair."""
+    kept = Choice(record=with_hlo(planned(cost_ns=100, recompute_ns=0), repaired_by(50, of_ns=500)))
+    again = planned(cost_ns=again_ns, recompute_ns=0)
+    assert tries.promises_no_less(again, than=kept) != asks
+    refused = dataclasses.replace(kept, record=with_hlo(kept.record, REFUSED))
+    assert not tries.promises_no_less(again, than=refused)
+
+
+def repaired_by(repair_ns: int, *, of_ns: int) -> StageOutcome:
+    return dataclasses.replace(OUTCOME, cost_ns=of_ns, recompute_ns=repair_ns)
+
+
 def missed(kernels_ns: int | None, cost_ns: int = 1000) -> Record:
     """A plan that promised `cost_ns` for a program whose own kernels are expected to take `kernels_ns`."""
     made = dataclasses.replace(OUTCOME, stage="jaxpr", cost_ns=cost_ns, recompute_ns=0, kernels_ns=kernels_ns)
