@@ -19,7 +19,6 @@ from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.lift import inner_work, lift
 from passes.jaxpr.primitives import CONTROL_FLOW
 from passes.jaxpr.rewrite import bodies_of, consts_as_literals, with_bodies
-from passes.jaxpr.simplify import without_repeats
 from passes.simulate import simulate
 
 PlanBody = Callable[[Jaxpr, int], Jaxpr]
@@ -66,7 +65,7 @@ def _with_bodies(eqn: JaxprEqn, device: DeviceModel, allowed_bytes: int, plan_bo
 @compat.cached_by_jaxpr
 def _flat(body: Jaxpr) -> Jaxpr:
     """A body as an open jaxpr; the same object every time, so that its plans can be kept."""
-    return without_repeats(consts_as_literals(inline_calls(body)))
+    return consts_as_literals(inline_calls(body))
 
 
 def has_control_flow(eqns: Sequence[JaxprEqn]) -> bool:

@@ -13,7 +13,7 @@ What it does not do: control flow is one opaque kernel whose inner peak counts a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from passes.backend import BACKENDS
 from passes.cost import DeviceModel, kernel_ns, kernel_pj
@@ -64,7 +64,17 @@ def lift(
 
     Complexity: linear in equations times the size of a kernel.
     """
-    storage = Storage(without_literal_barriers(jaxpr), device, as_xla=as_xla, carried=carried)
+    jaxpr = without_literal_barriers(jaxpr)
+    lifted = _lift(jaxpr, device, as_xla, rounded, carried)
+    if not as_xla or (merged := without_repeats(jaxpr)) is jaxpr:
+        return lifted
+    return replace(lifted, merged=_lift(merged, device, as_xla, rounded, carried).program)
+
+
+def _lift(
+    jaxpr: Jaxpr, device: DeviceModel, as_xla: bool, rounded: bool, carried: tuple[int, int] | None
+) -> LiftedJaxpr:
+    storage = Storage(jaxpr, device, as_xla=as_xla, carried=carried)
     return _Lift(storage, device, as_xla=as_xla, rounded=rounded, carried=carried).build()
 
 

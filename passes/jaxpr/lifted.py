@@ -19,6 +19,7 @@ class LiftedJaxpr:
         leaves: for every equation the buffers that it reads, through virtual values, sorted.
         buffer_of: the buffer of every stored variable.
         var_of: the variable of every buffer.
+        merged: the program with what it computes twice computed once, as XLA does; None if that is `program`.
     """
 
     program: Program
@@ -27,3 +28,9 @@ class LiftedJaxpr:
     leaves: tuple[tuple[BufferId, ...], ...]
     buffer_of: dict[Var, BufferId]
     var_of: tuple[Var, ...]
+    merged: Program | None = None
+
+    @property
+    def seen(self) -> Program:
+        """What XLA makes of the program, for what it is expected to need."""
+        return self.program if self.merged is None else self.merged

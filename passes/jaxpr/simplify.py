@@ -1,7 +1,9 @@
 """Rewrite what XLA's simplifier rewrites on its way, where that decides which values are stored.
 
-What is computed twice from the same operands is computed once: the mask and the tables of sines that every
-layer of a traced model makes for itself are one value, which lives as long as all of them.
+What is computed twice from the same operands XLA computes once: the mask and the tables of sines that every
+layer of a traced model makes for itself are one value, which lives as long as all of them. That is for
+estimates alone: a plan that reads each near its reader keeps less, and a convnet planned without its repeats
+cost 6 % more on the CPU.
 
 The gradient of an indexed read is a scatter into zeros that is then added to the other gradients. XLA
 scatters into the other gradients instead (in place, as they die there), so neither the zeros nor the

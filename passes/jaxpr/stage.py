@@ -26,7 +26,7 @@ from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.primitives import LOOPS
 from passes.jaxpr.scans.choice import all_recomputed
 from passes.jaxpr.shards import Inside, enter
-from passes.jaxpr.simplify import scatter_in_place, without_literal_barriers, without_repeats
+from passes.jaxpr.simplify import scatter_in_place, without_literal_barriers
 from passes.jaxpr.straight import as_it_is, search
 from passes.jaxpr.structured import search_structured
 from passes.listing import plan_text, program_text
@@ -137,7 +137,7 @@ def _joined(forward: ClosedJaxpr, backward: ClosedJaxpr, n_outs: int) -> Joined:
 @compat.cached_by_jaxpr
 def _simplified(jaxpr: Jaxpr) -> Jaxpr:
     live = compat.without_dead_code(jaxpr)
-    return without_literal_barriers(scatter_in_place(without_repeats(live)))
+    return without_literal_barriers(scatter_in_place(live))
 
 
 def lift(jaxpr: Jaxpr, request: JaxprRequest) -> LiftedJaxpr:
@@ -252,7 +252,7 @@ def _kernels_ns(as_is: LiftedJaxpr, before_bytes: int, request: JaxprRequest) ->
         for op, body in zip(as_is.program.ops, as_is.bodies, strict=True)
     )
     bound_ratio = cut_bound(replace(as_is.program, ops=ops), limit_bytes, n_cuts=2)
-    return None if math.isinf(bound_ratio) else round(as_is.program.cost_ns * (1 + bound_ratio))
+    return None if math.isinf(bound_ratio) else round(as_is.seen.cost_ns * (1 + bound_ratio))
 
 
 def _outcome(
@@ -261,7 +261,7 @@ def _outcome(
     program = candidate.lifted.program
     inside = tuple(r for choice in candidate.scans for r in all_recomputed(choice))
     recomputed = inside + recomputed_by(program, candidate.steps, "jaxpr")
-    recompute_ns = candidate.cost_ns - as_is.program.cost_ns
+    recompute_ns = candidate.cost_ns - as_is.seen.cost_ns
     fits = candidate.peak_bytes <= request.temp_budget_bytes or not candidate.changed
     return StageOutcome(
         stage="jaxpr",
@@ -272,11 +272,11 @@ def _outcome(
         alias_bytes=request.alias_bytes,
         before_temp_bytes=before_bytes,
         planned_temp_bytes=candidate.peak_bytes,
-        cost_ns=as_is.program.cost_ns,
+        cost_ns=as_is.seen.cost_ns,
         recompute_ns=recompute_ns,
-        energy_pj=as_is.program.energy_pj,
-        recompute_pj=candidate.energy_pj - as_is.program.energy_pj,
-        lower_bound_ratio=_lower_bound_ratio(candidate, as_is.program.cost_ns, recompute_ns),
+        energy_pj=as_is.seen.energy_pj,
+        recompute_pj=candidate.energy_pj - as_is.seen.energy_pj,
+        lower_bound_ratio=_lower_bound_ratio(candidate, as_is.seen.cost_ns, recompute_ns),
         status=Status.FEASIBLE if fits else Status.UNKNOWN,
         recipe=candidate.recipe,
         seconds=0.0,

@@ -12,12 +12,13 @@ import math
 from dataclasses import dataclass
 
 from passes.cost import DeviceModel
-from passes.ir import OpId, Plan
+from passes.ir import OpId, Plan, Program
 from passes.jaxpr.candidate import Candidate, JaxprRequest
 from passes.jaxpr.emit import EmitConfig, emit
 from passes.jaxpr.freedom import emit_config
 from passes.jaxpr.lift import lift
 from passes.jaxpr.lifted import LiftedJaxpr
+from passes.jaxpr.simplify import without_repeats
 from passes.planners import PlannerConfig, plan
 from passes.simulate import simulate
 
@@ -40,15 +41,15 @@ CONFIG = StraightConfig()
 
 def as_it_is(as_is: LiftedJaxpr) -> Candidate:
     """A program without recomputes."""
-    steps = _identity(as_is)
+    seen = as_is.seen
     return Candidate(
         lifted=as_is,
-        steps=steps,
+        steps=_identity(as_is.program),
         config=EmitConfig(),
         emitted=as_is.jaxpr,
-        peak_bytes=simulate(as_is.program, steps).peak_bytes,
-        cost_ns=as_is.program.cost_ns,
-        energy_pj=as_is.program.energy_pj,
+        peak_bytes=simulate(seen, _identity(seen)).peak_bytes,
+        cost_ns=seen.cost_ns,
+        energy_pj=seen.energy_pj,
     )
 
 
@@ -61,7 +62,7 @@ def search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate
     """
     rounded = request.calibration.rounded
     lifted = lift(as_is.jaxpr, request.device, as_xla=False, rounded=rounded)
-    peak_bytes = simulate(lifted.program, _identity(lifted)).peak_bytes
+    peak_bytes = simulate(lifted.program, _identity(lifted.program)).peak_bytes
     target_bytes = max(int(request.temp_budget_bytes * scale), 1)
     written = emit_config(lifted, as_is, request.device, strict=request.calibration.strict, deep=rounded)
     objective = request.objective.of(lifted.program)
@@ -100,19 +101,20 @@ def evaluate(
     a 12-layer GPT within 2 % of the middle at six depths.
     """
     emitted = emit(lifted, made.steps, config)
-    seen = lift(emitted, device, as_xla=True, rounded=rounded)
-    seen_bytes = simulate(seen.program, _identity(seen)).peak_bytes
+    # Nothing is merged across the barriers that recomputes wait behind.
+    seen = lift(without_repeats(emitted), device, as_xla=True, rounded=rounded).program
+    seen_bytes = simulate(seen, _identity(seen)).peak_bytes
     return Candidate(
         lifted=lifted,
         steps=made.steps,
         config=config,
         emitted=emitted,
         peak_bytes=(made.peak_bytes + max(seen_bytes, made.peak_bytes)) // 2,
-        cost_ns=seen.program.cost_ns,
-        energy_pj=seen.program.energy_pj,
+        cost_ns=seen.cost_ns,
+        energy_pj=seen.energy_pj,
         plan=made,
     )
 
 
-def _identity(lifted: LiftedJaxpr) -> tuple[OpId, ...]:
-    return tuple(op.id for op in lifted.program.ops)
+def _identity(program: Program) -> tuple[OpId, ...]:
+    return tuple(op.id for op in program.ops)

@@ -76,7 +76,7 @@ def search_structured(
     """
     jaxpr = as_is.jaxpr
     search_for = _Search(
-        original=jaxpr, base_ns=as_is.program.cost_ns, request=request, scale=scale, plan_body=plan_body
+        original=jaxpr, base_ns=as_is.seen.cost_ns, request=request, scale=scale, plan_body=plan_body
     )
     look_at = search_for.levels
     if request.inside:

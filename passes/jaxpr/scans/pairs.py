@@ -29,7 +29,6 @@ from passes.jaxpr.primitives import CONTROL_FLOW
 from passes.jaxpr.rewrite import bodies_of, consts_as_literals, renewed
 from passes.jaxpr.scans.sink import sink_into_scans
 from passes.jaxpr.scans.views import view_inside_scans
-from passes.jaxpr.simplify import without_repeats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,8 +185,7 @@ def body_of(eqn: JaxprEqn) -> Body:
 
 def _flat(body: Jaxpr) -> Jaxpr:
     """A closed body as an open jaxpr, calls inlined, constants written in, what comes from little sunk."""
-    flat = without_repeats(consts_as_literals(inline_calls(body)))
-    return sink_into_scans(view_inside_scans(flat))
+    return sink_into_scans(view_inside_scans(consts_as_literals(inline_calls(body))))
 
 
 def _pair(
