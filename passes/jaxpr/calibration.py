@@ -83,7 +83,7 @@ class Calibration:
         for trial in self.trials:
             if trial.recipe.scans is Scans.NONE:
                 ratio = trial.temp_bytes / max(trial.estimated_bytes, 1)
-                if trial.recipe == Recipe():  # the program as it is was asked for nothing
+                if trial.recipe == Recipe() and ratio:  # the program as it is was asked for nothing
                     bytes_ratio = ratio
                 elif ratio > CONFIG.strict_ratio and trial.recipe.recompute is not None and not strict:
                     bytes_ratio, strict = 1.0, True
