@@ -205,9 +205,10 @@ class _Search:
 
     def with_its_own_kernels(self, made: Choice) -> Choice:
         """The program as it is, held to the budget, where a plan seems dearer, and this turns out cheaper."""
-        if self.record.constraints or not tries.may_cost_less_by_itself(made):
+        kernels = tries.own_kernels(self.record)
+        if not kernels or not tries.may_cost_less_by_itself(made):
             return made
-        return self._cheaper_of(made, Wish(plain=True, budget_bytes=self.record.budget_bytes))
+        return self._cheaper_of(made, kernels[0])
 
     def with_a_milder_plan(self, made: Choice, first: StageOutcome) -> Choice:
         """The mildest of the deeper plans, held to the budget, where one that is much deeper keeps it."""
@@ -225,11 +226,9 @@ class _Search:
         """The fastest of the `tune` cheapest ways that keep the budget; `best` is one of them."""
         most = self.record.tune
         tuning.refuse_what_acts(tuple(self.ways.program.jaxpr.effects), self.ways.calls)
-        budget_bytes = self.record.budget_bytes
         if best.module is None:
             self._look(tries.at_once(self.record), known=True)
-        kernels = [] if self.record.constraints else [Wish(plain=True, budget_bytes=budget_bytes)]
-        for asked in (*kernels, *tries.deeper(self.record, hlo_of(best))):
+        for asked in (*tries.own_kernels(self.record), *tries.deeper(self.record, hlo_of(best))):
             if len(self.kept) < most:
                 self._look(asked)
         found = sorted(self.kept, key=lambda way: rank(way[1]))[:most]

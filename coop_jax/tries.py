@@ -73,6 +73,11 @@ def as_it_is(record: Record) -> list[Wish]:
     return [] if record.constraints else [PLAIN]
 
 
+def own_kernels(record: Record) -> list[Wish]:
+    """The same with its kernels planned for the budget."""
+    return [dataclasses.replace(asked, budget_bytes=record.budget_bytes) for asked in as_it_is(record)]
+
+
 def before_refusal(
     record: Record, refused: StageOutcome, is_planned_before: Callable[[Wish], bool], *, alone: bool
 ) -> Iterator[Wish]:
@@ -86,12 +91,10 @@ def before_refusal(
     ways = deeper(record, refused)
     if not is_planned_before(ways[-1]):  # else there is nothing between that plan and the first
         yield from ways
-    for asked in as_it_is(record):
-        yield dataclasses.replace(asked, budget_bytes=record.budget_bytes)
+    yield from own_kernels(record)
     if backend_of(record).rounds_products:
-        at_once = dataclasses.replace(ways[0], temp_ratio=None, aim_bytes=record.budget_bytes)
         milder = deeper(record, refused, milder=1)
-        yield from [dataclasses.replace(asked, calibration=ROUNDED) for asked in (at_once, *milder)]
+        yield from [dataclasses.replace(asked, calibration=ROUNDED) for asked in (at_once(record), *milder)]
     if backend_of(record).fuses_results:
         yield from [dataclasses.replace(asked, calibration=STRICT) for asked in ways]
     if alone:
