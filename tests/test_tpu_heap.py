@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coop_jax import aot
 from passes.backend import CPU, TPU, Backend
 from passes.hlo import graph, proto
 from passes.hlo.assign import Assigner
@@ -151,6 +152,15 @@ def test_a_value_that_leaves_no_start_of_its_hole_has_all_of_it() -> None:
     assert pack_in_time(values, 100).offsets == {0: 0, 1: 100, 2: 0, 3: 0}
 
 
+def test_what_it_leaves_goes_with_a_neighbour_that_dies_first() -> None:
+    #   2 leaves 90 of the hole of 0, 1 dies and 3 is placed there: of what 2 had 10 are a hole, too few for 4
+    values = [
+        _interval(0, 100, 0, 2), _interval(1, 100, 1, 5), _interval(2, 10, 3, 7), _interval(3, 100, 6, 20),
+        _interval(4, 60, 8, 20),
+    ]  # fmt: skip
+    assert pack_in_time(values, 100).offsets == {0: 0, 1: 100, 2: 0, 3: 100, 4: 200}
+
+
 def test_the_hole_at_the_end_grows() -> None:
     layout = pack_in_time([_interval(0, 100, 0, 9), _interval(1, 100, 1, 2), _interval(2, 500, 3, 9)], 100)
     assert layout.offsets == {0: 0, 1: 100, 2: 100}
@@ -200,27 +210,62 @@ def test_two_gathers_of_a_sparse_core_share_scratch_and_have_tables_of_their_own
     assert h.is_foreseen(found.total_bytes, stats.total_allocation_bytes, "tpu")
 
 
-SCALAR = """HloModule m, is_scheduled=true
+SCALARS = """HloModule jit_program, is_scheduled=true
+add { x = f32[] parameter(0)
+  y = f32[] parameter(1)
+  ROOT z = f32[] add(x, y) }
+fused { x = f32[]{:T(128)} parameter(0)
+  ROOT b = f32[8,128]{1,0:T(8,128)} broadcast(x), dimensions={} }
+again { x = f32[]{:T(128)} parameter(0)
+  ROOT b = f32[8,128]{1,0:T(8,128)} broadcast(x), dimensions={} }
+alone { x = f32[]{:T(128)} parameter(0)
+  ROOT n = f32[]{:T(128)} negate(x) }
 ENTRY e {
   p = f32[]{:T(128)} parameter(0)
-  made = f32[]{:T(128)} sine(p)
-  ROOT read = f32[8]{0:T(128)} READER
-}"""
+  q = f32[8,128]{1,0:T(8,128)} parameter(1)
+  zero = s32[]{:T(128)} constant(0)
+  at = s32[]{:T(128)} convert(p)
+  row = f32[1,128]{1,0:T(1,128)} dynamic-slice(q, at, zero), dynamic_slice_sizes={1,128}
+  there = s32[]{:T(128)} negate(at)
+  other = f32[8,128]{1,0:T(8,128)} copy(q)
+  updated = f32[8,128]{1,0:T(8,128)} dynamic-update-slice(other, row, there, zero)
+  initial = f32[]{:T(128)} sine(p)
+  sums = f32[8]{0:T(128)} reduce(updated, initial), dimensions={1}, to_apply=add
+  fill = f32[]{:T(128)} cosine(p)
+  padded = f32[16]{0:T(128)} pad(sums, fill), padding=0_8
+  spread = f32[]{:T(128)} exponential(p)
+  wide = f32[16]{0:T(128)} broadcast(spread), dimensions={}
+  greater = pred[]{:T(512)} compare(p, spread), direction=GT
+  chosen = f32[]{:T(128)} select(greater, p, spread)
+  read = f32[8,128]{1,0:T(8,128)} fusion(chosen), kind=kLoop, calls=fused
+  kernel = f32[]{:T(128)} fusion(p), kind=kLoop, calls=alone
+  after = f32[8,128]{1,0:T(8,128)} fusion(kernel), kind=kLoop, calls=again
+  viewed = f32[]{:T(128)} tanh(p)
+  view = f32[1]{0:T(128)} bitcast(viewed)
+  reader = f32[1]{0:T(128)} negate(view)
+  ROOT all = (f32[16]{0:T(128)}, f32[16]{0:T(128)}, f32[8,128]{1,0:T(8,128)}, f32[8,128]{1,0:T(8,128)}, f32[1]{0:T(128)}) tuple(padded, wide, read, after, reader)
+}"""  # noqa: E501
 
 
-@pytest.mark.parametrize(
-    ("platform", "reader", "apart"),
-    [("tpu", "broadcast(made), dimensions={}", False), ("tpu", "multiply(made, made)", True),
-     ("cuda", "multiply(made, made)", False)],
-)  # fmt: skip
-def test_a_scalar_that_is_computed_by_itself_takes_no_slot(platform: str, reader: str, apart: bool) -> None:
-    """XLA puts it into a memory of its own, where kernels and other such scalars are all that reads it."""
-    text = SCALAR.replace("READER", reader).replace("f32[8]{0:T(128)} multiply", "f32[]{:T(128)} multiply")
-    assigner = Assigner(graph.read(proto.parse(compat.hlo_of_text(text))), platform)
-    entry = assigner.module.entry
-    made = next(i.id for i in entry.by_id.values() if i.name == "made")
-    group = assigner.flow.class_of[assigner.flow.trees[entry.id, made][()]]
-    assert (assigner.space_of(group) in assigner.apart) is apart
+def test_scalars_are_in_the_memory_where_xla_puts_them(v5e: str) -> None:
+    """Those that are computed by themselves, and that kernels alone read, are in a memory of their own."""
+    example = h.Example(
+        name="scalars",
+        fn=lambda p, q: (q[0, :16] + p, q[1, :16], q * p, q + p, q[0, :1] * p),
+        args=(h.spec(), h.spec(8, 128)),
+    )
+    given = proto.parse(compat.hlo_of_text(SCALARS))
+    compiled = h.compile_with(example, lambda _: proto.serialize(given), "tpu")
+    final = graph.read(proto.parse(aot.final_module(compiled))).entry
+    assigner = Assigner(graph.read(given), "tpu")
+    flow = assigner.flow
+    found = {
+        flow.instruction(value.home).name: assigner.space_of(flow.class_of[value.id]) for value in flow.values
+    }
+    scalars = {i.name: i.shape.memory_space for i in final.by_id.values() if not i.shape.dims}
+    made = {name: space for name, space in scalars.items() if name not in ("p", "zero", "all")}
+    assert {name: found[name] for name in made} == made
+    assert sorted(name for name, space in made.items() if not space) == ["kernel", "viewed"]
 
 
 @pytest.mark.parametrize("model", ["mlp", "lstm"])

@@ -23,6 +23,10 @@ from passes.reach import reached
 
 _TABLES = 5
 """Tables of tuples that an operation of another core has once XLA has split it in two, after its callback."""
+# Kernels that read scalars where XLA moves them, beside elementwise ones: each was compiled for a v5e.
+_SCALAR_READERS = frozenset(
+    {"broadcast", "dynamic-slice", "dynamic-update-slice", "fusion", "pad", "reduce", "reshape"}
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -135,14 +139,14 @@ class Assigner:
         return self.backend.scalar_space if self._is_lone_scalar(value, instruction) else 0
 
     def _is_lone_scalar(self, value: Value, instruction: graph.Instruction) -> bool:
-        """True for a scalar that is computed by itself, and read by kernels and other such scalars alone."""
+        """True for a scalar that is computed by itself, and read by kernels alone."""
         if instruction.shape.is_tuple or instruction.shape.dims or not is_elementwise(instruction):
             return False
         group = self.flow.class_of[value.id]
         if instruction.opcode == "constant" or group in self._outputs or len(self.flow.classes[group]) > 1:
             return False
         readers = (self.flow.instruction(use) for use in value.uses)
-        return all(r.opcode == "fusion" or is_elementwise(r) for r in readers)
+        return all(r.opcode in _SCALAR_READERS or is_elementwise(r) for r in readers)
 
     def _is_offloaded(self, value: Value) -> bool:
         home = self.module.computations[value.home.computation], self.flow.instruction(value.home)

@@ -168,15 +168,14 @@ def pack_in_time(intervals: list[Interval], alignment: int) -> HeapLayout:
 class Holes:
     """What is free in a heap that is packed in time order.
 
-    Starts are aligned, sizes are not: between a value and the next start are bytes that nobody has. They are
-    lost when the value dies, unless its neighbour is free, too. Only a value that leaves no aligned start of
-    its hole has the whole hole, and leaves it as it was.
+    Starts are aligned, sizes are not. What a value leaves of its hole stays free, but the next one starts
+    where that is aligned: the bytes between are lost when it is placed, until both are free again.
 
     Attributes:
         alignment: of starts, in bytes.
         free: sorted ranges that nothing holds, neighbours joined; the last may be the heap's free end.
         end: of what was ever taken and not given back at the end.
-        stops: of every value that is there, by its start: where what it has ends.
+        stops: of every value that is there, by its start: where it ends.
     """
 
     def __init__(self, alignment: int) -> None:
@@ -196,30 +195,35 @@ class Holes:
         return -(-at // self.alignment) * self.alignment
 
     @property
+    def _ends_free(self) -> bool:
+        """True if the last free range is the heap's free end."""
+        return bool(self.free) and self.free[-1][1] == self.end
+
+    @property
     def tail(self) -> int:
-        """Where the free end starts."""
-        return self.free[-1][0] if self.free and self.free[-1][1] == self.end else self.aligned(self.end)
+        """Where a value at the free end starts."""
+        return self.aligned(self.free[-1][0] if self._ends_free else self.end)
 
     @property
     def holes(self) -> list[tuple[int, int]]:
-        """What is free between others."""
-        return self.free[:-1] if self.tail < self.end else self.free
+        """What is free between others, from where a value may start."""
+        between = self.free[:-1] if self._ends_free else self.free
+        return [(at, stop) for start, stop in between if (at := self.aligned(start)) < stop]
 
     def take(self, nbytes: int) -> int:
         """Where XLA places a value: in the smallest hole that holds it, the lowest on ties, or at the end."""
         fits = [(stop - start, start, stop) for start, stop in self.holes if nbytes <= stop - start]
-        if not fits:
+        if fits:
+            _, start, stop = min(fits)
+            self.free = [hole for hole in self.free if hole[1] != stop]
+            if start + nbytes < stop:
+                self.free = sorted([*self.free, (start + nbytes, stop)])
+        else:
             start = self.tail
-            if start < self.end:
+            if self._ends_free:
                 self.free.pop()
-            self.end = self.stops[start] = start + nbytes
-            return start
-        _, start, stop = min(fits)
-        self.free.remove((start, stop))
-        left = self.aligned(start + nbytes)
-        if left < stop:
-            self.free = sorted([*self.free, (left, stop)])
-        self.stops[start] = start + nbytes if left < stop else stop
+            self.end = start + nbytes
+        self.stops[start] = start + nbytes
         return start
 
     def give(self, start: int) -> None:
@@ -228,7 +232,7 @@ class Holes:
         for low, high in self.free:
             if self.aligned(high) == start:
                 start = low
-            elif low == self.aligned(stop):
+            elif low in (stop, self.aligned(stop)):
                 stop = high
             else:
                 kept.append((low, high))
