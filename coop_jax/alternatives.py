@@ -112,7 +112,9 @@ class OtherWays:
         """
         least_asked = dataclasses.replace(record, budget_bytes=outcome.fixed_bytes + 1)
         with progress() as tell:
-            _Search(ways=self, record=least_asked, tell=tell).explore(outcome)
+            search = _Search(ways=self, record=least_asked, tell=tell)
+            search.explore(outcome)
+            search.ask_for_the_least(outcome)
             search = _Search(ways=self, record=record, tell=tell)
         return search.named(dataclasses.replace(outcome, least_total_bytes=None))
 
@@ -311,8 +313,7 @@ class _Search:
     def ask_for_the_least(self, refused: StageOutcome) -> None:
         """Ask for a byte less than the least that is known, as a request would, until that is not met.
 
-        It aims elsewhere than one for a budget that cannot be kept, and may find more; a plan that was looked
-        at already is not looked at for it.
+        What is looked at depends on the budget, which may leave no deeper plans. What kept none is known.
         """
         for _ in range(TRIES.most_asked):
             least = min(self._totals(), default=None)
@@ -320,11 +321,13 @@ class _Search:
                 return
             record = dataclasses.replace(self.record, budget_bytes=least - 1)
             seen = {(plan, record.budget_bytes) for plan, _ in self.seen}
-            request = dataclasses.replace(self, record=record, seen=seen, kept=[], looks=0)
-            for alone in (False, True) if self.ways.alone else (False,):
-                if min(self._totals()) >= least:
-                    request._look(Wish(budget_bytes=least - 1, aim_bytes=least - 1, alone=alone))
+            request = dataclasses.replace(self, record=record, seen=seen, kept=[], looks=0, asked=0)
+            request.explore(refused)
+            if not request.kept and self.ways.alone:
+                request._look(dataclasses.replace(tries.at_once(record), alone=True))
             self.looks += request.looks
+            kept = {plan_key(variant.record, asked) for asked, variant in request.kept}
+            self.seen |= {(plan, budget) for plan, budget in request.seen if plan not in kept}
             if min(self._totals()) >= least:
                 return
 
@@ -338,13 +341,14 @@ class _Search:
         return dataclasses.replace(refused, least_total_bytes=least, least_proved=proved, status=status)
 
     def explore(self, refused: StageOutcome) -> None:
-        """Look at what the least may be; what the program needs as it is, its own kernels say."""
+        """Look at what a request looks at, until it is kept; own kernels say what there is as it is."""
         first = self._look(tries.at_once(self.record))
         if first is not None:
             self.paged(self.tuned(self._choice(first)), hlo_of(first))
         for asked in self._deeper(refused):
+            if self.kept:
+                return
             self._look(asked)
-        self.ask_for_the_least(refused)
 
     def _totals(self) -> list[int]:
         known = (k.total_bytes for k in self._all_known() if not k.counted)

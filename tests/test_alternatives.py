@@ -123,12 +123,34 @@ def test_before_a_refusal_the_plain_program_and_every_deeper_plan_is_tried(
     choice = ways().choose(RECORD, REFUSED, MODULE)
     assert choice.record.hlo is not None
     assert not choice.record.hlo.status.found
-    *tried, kernels, for_the_least = asked
-    assert kernels == KERNELS
-    assert for_the_least == Wish(budget_bytes=1999, aim_bytes=1999)
-    ratios = [w.temp_ratio for w in tried]
-    assert ratios == [r for r in TRIES.ratios if r <= (BUDGET - FIXED) / REFUSED.before_temp_bytes]
-    assert {w.budget_bytes for w in tried} == {BUDGET}
+    for budget_bytes in (BUDGET, 1999):
+        first, *tried, kernels = (w for w in asked if w.budget_bytes == budget_bytes)
+        if budget_bytes == BUDGET:  # it was made before
+            tried = [first, *tried]
+        else:
+            assert first == Wish(budget_bytes=1999, aim_bytes=1999)
+        assert kernels == dataclasses.replace(KERNELS, budget_bytes=budget_bytes)
+        ratios = [w.temp_ratio for w in tried]
+        assert ratios == [r for r in TRIES.ratios if r <= (budget_bytes - FIXED) / REFUSED.before_temp_bytes]
+
+
+@pytest.mark.parametrize("budget_bytes", [FIXED + 1, 1100, 1600])
+def test_the_least_that_is_named_does_not_depend_on_the_budget_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, budget_bytes: int
+) -> None:
+    """One that leaves nothing for temporaries has but one deeper plan; a milder one needs the least."""
+
+    def outcome_of(asked: Wish) -> StageOutcome | None:
+        total = 1700 if asked.temp_ratio == 0.35 else 1900
+        if total <= asked.budget_bytes:
+            return dataclasses.replace(OUTCOME, planned_temp_bytes=total - FIXED)
+        return dataclasses.replace(REFUSED, least_total_bytes=total)
+
+    asked_of(monkeypatch, outcome_of)
+    record = dataclasses.replace(RECORD, budget_bytes=budget_bytes)
+    refusal = ways().choose(record, REFUSED, MODULE).record.hlo
+    assert refusal is not None
+    assert refusal.least_total_bytes == 1700
 
 
 def test_the_least_that_is_named_is_what_a_request_for_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,9 +330,9 @@ def test_looks_take_no_longer_than_the_compile_once_something_keeps_the_budget(
         asked = asked_of(monkeypatch, lambda _, paged=paged: paged)  # type: ignore[misc]
         choice = ways().choose(planned(), paged, MODULE)
         assert choice.record.hlo is not None
-        times[choice.record.hlo.limited] = len(asked)
-    for_the_least = 1
-    refused = 7 + len(TRIES.ratios) - 3 + for_the_least
+        # Not for the least that a refusal names.
+        times[choice.record.hlo.limited] = sum(w == PLAIN or w.budget_bytes == BUDGET for w in asked)
+    refused = 7 + len(TRIES.ratios) - 3
     assert times == {True: BACKENDS["cpu"].looks, False: refused}
 
 
@@ -339,7 +361,8 @@ def test_before_a_refusal_nothing_is_planned_between_a_plan_and_the_deepest_if_b
     asked_of(monkeypatch)
     monkeypatch.setattr(relowering, "variant", variant)
     ways().choose(planned(), REFUSED, MODULE)
-    assert [w.temp_ratio for w in asked if w.temp_ratio is not None] == [TRIES.ratios[-1]]
+    ratios = [w.temp_ratio for w in asked if w.budget_bytes == BUDGET and w.temp_ratio is not None]
+    assert ratios == [TRIES.ratios[-1]]
 
 
 def test_what_is_known_to_keep_a_budget_is_looked_at_though_a_plan_like_it_was_seen(
@@ -363,7 +386,7 @@ def test_a_larger_budget_tries_all_that_a_smaller_one_does(monkeypatch: pytest.M
         asked = asked_of(monkeypatch)
         record = dataclasses.replace(RECORD, budget_bytes=budget)
         ways(key=str(budget)).choose(record, REFUSED, MODULE)
-        tried.append([w.temp_ratio for w in asked])
+        tried.append([w.temp_ratio for w in asked if w.budget_bytes == budget])
     for smaller, larger in itertools.pairwise(tried):
         assert larger[-len(smaller) :] == smaller
 
