@@ -44,7 +44,7 @@ class TriesConfig:
     counted_ratio: float = 0.95
     most_looks: int = 3
     most_looks_if_kept: int = 1
-    most_asked: int = 4
+    most_asked: int = 8
 
 
 TRIES = TriesConfig()

@@ -251,11 +251,6 @@ def predicted(p: HeapPrediction) -> dict[str, int]:
     }  # fmt: skip
 
 
-def is_foreseen(predicted_bytes: int, total_bytes: int, platform: str) -> bool:
-    """True if XLA needs what was predicted; on a TPU some slots less, where it moves scalars afterwards."""
-    return 0 <= predicted_bytes - total_bytes <= ((32 << 10) if platform == "tpu" else 0)
-
-
 def data_for(example: Example, *, exact: bool = False) -> Any:
     """Arguments with values; small integers if `exact`."""
     rng = np.random.default_rng(0)
