@@ -189,12 +189,14 @@ def is_much_deeper(made: Choice, first: Record) -> bool:
     return other.cost_ns + other.recompute_ns >= TRIES.missed_ratio * (one.cost_ns + one.recompute_ns)
 
 
-def promises_no_less(planned: Record, than: Choice) -> bool:
+def promises_no_less(planned: Record, than: Choice | None) -> bool:
     """True for a plan that takes as much longer than that of a way which keeps the budget as the enforcing
     stage made that way take: it may win only by an estimate that is wrong.
 
     Before XLA all times are estimated alike too long or too short, so both are shares.
     """
+    if than is None:
+        return False
     new, old, hlo = planned.jaxpr, than.record.jaxpr, hlo_of(than)
     if new is None or old is None or not is_kept(than) or planned.objective != LEAST_TIME:
         return False
