@@ -280,6 +280,16 @@ def test_a_repair_counts_as_a_share_of_the_module_that_is_repaired(repair_ns: in
 
 
 @pytest.mark.parametrize(
+    ("device", "kernels_ns", "expected"), [("v5e", 950, True), ("v5e", 1000, False), ("cpu", 950, False)]
+)
+def test_where_xla_fuses_into_products_the_programs_own_kernels_need_only_promise_less(
+    device: str, kernels_ns: int, expected: bool
+) -> None:
+    record = dataclasses.replace(missed(kernels_ns=kernels_ns), device_name=device)
+    assert tries.may_cost_less_by_itself(Choice(record=with_hlo(record, dear(500)))) == expected
+
+
+@pytest.mark.parametrize(
     "record",
     [
         pytest.param(missed(kernels_ns=1300, cost_ns=1200), id="as promised"),
