@@ -11,8 +11,8 @@ about a larger one: the planners are not monotone. The promise is, by three rule
    aiming at every one of `TRIES.ratios` of its temporaries that may do, with its own kernels planned, and on
    a TPU with rounded values, and smaller kernels. These do not depend on the budget, and what the enforcing
    stage is held to is the budget itself: a larger one tries all that a smaller one does.
-3. **What was met in this process is remembered**, by program. It is taken again for a larger budget that is
-   refused, or that would cost more; and a refusal names the least budget that is known to be met.
+3. **What was met in this process is remembered**, by program. It is taken again for a larger budget for which
+   nothing else is found, or what costs more; and a refusal names the least budget that is known to be met.
 
 Each try is a compile as far as XLA's schedule. The scheduled module of the one that is taken goes on in the
 place of the first: it was made of the same function, with the same arguments, results and donation.
@@ -31,10 +31,9 @@ import dataclasses
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 
 from coop_jax import counting, relowering, tries, tuning
-from coop_jax.known import Known, Memory
+from coop_jax.known import Known, Memory, is_answer
 from coop_jax.progress import progress
 from coop_jax.record import UNLIMITED_BYTES, Record, with_hlo
 from coop_jax.registry import Choice
@@ -176,7 +175,7 @@ class _Search:
                 break
             calibration = following
             asked = dataclasses.replace(tries.at_once(self.record), calibration=calibration)
-            variant = self._look(asked, unless=partial(tries.promises_no_less, than=best))
+            variant = self._look(asked, than=best)
             if variant is None:
                 break
             planned, verdict = variant.record.jaxpr, hlo_of(variant)
@@ -288,27 +287,33 @@ class _Search:
         return counted
 
     def instead_of(self, first: Choice) -> Choice:
-        """The first way that keeps the budget, else the refusal with the least budget that is known."""
+        """A way that keeps the budget, else the refusal with the least budget that is known."""
         refused = hlo_of(first)
         if refused.needs_pinning:
             return first
         self.ways.learn(tries.at_once(self.record), first)
         known = self._known()
-        found = self._first((k.wish for k in known), known=True) or self._first(tries.as_it_is(self.record))
-        found = found or self.by_count(first) or self._first(self._deeper(refused))
-        if found is None:
+        met = self._first((k.wish for k in known), known=True)  # seen for another budget: maybe far too deep
+        if met is not None and is_answer(known, self.record.budget_bytes):
+            return met
+        found = self._first(tries.as_it_is(self.record)) or self.by_count(met or first)
+        found = found or self._first(self._deeper(refused), than=met)
+        if met is None and found is None:
             self.ask_for_the_least(refused)
             found = self._first((k.wish for k in self._known() if k not in known), known=True)
-        return found or Choice(record=with_hlo(self.record, self.named(refused)))
+        refusal = Choice(record=with_hlo(self.record, self.named(refused)))
+        return min(filter(None, (met, found)), key=rank, default=refusal)
 
     def _deeper(self, refused: StageOutcome) -> Iterator[Wish]:
         alone = bool(self.ways.alone)
         return tries.before_refusal(self.record, refused, self._is_planned_before, alone=alone)
 
-    def _first(self, wishes: Iterable[Wish], *, known: bool = False) -> Choice | None:
-        """The first way that keeps the budget; `known`: they are known to."""
-        variants = (self._try(asked, known=known) for asked in wishes)
-        return next((self._choice(v) for v in variants if v is not None), None)
+    def _first(
+        self, wishes: Iterable[Wish], known: bool = False, than: Choice | None = None
+    ) -> Choice | None:
+        """The first way that keeps the budget and promises less `than` another; `known`: they keep it."""
+        tried = (self._try(asked, known=known, than=than) for asked in wishes)
+        return next((self._choice(v) for v in tried if v is not None), None)
 
     def ask_for_the_least(self, refused: StageOutcome) -> None:
         """Ask for a byte less than the least that is known, as a request would, until that is not met.
@@ -366,17 +371,15 @@ class _Search:
         known = [k for k in self._all_known() if k.total_bytes <= self.record.budget_bytes]
         return sorted(known, key=lambda k: (k.price is None, k.price or (), k.total_bytes))
 
-    def _try(self, asked: Wish, *, known: bool) -> Variant | None:
+    def _try(self, asked: Wish, *, known: bool, than: Choice | None = None) -> Variant | None:
         """The program as it is with a wish, if that keeps the budget; `known`: though it looks seen."""
-        variant = self._look(asked, known=known)
+        variant = self._look(asked, known=known, than=than)
         if variant is None or not hlo_of(variant).status.found:
             return None
         return variant if hlo_of(variant).planned_total_bytes <= self.record.budget_bytes else None
 
-    def _look(
-        self, asked: Wish, *, known: bool = False, unless: Callable[[Record], bool] = lambda _: False
-    ) -> Variant | None:
-        """The program as it is with a wish, `unless` it is planned so; what it needs is known afterwards."""
+    def _look(self, asked: Wish, *, known: bool = False, than: Choice | None = None) -> Variant | None:
+        """The program with a wish, unless it promises no less `than` another; its bytes are known then."""
         plain = self._plain() if asked == relowering.PLAIN else None
         if plain is not None and not self._is_met_by(plain):
             return None
@@ -385,7 +388,7 @@ class _Search:
         self.asked += 1
         variant = relowering.variant(
             self.ways.program, asked, record,
-            skip=lambda r: unless(r) or (not known and self.is_seen(r, asked)),
+            skip=lambda r: tries.promises_no_less(r, than) or (not known and self.is_seen(r, asked)),
         )  # fmt: skip
         if variant is None:
             return None

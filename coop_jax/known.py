@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from coop_jax.relowering import Wish
+from coop_jax.relowering import PLAIN, Wish
 from passes.objective import Price
 
 MOST_PROGRAMS = 256
@@ -60,6 +61,11 @@ class Memory:
         """Forget every program."""
         with self._lock:
             self._known.clear()
+
+
+def is_answer(known: Iterable[Known], budget_bytes: int) -> bool:
+    """True if this very budget was asked for before, or named by a refusal, or is kept without a plan."""
+    return any(k.wish == PLAIN or budget_bytes in (k.wish.budget_bytes, k.total_bytes) for k in known)
 
 
 def _beats(one: Known, other: Known) -> bool:

@@ -165,7 +165,9 @@ def may_cost_less_by_itself(way: Choice | Variant) -> bool:
     expected to take, some of them run again, and they may take less than what it came to.
 
     Before XLA all times are estimated alike too long or too short, so what the enforcing stage added counts
-    as a share of the module that it came to.
+    as a share of the module that it came to. Not so where XLA computes what follows a product in its kernel:
+    barriers of a plan take that apart, which no estimate knows. ResNet-50 on a v5e, within .46 of its bytes:
+    15 % more by the plan, 34 by its kernels, and 11 by the program's own.
     """
     planned, hlo = way.record.jaxpr, hlo_of(way)
     if planned is None or planned.kernels_ns is None:
@@ -174,6 +176,8 @@ def may_cost_less_by_itself(way: Choice | Variant) -> bool:
     came_to_ns = max(cost_ns, promised_ns * cost_ns // max(hlo.cost_ns, 1))
     if not is_kept(way) or came_to_ns >= TRIES.missed_ratio * promised_ns:
         return planned.kernels_ns <= TRIES.missed_ratio * came_to_ns
+    if backend_of(way.record).fuses_results:
+        return planned.kernels_ns < promised_ns
     return TRIES.missed_ratio * planned.kernels_ns <= promised_ns and planned.kernels_ns <= cost_ns
 
 
@@ -189,12 +193,14 @@ def is_much_deeper(made: Choice, first: Record) -> bool:
     return other.cost_ns + other.recompute_ns >= TRIES.missed_ratio * (one.cost_ns + one.recompute_ns)
 
 
-def promises_no_less(planned: Record, than: Choice) -> bool:
+def promises_no_less(planned: Record, than: Choice | None) -> bool:
     """True for a plan that takes as much longer than that of a way which keeps the budget as the enforcing
     stage made that way take: it may win only by an estimate that is wrong.
 
     Before XLA all times are estimated alike too long or too short, so both are shares.
     """
+    if than is None:
+        return False
     new, old, hlo = planned.jaxpr, than.record.jaxpr, hlo_of(than)
     if new is None or old is None or not is_kept(than) or planned.objective != LEAST_TIME:
         return False

@@ -302,6 +302,16 @@ def test_a_repair_counts_as_a_share_of_the_module_that_is_repaired(repair_ns: in
 
 
 @pytest.mark.parametrize(
+    ("device", "kernels_ns", "expected"), [("v5e", 950, True), ("v5e", 1000, False), ("cpu", 950, False)]
+)
+def test_where_xla_fuses_into_products_the_programs_own_kernels_need_only_promise_less(
+    device: str, kernels_ns: int, expected: bool
+) -> None:
+    record = dataclasses.replace(missed(kernels_ns=kernels_ns), device_name=device)
+    assert tries.may_cost_less_by_itself(Choice(record=with_hlo(record, dear(500)))) == expected
+
+
+@pytest.mark.parametrize(
     "record",
     [
         pytest.param(missed(kernels_ns=1300, cost_ns=1200), id="as promised"),
@@ -378,6 +388,22 @@ def test_what_is_known_to_keep_a_budget_is_looked_at_though_a_plan_like_it_was_s
 
     monkeypatch.setattr(relowering, "variant", variant)
     assert ways().choose(planned(), REFUSED, MODULE).module == MODULE
+
+
+@pytest.mark.parametrize(("asked_for", "taken"), [(BUDGET, 0.08), (2 * BUDGET, 0.15)])
+def test_what_another_budget_left_behind_is_taken_only_where_the_search_finds_nothing_cheaper(
+    monkeypatch: pytest.MonkeyPatch, asked_for: int, taken: float
+) -> None:
+    """A convnet within half of its bytes on a v5e cost 42.8 % after a request for .6, and 23.4 by itself."""
+    deep = Wish(budget_bytes=asked_for, temp_ratio=0.08)
+    of_ratio = {0.08: dataclasses.replace(OUTCOME, recompute_ns=1000), 0.15: OUTCOME}
+    asked = asked_of(monkeypatch, lambda w: of_ratio.get(w.temp_ratio or 0.0))
+    alternatives.MEMORY.learn("one program", Known(wish=deep, total_bytes=900, price=(False, 2000)))
+    choice = ways().choose(RECORD, REFUSED, MODULE)
+    assert choice.record.hlo is not None
+    assert choice.record.hlo.recompute_ns == of_ratio[taken].recompute_ns
+    assert asked[0] == deep
+    assert asked[-1].temp_ratio == taken
 
 
 def test_a_larger_budget_tries_all_that_a_smaller_one_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from passes.cost import DEVICES
 from passes.jaxpr import compat
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.lift import lift
-from passes.jaxpr.simplify import scatter_in_place, without_repeats
+from passes.jaxpr.simplify import gather_then_convert, scatter_in_place, without_repeats
 from passes.jaxpr.stage import prepare
 from passes.jaxpr.straight import as_it_is
 
@@ -52,6 +53,45 @@ def test_gradient_of_an_indexed_read_is_scattered_into_the_other_gradient():
     assert names(before).count("add-any") == 1
     assert "add-any" not in names(after)
     assert scatter_in_place(after) is after
+
+
+LOW = ROWS.astype(jnp.bfloat16)
+
+
+def gathered_from(jaxpr: Any) -> list[Any]:
+    return [eqn.invars[0].aval.dtype for eqn in jaxpr.eqns if eqn.primitive.name == "gather"]
+
+
+def test_what_is_read_by_index_of_a_wider_copy_is_widened_after_it_is_read():
+    """The cross entropy of bfloat16 logits: nothing but the gather would need all of them in float32."""
+
+    def loss(x: Any, mode: str) -> Any:
+        scores = x.astype(jnp.float32)
+        picked = jnp.take_along_axis(scores, jnp.array([[0], [7], [2], [1]]), axis=-1, mode=mode)
+        return jax.nn.logsumexp(scores, axis=-1) - picked[:, 0]
+
+    for mode in ("fill", "clip"):
+        before, after = rewritten(lambda x, mode=mode: loss(x, mode), LOW, by=gather_then_convert)
+        assert (gathered_from(before), gathered_from(after)) == ([jnp.float32], [jnp.bfloat16])
+        assert gather_then_convert(after) is after
+    step = jax.value_and_grad(lambda x: loss(x, "clip").sum())
+    work = prepare(inline_calls(jax.make_jaxpr(step)(LOW)))
+    assert gathered_from(work.jaxpr) == [jnp.bfloat16]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.astype(jnp.int32)[PICKED],
+        lambda x: x.astype(jnp.float32).at[PICKED].get(mode="fill", fill_value=0.1),
+        lambda x: x.astype(jnp.float32)[jnp.zeros(9, int)],
+        lambda x: x.astype(jnp.float16)[PICKED],
+    ],
+    ids=["to integers", "what is out of bounds is not NaN", "more is read than there is", "narrower"],
+)
+def test_what_is_read_by_index_stays_where_the_bits_or_bytes_would_be_others(read: Callable[[Any], Any]):
+    before, after = rewritten(read, LOW, by=gather_then_convert)
+    assert after is before
 
 
 def test_two_scatters_become_one_chain():

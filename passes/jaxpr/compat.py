@@ -222,9 +222,9 @@ def is_full_precision(eqn: JaxprEqn) -> bool:
     return (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]) == (info.nexp, info.nmant)
 
 
-def fresh_var(like: Any) -> Var:
-    """A new variable of the same abstract value."""
-    return core.Var(like.aval)
+def fresh_var(like: Any, **changes: Any) -> Var:
+    """A new variable of the same abstract value, but for some `changes`, such as its dtype."""
+    return core.Var(like.aval.update(**changes) if changes else like.aval)
 
 
 def renamed(atom: Atom, rename: Mapping[Var, Atom]) -> Atom:

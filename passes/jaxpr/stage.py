@@ -26,7 +26,7 @@ from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.primitives import LOOPS
 from passes.jaxpr.scans.choice import all_recomputed
 from passes.jaxpr.shards import Inside, enter
-from passes.jaxpr.simplify import scatter_in_place, without_literal_barriers
+from passes.jaxpr.simplify import gather_then_convert, scatter_in_place, without_literal_barriers
 from passes.jaxpr.straight import as_it_is, search
 from passes.jaxpr.structured import search_structured
 from passes.listing import plan_text, program_text
@@ -137,7 +137,7 @@ def _joined(forward: ClosedJaxpr, backward: ClosedJaxpr, n_outs: int) -> Joined:
 @compat.cached_by_jaxpr
 def _simplified(jaxpr: Jaxpr) -> Jaxpr:
     live = compat.without_dead_code(jaxpr)
-    return without_literal_barriers(scatter_in_place(live))
+    return without_literal_barriers(scatter_in_place(gather_then_convert(live)))
 
 
 def lift(jaxpr: Jaxpr, request: JaxprRequest) -> LiftedJaxpr:
