@@ -313,7 +313,7 @@ class _Search:
     ) -> Choice | None:
         """The first way that keeps the budget and promises less `than` another; `known`: they keep it."""
         tried = (self._try(asked, known=known, than=than) for asked in wishes)
-        return next((self._choice(v) for v in tried if v is not None), None)
+        return next(map(self._choice, filter(None, tried)), None)
 
     def ask_for_the_least(self, refused: StageOutcome) -> None:
         """Ask for a byte less than the least that is known, as a request would, until that is not met.
@@ -341,8 +341,8 @@ class _Search:
         own = refused.least_total_bytes
         least = min(self._totals(), default=own)
         proved = refused.least_proved and least == own
-        known = proved or refused.fixed_bytes > self.record.budget_bytes
-        status = refused.status if known else Status.UNKNOWN
+        sure = proved or refused.fixed_bytes > self.record.budget_bytes
+        status = refused.status if sure else Status.UNKNOWN
         return dataclasses.replace(refused, least_total_bytes=least, least_proved=proved, status=status)
 
     def explore(self, refused: StageOutcome) -> None:
@@ -351,9 +351,8 @@ class _Search:
         if first is not None:
             self.paged(self.tuned(self._choice(first)), hlo_of(first))
         for asked in self._deeper(refused):
-            if self.kept:
-                return
-            self._look(asked)
+            if not self.kept:
+                self._look(asked)
 
     def _totals(self) -> list[int]:
         known = (k.total_bytes for k in self._all_known() if not k.counted)
@@ -374,9 +373,7 @@ class _Search:
     def _try(self, asked: Wish, *, known: bool, than: Choice | None = None) -> Variant | None:
         """The program as it is with a wish, if that keeps the budget; `known`: though it looks seen."""
         variant = self._look(asked, known=known, than=than)
-        if variant is None or not hlo_of(variant).status.found:
-            return None
-        return variant if hlo_of(variant).planned_total_bytes <= self.record.budget_bytes else None
+        return variant if variant is not None and tries.keeps(variant, self.record.budget_bytes) else None
 
     def _look(self, asked: Wish, *, known: bool = False, than: Choice | None = None) -> Variant | None:
         """The program with a wish, unless it promises no less `than` another; its bytes are known then."""
@@ -404,7 +401,7 @@ class _Search:
         if counted_bytes is not None:
             variant = tries.as_counted(variant, counted_bytes)
         self.ways.learn(asked, variant, counted=counted_bytes is not None)
-        if hlo_of(variant).status.found and hlo_of(variant).planned_total_bytes <= self.record.budget_bytes:
+        if tries.keeps(variant, self.record.budget_bytes):
             self.kept.append((asked, variant))
         return variant
 

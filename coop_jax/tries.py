@@ -155,6 +155,11 @@ def hlo_of(way: Choice | Variant) -> StageOutcome:
     return way.record.hlo
 
 
+def keeps(way: Choice | Variant, budget_bytes: int) -> bool:
+    """True if a way is known to need no more than a budget, which need not be its own."""
+    return hlo_of(way).status.found and hlo_of(way).planned_total_bytes <= budget_bytes
+
+
 def is_kept(way: Choice | Variant) -> bool:
     """True if a way keeps its budget as it was planned: what only pages keep in it was missed."""
     return hlo_of(way).status.found and not hlo_of(way).paged
