@@ -75,7 +75,7 @@ def test_a_plan_of_which_xla_makes_far_less_is_followed_by_one_for_more_bytes() 
     assert second is not None
     assert (second.bytes_ratio, second.strict) == (0.75, False)
     assert UNCALIBRATED.after(replace(PLANNED, recompute_ns=cheap_ns), needing(750)) is None
-    assert UNCALIBRATED.after(dear, needing(int(1000 * CONFIG.roomy_ratio) + 1)) is None
+    assert UNCALIBRATED.after(dear, needing(int(1000 * CONFIG.too_deep_ratio) + 1)) is None
     assert UNCALIBRATED.after(replace(dear, planned_temp_bytes=800), needing(750)) is None
 
 

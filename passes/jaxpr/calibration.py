@@ -21,7 +21,7 @@ class CalibrationConfig:
     Attributes:
         cheap_repair_ratio: a repair by the enforcing stage that costs no more of the program's time is as
             good as a better plan; so is what a plan recomputes.
-        roomy_ratio: a plan of which XLA makes no more of what was planned, and of what it may take, is far
+        too_deep_ratio: a plan of which XLA makes no more of what was planned, and of what it may take, is far
             deeper than need be: ResNet-50 on a v5e, .74, was planned for bytes that it has without a plan.
         strict_ratio: where XLA makes this much more of a plan than was planned, it is first left less
             freedom: LSTM steps, whose small dots it merges.
@@ -30,7 +30,7 @@ class CalibrationConfig:
     """
 
     cheap_repair_ratio: float = 0.02
-    roomy_ratio: float = 0.9
+    too_deep_ratio: float = 0.9
     strict_ratio: float = 1.5
     stronger_ratio: float = 1.05
     same_ratio: float = 1e-3
@@ -47,13 +47,13 @@ class Trial:
         recipe: how it was made.
         estimated_bytes: the jaxpr stage's estimate of its temporaries.
         temp_bytes: what XLA needs for them; what was asked for, if the enforcing stage repairs it cheaply.
-        is_roomy: True if that is far less than planned, and than it might be.
+        is_too_deep: True if that is far less than planned, and than it might be.
     """
 
     recipe: Recipe
     estimated_bytes: int
     temp_bytes: int
-    is_roomy: bool = False
+    is_too_deep: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ class Calibration:
         for trial in self.trials:
             if trial.recipe.scans is Scans.NONE:
                 ratio = trial.temp_bytes / max(trial.estimated_bytes, 1)
-                if trial.is_roomy or (trial.recipe == Recipe() and ratio):  # that was asked for nothing
+                if trial.is_too_deep or (trial.recipe == Recipe() and ratio):  # that was asked for nothing
                     bytes_ratio = ratio
                 elif ratio > CONFIG.strict_ratio and trial.recipe.recompute is not None and not strict:
                     bytes_ratio, strict = 1.0, True
@@ -117,7 +117,7 @@ class Calibration:
 
     def after(self, planned: StageOutcome, verdict: StageOutcome) -> Calibration | None:
         """With what the enforcing stage said of a plan; None if no other plan follows from that."""
-        is_done = _is_cheaply_repaired(verdict) and not _is_roomy(planned, verdict)
+        is_done = _is_cheaply_repaired(verdict) and not _is_too_deep(planned, verdict)
         if planned.recipe.scans is Scans.NONE and is_done:
             return None
         return replace(self, trials=(*self.trials, _trial(planned, verdict)))
@@ -143,11 +143,11 @@ def _is_cheaply_repaired(verdict: StageOutcome) -> bool:
     return verdict.status.found and verdict.recompute_ns <= CONFIG.cheap_repair_ratio * verdict.cost_ns
 
 
-def _is_roomy(planned: StageOutcome, verdict: StageOutcome) -> bool:
+def _is_too_deep(planned: StageOutcome, verdict: StageOutcome) -> bool:
     """True if a plan costs time, and XLA makes far less of it than was planned, and than it may take."""
     most_bytes = min(planned.planned_temp_bytes, verdict.budget_bytes - verdict.fixed_bytes)
     is_dear = planned.recompute_ns > CONFIG.cheap_repair_ratio * planned.cost_ns
-    is_small = verdict.before_temp_bytes <= CONFIG.roomy_ratio * most_bytes
+    is_small = verdict.before_temp_bytes <= CONFIG.too_deep_ratio * most_bytes
     return planned.changed and verdict.status.found and is_dear and is_small
 
 
@@ -158,5 +158,5 @@ def _trial(planned: StageOutcome, verdict: StageOutcome) -> Trial:
         recipe=planned.recipe,
         estimated_bytes=planned.planned_temp_bytes,
         temp_bytes=min(needed, budget) if _is_cheaply_repaired(verdict) else needed,
-        is_roomy=_is_roomy(planned, verdict),
+        is_too_deep=_is_too_deep(planned, verdict),
     )
