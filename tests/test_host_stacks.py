@@ -17,8 +17,10 @@ from jax.sharding import PartitionSpec as P
 
 import coop_jax as coop
 from coop_jax import aot
+from passes.backend import TPU
 from passes.cost import DEVICES
-from passes.hlo import proto
+from passes.hlo import graph, proto
+from passes.hlo.assign import Assigner
 from passes.jaxpr import compat
 from passes.jaxpr.candidate import JaxprRequest
 from passes.jaxpr.constraints import constrain_program
@@ -191,3 +193,18 @@ def test_a_scanned_program_keeps_a_budget_below_what_recompute_alone_can(
     module = proto.parse(aot.final_module(compiled))
     seen = h.replayed(compiled) if platform == "cuda" else h.replayed_module(module, platform)
     assert not seen.problems
+    if platform == "tpu":
+        assert _context_spaces(module) == {TPU.context_space}, "where XLA puts them after its callback"
+
+
+def _context_spaces(module: Any) -> set[int]:
+    """The memory spaces of the contexts of slices to and from the host, as they are found without XLA's word."""
+    given = proto.parse(proto.serialize(module))
+    slices = [i for c in given.computations for i in c.instructions if i.opcode == "async-start"]
+    for instruction in slices:
+        instruction.shape.tuple_shapes[2].layout.memory_space = 0
+    assigner = Assigner(graph.read(given), "tpu")
+    flow = assigner.flow
+    values = [v for v in flow.values if v.home.index == (2,) and v.home.instruction in {i.id for i in slices}]
+    assert values
+    return {assigner.space_of(flow.class_of[v.id]) for v in values}

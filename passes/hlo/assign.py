@@ -23,6 +23,8 @@ from passes.reach import reached
 
 _TABLES = 5
 """Tables of tuples that an operation of another core has once XLA has split it in two, after its callback."""
+# What has a word of context beside operands and results: copies, and slices to and from the host, too.
+_STARTS = frozenset({"async-start", "copy-start"})
 # Kernels that read scalars where XLA moves them, beside elementwise ones: each was compiled for a v5e.
 _SCALAR_READERS = frozenset(
     {"broadcast", "dynamic-slice", "dynamic-update-slice", "fusion", "pad", "reduce", "reshape"}
@@ -134,7 +136,7 @@ class Assigner:
     def _apart(self, value: Value) -> int:
         """The memory space that XLA moves a value to; 0 for none."""
         instruction = self.flow.instruction(value.home)
-        if value.home.index == (2,) and (instruction.opcode == "copy-start" or self._is_offloaded(value)):
+        if value.home.index == (2,) and instruction.opcode in _STARTS:
             return self.backend.context_space
         return self.backend.scalar_space if self._is_lone_scalar(value, instruction) else 0
 
