@@ -198,7 +198,7 @@ def test_a_scanned_program_keeps_a_budget_below_what_recompute_alone_can(
 
 
 def _context_spaces(module: Any) -> set[int]:
-    """The memory spaces of the contexts of slices to and from the host, as they are found without XLA's word."""
+    """The memory spaces of contexts of slices to and from the host, found where XLA has not said them yet."""
     given = proto.parse(proto.serialize(module))
     slices = [i for c in given.computations for i in c.instructions if i.opcode == "async-start"]
     for instruction in slices:
