@@ -130,7 +130,7 @@ def _within(function: Any, specs: Sequence[Any], device: str, budget: int, host:
 
 
 def _least(function: Any, specs: Sequence[Any], device: str, budget: int, host: str | None) -> int:
-    """The least budget that is kept; `budget` leaves nothing for temporaries."""
+    """The least budget that is kept when it is asked for; `budget` leaves nothing for temporaries."""
     least = None
     while True:
         try:
@@ -140,8 +140,7 @@ def _least(function: Any, specs: Sequence[Any], device: str, budget: int, host: 
                 return least
             budget = _refusal(error)
         else:
-            least = coop.report(made).compiled_total_bytes
-            budget = least - 1
+            least, budget = budget, coop.report(made).compiled_total_bytes - 1
 
 
 def _refusal(error: Exception) -> int:
