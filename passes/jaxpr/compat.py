@@ -172,6 +172,16 @@ def barrier_eqn(operands: Sequence[Any], results: Sequence[Atom]) -> JaxprEqn:
     return core.new_jaxpr_eqn(list(operands), list(results), optimization_barrier_p, {}, core.no_effects)
 
 
+def wide_eqn(operand: Var, like: Var, eqn: JaxprEqn) -> JaxprEqn:
+    """The broadcast of `operand` to the shape of `like`, of the same rank, at the source line of `eqn`."""
+    shape = like.aval.shape
+    params = {"shape": shape, "broadcast_dimensions": tuple(range(len(shape))), "sharding": None}
+    result = core.Var(core.ShapedArray(shape, operand.aval.dtype))
+    return core.new_jaxpr_eqn(
+        [operand], [result], jax.lax.broadcast_in_dim_p, params, core.no_effects, eqn.source_info
+    )
+
+
 def name_eqn(value: Any, result: Any, name: str, like: Any) -> JaxprEqn:
     """The equation of `checkpoint_name`, at the source line of equation `like`."""
     return core.new_jaxpr_eqn([value], [result], name_p, {"name": name}, core.no_effects, like.source_info)

@@ -17,7 +17,8 @@ from passes.jaxpr.avals import array_of
 from passes.jaxpr.compat import JaxprEqn
 from passes.jaxpr.emit import EmitConfig
 from passes.jaxpr.lifted import LiftedJaxpr
-from passes.jaxpr.primitives import MATRIX
+from passes.jaxpr.primitives import MATRIX, Kind
+from passes.jaxpr.purity import kernel_kind
 from passes.liveness import last_readers
 from passes.saved import is_saved
 
@@ -42,8 +43,10 @@ def emit_config(
     wanted = {body[-1] for body in lifted.bodies}
     own = {body[-1] for body in as_is.bodies}
     saved = {i for i in wanted if is_saved(compat.checkpoint_name_of(lifted.jaxpr.eqns[i]))}
-    apart, held_back = (wanted - own) | saved, set()
     backend = BACKENDS[device.platform]
+    apart, held_back = (wanted - own) | saved, set()
+    if backend.fuses_greedily:  # what a library's kernel has inside it is held back by it
+        apart = {i for i in wanted - own if kernel_kind(lifted.jaxpr.eqns[i], device.platform) is Kind.FUSIBLE} | saved
     if backend.fuses_results and (strict or deep):
         products = {i for i in wanted if lifted.jaxpr.eqns[i].primitive.name in MATRIX}
         apart |= {i for i in products if strict or _is_smaller(lifted.jaxpr.eqns[i])}

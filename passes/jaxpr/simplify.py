@@ -120,6 +120,35 @@ def without_repeats(jaxpr: Jaxpr) -> Jaxpr:
     return compat.rebuild(jaxpr, eqns=eqns, outvars=jaxpr.outvars)
 
 
+def with_wide_operands(jaxpr: Jaxpr) -> Jaxpr:
+    """Operands with dimensions of 1 that an elementwise equation spreads are broadcast by equations of their
+    own, as they are for XLA; for estimates only.
+
+    Returns:
+        The same open jaxpr if there is none.
+    """
+    eqns: list[JaxprEqn] = []
+    for eqn in jaxpr.eqns:
+        if kind_of(eqn.primitive.name) is Kind.FUSIBLE and len(eqn.invars) > 1 and len(eqn.outvars) == 1:
+            rename: dict[Var, Atom] = {}
+            for v in compat.variables(eqn.invars):
+                if v not in rename and _is_spread(v, eqn.outvars[0]):
+                    eqns.append(compat.wide_eqn(v, eqn.outvars[0], eqn))
+                    rename[v] = eqns[-1].outvars[0]
+            eqn = compat.rename_inputs(eqn, rename) if rename else eqn
+        eqns.append(eqn)
+    if len(eqns) == len(jaxpr.eqns):
+        return jaxpr
+    return compat.rebuild(jaxpr, eqns=eqns, outvars=jaxpr.outvars)
+
+
+def _is_spread(v: Var, result: Var) -> bool:
+    """True if `v` has the rank of `result` and is shorter only where its own length is 1."""
+    pairs = list(zip(array_of(v).shape, array_of(result).shape, strict=False))
+    same_rank = len(array_of(v).shape) == len(array_of(result).shape)
+    return same_rank and all(n in (1, m) for n, m in pairs) and any(n != m for n, m in pairs)
+
+
 def _computation(eqn: JaxprEqn) -> Hashable | None:
     """Equal for two equations that compute the same; None for one that must stay, or that cannot be told."""
     if eqn_kind(eqn) in (Kind.OPAQUE, Kind.BARRIER) or compat.checkpoint_name_of(eqn) is not None:

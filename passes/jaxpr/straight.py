@@ -9,17 +9,18 @@ traffic.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from passes.cost import DeviceModel
 from passes.ir import OpId, Plan, Program
+from passes.jaxpr import compat
 from passes.jaxpr.candidate import Candidate, JaxprRequest
 from passes.jaxpr.emit import EmitConfig, emit
 from passes.jaxpr.freedom import emit_config
-from passes.jaxpr.lift import lift
+from passes.jaxpr.lift import lift, lift_seen
 from passes.jaxpr.lifted import LiftedJaxpr
-from passes.jaxpr.simplify import without_repeats
 from passes.planners import PlannerConfig, plan
+from passes.saved import is_saved
 from passes.simulate import simulate
 
 
@@ -67,12 +68,15 @@ def search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate
     written = emit_config(lifted, as_is, request.device, strict=request.calibration.strict, deep=rounded)
     objective = request.objective.of(lifted.program)
     config = PlannerConfig(planner=request.planner, bound=False, quick=True, objective=objective)
+    saved = frozenset(i for i in written.apart if is_saved(compat.checkpoint_name_of(lifted.jaxpr.eqns[i])))
     best: Candidate | None = None
     level = _levels_down(target_bytes / max(peak_bytes, 1))
     for _ in range(CONFIG.most_candidates):
         level_bytes = int(peak_bytes * CONFIG.level_ratio**level)
         made = plan(lifted.program, level_bytes, config)
-        candidate = evaluate(lifted, made, written, request.device, rounded=rounded)
+        ways = [written] if not written.apart else [written, replace(written, apart=saved)]
+        tried = [evaluate(lifted, made, way, request.device, rounded=rounded) for way in ways]
+        candidate = min(tried, key=lambda c: (c.peak_bytes > target_bytes, c.cost_ns))
         if best is None or candidate.peak_bytes < best.peak_bytes:
             best = candidate
         if candidate.peak_bytes <= target_bytes:
@@ -102,7 +106,7 @@ def evaluate(
     """
     emitted = emit(lifted, made.steps, config)
     # Nothing is merged across the barriers that recomputes wait behind.
-    seen = lift(without_repeats(emitted), device, as_xla=True, rounded=rounded).program
+    seen = lift_seen(emitted, device, rounded=rounded).program
     seen_bytes = simulate(seen, _identity(seen)).peak_bytes
     return Candidate(
         lifted=lifted,
