@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from passes.cost import DEVICES
 from passes.jaxpr import compat
 from passes.jaxpr.inline import inline_calls
-from passes.jaxpr.lift import lift
+from passes.jaxpr.lift import lift, lift_seen
 from passes.jaxpr.simplify import gather_then_convert, scatter_in_place, without_repeats
 from passes.jaxpr.stage import prepare
 from passes.jaxpr.straight import as_it_is
@@ -151,7 +151,7 @@ def test_repeats_are_no_bytes_and_no_time_of_a_program():
     u, k = jnp.ones((4, 64)), jnp.arange(33.0)
     jaxpr = prepare(inline_calls(jax.make_jaxpr(jax.grad(simulation))(u, k))).jaxpr
     lifted = lift(jaxpr, DEVICES["cpu"], as_xla=True)
-    once = lift(without_repeats(jaxpr), DEVICES["cpu"], as_xla=True)
+    once = lift_seen(jaxpr, DEVICES["cpu"])
     assert lifted.jaxpr.eqns == jaxpr.eqns
     assert once.merged is None
     assert lifted.seen.cost_ns == once.program.cost_ns < lifted.program.cost_ns
