@@ -23,7 +23,7 @@ from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of
 from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
 from passes.jaxpr.library_kernels import LibraryKernels
-from passes.jaxpr.primitives import Kind, is_dear_to_xla_cpu
+from passes.jaxpr.primitives import MOVING, Kind, is_dear_to_xla_cpu
 
 # Kinds of what a kernel can compute inside of itself, and of what can read it there.
 _INSIDE = (Kind.FUSIBLE, Kind.VIEW)
@@ -36,12 +36,6 @@ _TOLD_APART = 2
 # At so many places a kernel computes a value, and what branches at one.
 _MOST_PLACES = 15
 _BRANCHES = frozenset({"concatenate", "dynamic_update_slice", "pad"})
-# Equations that compute an element from others than that at the same place.
-_MOVING = """
-    broadcast_in_dim concatenate dynamic_slice pad reshape rev slice split squeeze stack tile transpose
-    unstack
-"""
-_MOVES = frozenset(_MOVING.split())
 
 
 class GreedyFusion:
@@ -127,7 +121,7 @@ class GreedyFusion:
             self.copied.add(v)
             for kernel, found in places.items():
                 if len(at) < _TOLD_APART:
-                    at[kernel] = frozenset({i}) if name in _MOVES else found
+                    at[kernel] = frozenset({i}) if name in MOVING else found
                     self._times[kernel, i] = times[kernel]
             if spread:
                 self._spread.add(v)

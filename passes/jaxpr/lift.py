@@ -64,24 +64,30 @@ def lift(
 
     Complexity: linear in equations times the size of a kernel.
     """
-    jaxpr = without_literal_barriers(jaxpr)
+    jaxpr = as_known(jaxpr, device)
     lifted = _lift(jaxpr, device, as_xla, rounded, carried)
-    if not as_xla or (seen := _as_seen(jaxpr, device)) is jaxpr:
+    if not as_xla or (merged := without_repeats(jaxpr)) is jaxpr:
         return lifted
-    return replace(lifted, merged=_lift(seen, device, as_xla, rounded, carried).program)
+    return replace(lifted, merged=_lift(merged, device, as_xla, rounded, carried).program)
 
 
 def lift_seen(
     jaxpr: Jaxpr, device: DeviceModel, *, rounded: bool = False, carried: tuple[int, int] | None = None
 ) -> LiftedJaxpr:
     """Lift what XLA sees of an open jaxpr: `seen` of `lift(..., as_xla=True)`."""
-    return _lift(_as_seen(without_literal_barriers(jaxpr), device), device, True, rounded, carried)
+    return _lift(without_repeats(as_known(jaxpr, device)), device, True, rounded, carried)
 
 
-def _as_seen(jaxpr: Jaxpr, device: DeviceModel) -> Jaxpr:
-    """What XLA makes of an open jaxpr before it forms kernels, as far as estimates need it."""
-    wide = with_wide_operands(jaxpr) if BACKENDS[device.platform].fuses_greedily else jaxpr
-    return without_repeats(wide)
+def as_known(jaxpr: Jaxpr, device: DeviceModel) -> Jaxpr:
+    """An open jaxpr as what XLA makes of it is foreseen.
+
+    Where all of XLA's fusion is, the broadcasts that equations imply are written out, and what is computed
+    twice is computed once. Elsewhere repeats are planned apart: they are left out only of what is expected.
+    """
+    jaxpr = without_literal_barriers(jaxpr)
+    if not BACKENDS[device.platform].fuses_greedily:
+        return jaxpr
+    return without_repeats(with_wide_operands(jaxpr))
 
 
 def _lift(

@@ -95,6 +95,14 @@ SINCE_0_12 = frozenset({"polynomial"})
 SLICING = frozenset({"slice", "dynamic_slice", "gather"})
 """Primitives that read only as many bytes of their first operand as they return."""
 
+_MOVING = """
+    broadcast_in_dim concatenate dynamic_slice pad reshape rev slice split squeeze stack tile transpose
+    unstack
+"""
+
+MOVING = frozenset(_MOVING.split())
+"""Primitives that take an element from another place than that at which it will be."""
+
 RESHAPES = frozenset({"copy", "reshape", "squeeze"})
 """Views whose result lies in memory as their operand does."""
 

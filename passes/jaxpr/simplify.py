@@ -26,7 +26,7 @@ import numpy as np
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of, form_of
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
-from passes.jaxpr.primitives import Kind, kind_of
+from passes.jaxpr.primitives import MOVING, Kind, kind_of
 from passes.jaxpr.purity import eqn_kind
 
 SCATTER_ADD = "scatter-add"
@@ -122,14 +122,14 @@ def without_repeats(jaxpr: Jaxpr) -> Jaxpr:
 
 def with_wide_operands(jaxpr: Jaxpr) -> Jaxpr:
     """Operands with dimensions of 1 that an elementwise equation spreads are broadcast by equations of their
-    own, as they are for XLA; for estimates only.
+    own, as they are for XLA.
 
     Returns:
         The same open jaxpr if there is none.
     """
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
-        if kind_of(eqn.primitive.name) is Kind.FUSIBLE and len(eqn.invars) > 1 and len(eqn.outvars) == 1:
+        if _is_elementwise(eqn) and len(eqn.invars) > 1:
             rename: dict[Var, Atom] = {}
             for v in compat.variables(eqn.invars):
                 if v not in rename and _is_spread(v, eqn.outvars[0]):
@@ -140,6 +140,11 @@ def with_wide_operands(jaxpr: Jaxpr) -> Jaxpr:
     if len(eqns) == len(jaxpr.eqns):
         return jaxpr
     return compat.rebuild(jaxpr, eqns=eqns, outvars=jaxpr.outvars)
+
+
+def _is_elementwise(eqn: JaxprEqn) -> bool:
+    name = eqn.primitive.name
+    return kind_of(name) is Kind.FUSIBLE and name not in MOVING and len(eqn.outvars) == 1
 
 
 def _is_spread(v: Var, result: Var) -> bool:

@@ -9,18 +9,17 @@ traffic.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from passes.backend import BACKENDS
 from passes.cost import DeviceModel
 from passes.ir import OpId, Plan, Program
-from passes.jaxpr import compat
 from passes.jaxpr.candidate import Candidate, JaxprRequest
 from passes.jaxpr.emit import EmitConfig, emit
-from passes.jaxpr.freedom import emit_config
+from passes.jaxpr.freedom import emit_configs
 from passes.jaxpr.lift import lift, lift_seen
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.planners import PlannerConfig, plan
-from passes.saved import is_saved
 from passes.simulate import simulate
 
 
@@ -61,33 +60,38 @@ def search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate
     that a larger budget takes the same level or a higher one. Where nothing can be run again, or held back,
     that is the program as it is.
     """
-    rounded = request.calibration.rounded
-    lifted = lift(as_is.jaxpr, request.device, as_xla=False, rounded=rounded)
-    peak_bytes = simulate(lifted.program, _identity(lifted.program)).peak_bytes
     target_bytes = max(int(request.temp_budget_bytes * scale), 1)
-    written = emit_config(lifted, as_is, request.device, strict=request.calibration.strict, deep=rounded)
-    objective = request.objective.of(lifted.program)
-    config = PlannerConfig(planner=request.planner, bound=False, quick=True, objective=objective)
-    saved = frozenset(i for i in written.apart if is_saved(compat.checkpoint_name_of(lifted.jaxpr.eqns[i])))
+    free = lift(as_is.jaxpr, request.device, as_xla=False, rounded=request.calibration.rounded)
+    bases = [as_is, free] if BACKENDS[request.device.platform].fuses_greedily else [free]
+    found = [_descend(base, as_is, request, target_bytes) for base in bases]
+    best = min(found, key=lambda c: (max(c.peak_bytes, target_bytes), c.cost_ns))
+    return as_it_is(as_is) if len(best.emitted.eqns) == len(as_is.jaxpr.eqns) else best
+
+
+def _descend(base: LiftedJaxpr, as_is: LiftedJaxpr, request: JaxprRequest, target_bytes: int) -> Candidate:
+    """The shallowest plan for a program that fits, or the smallest."""
+    calibration, program = request.calibration, base.program
+    peak_bytes = simulate(program, _identity(program)).peak_bytes
+    config = PlannerConfig(
+        planner=request.planner, bound=False, quick=True, objective=request.objective.of(program)
+    )
+    ways = emit_configs(base, as_is, request.device, strict=calibration.strict, deep=calibration.rounded)
     best: Candidate | None = None
     level = _levels_down(target_bytes / max(peak_bytes, 1))
     for _ in range(CONFIG.most_candidates):
         level_bytes = int(peak_bytes * CONFIG.level_ratio**level)
-        made = plan(lifted.program, level_bytes, config)
-        ways = [written] if not written.apart else [written, replace(written, apart=saved)]
-        tried = [evaluate(lifted, made, way, request.device, rounded=rounded) for way in ways]
+        made = plan(program, level_bytes, config)
+        tried = [evaluate(base, made, way, request.device, rounded=calibration.rounded) for way in ways]
         candidate = min(tried, key=lambda c: (c.peak_bytes > target_bytes, c.cost_ns))
         if best is None or candidate.peak_bytes < best.peak_bytes:
             best = candidate
-        if candidate.peak_bytes <= target_bytes:
-            break
-        if made.peak_bytes > level_bytes:
+        if candidate.peak_bytes <= target_bytes or made.peak_bytes > level_bytes:
             break
         # What XLA is expected to need beyond the plan changes little from level to level.
         beyond_bytes = candidate.peak_bytes - made.peak_bytes
         level = max(level + 1, _levels_down(max(target_bytes - beyond_bytes, 1) / max(peak_bytes, 1)))
     assert best is not None, "at least one candidate is evaluated"
-    return as_it_is(as_is) if len(best.emitted.eqns) == len(lifted.jaxpr.eqns) else best
+    return best
 
 
 def _levels_down(ratio: float) -> int:
