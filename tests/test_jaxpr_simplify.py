@@ -158,5 +158,6 @@ def test_repeats_are_no_bytes_and_no_time_of_a_program(device: str):
         assert lifted.program == once.program
     else:
         assert lifted.jaxpr.eqns == jaxpr.eqns, "planned as they are"
-        assert lifted.seen.cost_ns == once.program.cost_ns < lifted.program.cost_ns
+        assert lifted.seen == once.program
+        assert len(once.program.ops) < len(lifted.program.ops)
     assert as_it_is(lifted).peak_bytes == as_it_is(once).peak_bytes
