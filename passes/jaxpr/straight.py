@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from passes.backend import BACKENDS
 from passes.cost import DeviceModel
 from passes.ir import OpId, Plan, Program
 from passes.jaxpr.candidate import Candidate, JaxprRequest
@@ -62,8 +61,7 @@ def search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate
     """
     target_bytes = max(int(request.temp_budget_bytes * scale), 1)
     free = lift(as_is.jaxpr, request.device, as_xla=False, rounded=request.calibration.rounded)
-    bases = [as_is, free] if BACKENDS[request.device.platform].fuses_greedily else [free]
-    found = [_descend(base, as_is, request, target_bytes) for base in bases]
+    found = [_descend(base, as_is, request, target_bytes) for base in (as_is, free)]
     best = min(found, key=lambda c: (max(c.peak_bytes, target_bytes), c.cost_ns))
     return as_it_is(as_is) if len(best.emitted.eqns) == len(as_is.jaxpr.eqns) else best
 
