@@ -849,6 +849,12 @@ def cached_by_jaxpr[F: Callable[..., Any]](function: F) -> F:
     return cached
 
 
+def cached_by_last_jaxprs[F: Callable[..., Any]](function: F) -> F:
+    """The same for results that hold the jaxpr itself, so that it would live for ever: of the last few."""
+    cached: F = weakref_lru_cache(function, maxsize=256)
+    return cached
+
+
 def hlo_of_text(text: str) -> bytes:
     """The serialized HloModuleProto of a module's text; XLA raises if it is none."""
     return jaxlib_hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto()
