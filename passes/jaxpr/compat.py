@@ -162,11 +162,6 @@ def aval_nbytes(aval: Any) -> int:
     return math.prod(shape) * int(itemsize)
 
 
-def has_known_size(aval: Any) -> bool:
-    """False if some dimension of `aval` is symbolic."""
-    return core.is_constant_shape(getattr(aval, "shape", ()))
-
-
 def barrier_eqn(operands: Sequence[Any], results: Sequence[Atom]) -> JaxprEqn:
     """One `optimization_barrier` equation over all `operands`."""
     return core.new_jaxpr_eqn(list(operands), list(results), optimization_barrier_p, {}, core.no_effects)
@@ -853,9 +848,9 @@ def hide_lines(folder: Path) -> None:
     source_info_util.register_exclusion(f"{folder}{os.sep}")
 
 
-def cached_by_jaxpr[F: Callable[..., Any]](function: F) -> F:
-    """Remember results as long as the jaxpr that is the first argument lives."""
-    cached: F = weakref_lru_cache(function)
+def cached_by_jaxpr[F: Callable[..., Any]](function: F, most: int = 2048) -> F:
+    """Remember results as long as the jaxpr that is the first argument lives, and no more than so many."""
+    cached: F = weakref_lru_cache(function, maxsize=most)
     return cached
 
 

@@ -141,7 +141,7 @@ class _Lift:
                 buffer_of[result] = buffer_of[original]
         last_names = (self.storage.original.get(v, v) for v in self.results)
         results = result_storage(last_names, self.jaxpr, self.storage.producer, self.storage.readers)
-        fixed = {*self.jaxpr.constvars, *self.jaxpr.invars, *results}
+        fixed = {*self.jaxpr.constvars, *self.jaxpr.invars, *results} - self.storage.slices
         nbytes = [0 if v in fixed else stored_bytes(v, self.device, self.rounded) for v in var_of]
         buffers = tuple(Buffer(id=BufferId(b), nbytes=nbytes[b], name=str(v)) for b, v in enumerate(var_of))
         leaves = tuple(

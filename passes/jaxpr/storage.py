@@ -40,6 +40,7 @@ class Storage:
         results: the jaxpr's.
         fixed: what is there anyway, and is not written over.
         stored: variables that are.
+        slices: a scan body's slices of stacks that a kernel reads from memory of their own.
         original: for results of barriers the variables that they are views of.
         reads: for every variable the stored ones that it is computed from, with the bytes read of each.
         copied: stored variables that kernels compute again which can, instead of reading them.
@@ -72,7 +73,9 @@ class Storage:
         if self._backend.fuses_normalisation:
             self._inside = inside_softmax(self._graph, self.results, needed)
         self._greedy = None
+        self.slices = set[Var]()
         if as_xla and self._backend.fuses_greedily:
+            self.slices = needed.intersection(jaxpr.invars[n_consts + n_carry :] if carried else ())
             self._greedy = GreedyFusion(jaxpr, self.kinds, self.producer, self.readers, self.results, needed)
         self._kernels = self._reading_kernels(needed) if self._greedy is None else {}
         for i, eqn in enumerate(jaxpr.eqns):
