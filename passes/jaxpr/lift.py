@@ -57,8 +57,8 @@ def lift(
 
     Args:
         as_xla: True for what XLA does by itself: on a GPU it stores an expensive elementwise value (exp,
-            tanh) that several kernels read, on a CPU any elementwise value that several kernels read, and
-            it keeps all terms of a long sum until the end. False for what it can be made to do.
+            tanh) that several kernels read, on a CPU what `passes.jaxpr.greedy_fusion` says, and it keeps
+            all terms of a long sum until the end. False for what it can be made to do.
         rounded: True to count what products round in the bytes of that (`passes.jaxpr.stored`).
         carried: of a scan's body how many of its inputs are constants, and carried.
 
