@@ -7,6 +7,7 @@ from typing import Any
 
 from coop_jax.errors import UnsupportedError
 from passes.jaxpr import compat
+from passes.jaxpr.avals import has_known_size
 
 
 def check_sizes(values: Sequence[Any], name: str) -> None:
@@ -20,7 +21,7 @@ def check_sizes(values: Sequence[Any], name: str) -> None:
         UnsupportedError: with the first such shape.
     """
     for aval in map(compat.typeof, values):
-        if not compat.has_known_size(aval):
+        if not has_known_size(aval):
             shape = ", ".join(map(str, aval.shape))
             raise UnsupportedError(
                 f"`{name}` is traced with an array of shape ({shape}): how many bytes that is, is not known "

@@ -47,7 +47,7 @@ class Backend:
         has_machines_memory: True if a device's memory is the machine's.
         takes_thunks: True if XLA takes a compiled program's thunks into another program.
         pins_as_compiled: True if programs can be pinned by the compile that makes them.
-        stores_shared: True if XLA stores an elementwise value that several kernels read.
+        fuses_greedily: True if XLA's fusion is that of `passes.jaxpr.greedy_fusion`.
         joined_row_bytes: rows at least so long are joined to longer ones by a kernel that does nothing else:
             XLA:CPU copies them whole, where a branch per element would cost more (0.11.2: only from 512).
         fuses_normalisation: True if XLA makes one kernel of a softmax, its reductions included.
@@ -87,7 +87,7 @@ class Backend:
     has_machines_memory: bool = False
     takes_thunks: bool = False
     pins_as_compiled: bool = False
-    stores_shared: bool = False
+    fuses_greedily: bool = False
     joined_row_bytes: int | None = None
     fuses_normalisation: bool = False
     reads_together: bool = False
@@ -100,7 +100,7 @@ class Backend:
 
 CPU = Backend(
     name="cpu", alignment=64, sharing="elementwise", calls_share=True, library="jaxlib",
-    default_device="cpu", pages=False, has_machines_memory=True, pins_as_compiled=True, stores_shared=True,
+    default_device="cpu", pages=False, has_machines_memory=True, pins_as_compiled=True, fuses_greedily=True,
     joined_row_bytes=64, looks=2,
 )  # fmt: skip
 CUDA = Backend(

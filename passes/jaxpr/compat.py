@@ -162,14 +162,19 @@ def aval_nbytes(aval: Any) -> int:
     return math.prod(shape) * int(itemsize)
 
 
-def has_known_size(aval: Any) -> bool:
-    """False if some dimension of `aval` is symbolic."""
-    return core.is_constant_shape(getattr(aval, "shape", ()))
-
-
 def barrier_eqn(operands: Sequence[Any], results: Sequence[Atom]) -> JaxprEqn:
     """One `optimization_barrier` equation over all `operands`."""
     return core.new_jaxpr_eqn(list(operands), list(results), optimization_barrier_p, {}, core.no_effects)
+
+
+def wide_eqn(operand: Var, like: Var, eqn: JaxprEqn) -> JaxprEqn:
+    """The broadcast of `operand` to the shape of `like`, of the same rank, at the source line of `eqn`."""
+    shape = like.aval.shape
+    params = {"shape": shape, "broadcast_dimensions": tuple(range(len(shape))), "sharding": None}
+    result = core.Var(core.ShapedArray(shape, operand.aval.dtype))
+    return core.new_jaxpr_eqn(
+        [operand], [result], jax.lax.broadcast_in_dim_p, params, core.no_effects, eqn.source_info
+    )
 
 
 def name_eqn(value: Any, result: Any, name: str, like: Any) -> JaxprEqn:
@@ -843,9 +848,9 @@ def hide_lines(folder: Path) -> None:
     source_info_util.register_exclusion(f"{folder}{os.sep}")
 
 
-def cached_by_jaxpr[F: Callable[..., Any]](function: F) -> F:
-    """Remember results as long as the jaxpr that is the first argument lives."""
-    cached: F = weakref_lru_cache(function)
+def cached_by_jaxpr[F: Callable[..., Any]](function: F, most: int = 2048) -> F:
+    """Remember results as long as the jaxpr that is the first argument lives, and no more than so many."""
+    cached: F = weakref_lru_cache(function, maxsize=most)
     return cached
 
 

@@ -8,6 +8,7 @@ freedoms away, each where it would hurt: a barrier is not free, since nothing is
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from passes.backend import BACKENDS
 from passes.cost import DeviceModel
@@ -17,13 +18,26 @@ from passes.jaxpr.avals import array_of
 from passes.jaxpr.compat import JaxprEqn
 from passes.jaxpr.emit import EmitConfig
 from passes.jaxpr.lifted import LiftedJaxpr
-from passes.jaxpr.primitives import MATRIX
+from passes.jaxpr.primitives import MATRIX, Kind
+from passes.jaxpr.purity import kernel_kind
 from passes.liveness import last_readers
 from passes.saved import is_saved
 
 # Dots with results up to this size are small: XLA:GPU splits them along their depth, and merges them.
 SMALL_DOT_ELEMENTS = 2 << 20
 MOVES = frozenset({"slice", "dynamic_slice", "split", "gather", "convert_element_type"})
+
+
+def emit_configs(
+    lifted: LiftedJaxpr, as_is: LiftedJaxpr, device: DeviceModel, *, strict: bool = False, deep: bool = False
+) -> list[EmitConfig]:
+    """The ways to write a plan for `lifted`: with all that has to be said to XLA, and where its own kernels
+    may do as well, without the barriers behind what they would compute inside of them."""
+    written = emit_config(lifted, as_is, device, strict=strict, deep=deep)
+    saved = frozenset(i for i in written.apart if _is_saved(lifted.jaxpr.eqns[i]))
+    if written.apart == saved or not BACKENDS[device.platform].fuses_greedily:
+        return [written]
+    return [replace(written, apart=saved), written]
 
 
 def emit_config(
@@ -41,9 +55,12 @@ def emit_config(
     """
     wanted = {body[-1] for body in lifted.bodies}
     own = {body[-1] for body in as_is.bodies}
-    saved = {i for i in wanted if is_saved(compat.checkpoint_name_of(lifted.jaxpr.eqns[i]))}
-    apart, held_back = (wanted - own) | saved, set()
+    saved = {i for i in wanted if _is_saved(lifted.jaxpr.eqns[i])}
     backend = BACKENDS[device.platform]
+    apart, held_back = (wanted - own) | saved, set()
+    if backend.fuses_greedily:  # what a library's kernel has inside it is held back by it
+        kinds = {i: kernel_kind(lifted.jaxpr.eqns[i], device.platform) for i in wanted - own}
+        apart = {i for i, kind in kinds.items() if kind is Kind.FUSIBLE} | saved
     if backend.fuses_results and (strict or deep):
         products = {i for i in wanted if lifted.jaxpr.eqns[i].primitive.name in MATRIX}
         apart |= {i for i in products if strict or _is_smaller(lifted.jaxpr.eqns[i])}
@@ -63,6 +80,10 @@ def emit_config(
         free_waits=backend.runs_free_early,
         one_at_a_time=strict,
     )
+
+
+def _is_saved(eqn: JaxprEqn) -> bool:
+    return is_saved(compat.checkpoint_name_of(eqn))
 
 
 def _is_smaller(product: JaxprEqn) -> bool:

@@ -34,7 +34,7 @@ from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.primitives import CONTROL_FLOW, Kind
 from passes.jaxpr.purity import has_effect, moves_memory
-from passes.jaxpr.simplify import without_literal_barriers, without_repeats
+from passes.jaxpr.simplify import with_wide_operands, without_literal_barriers, without_repeats
 from passes.jaxpr.split_dots import split_bytes, split_ns
 from passes.jaxpr.storage import WHOLE, Storage
 from passes.jaxpr.stored import read_rounded, stored_bytes
@@ -57,18 +57,37 @@ def lift(
 
     Args:
         as_xla: True for what XLA does by itself: on a GPU it stores an expensive elementwise value (exp,
-            tanh) that several kernels read, on a CPU any elementwise value that several kernels read, and
-            it keeps all terms of a long sum until the end. False for what it can be made to do.
+            tanh) that several kernels read, on a CPU what `passes.jaxpr.greedy_fusion` says, and it keeps
+            all terms of a long sum until the end. False for what it can be made to do.
         rounded: True to count what products round in the bytes of that (`passes.jaxpr.stored`).
         carried: of a scan's body how many of its inputs are constants, and carried.
 
     Complexity: linear in equations times the size of a kernel.
     """
-    jaxpr = without_literal_barriers(jaxpr)
+    jaxpr = as_known(jaxpr, device)
     lifted = _lift(jaxpr, device, as_xla, rounded, carried)
     if not as_xla or (merged := without_repeats(jaxpr)) is jaxpr:
         return lifted
     return replace(lifted, merged=_lift(merged, device, as_xla, rounded, carried).program)
+
+
+def lift_seen(
+    jaxpr: Jaxpr, device: DeviceModel, *, rounded: bool = False, carried: tuple[int, int] | None = None
+) -> LiftedJaxpr:
+    """Lift what XLA sees of an open jaxpr: `seen` of `lift(..., as_xla=True)`."""
+    return _lift(without_repeats(as_known(jaxpr, device)), device, True, rounded, carried)
+
+
+def as_known(jaxpr: Jaxpr, device: DeviceModel) -> Jaxpr:
+    """An open jaxpr as what XLA makes of it is foreseen.
+
+    Where all of XLA's fusion is, the broadcasts that equations imply are written out, and what is computed
+    twice is computed once. Elsewhere repeats are planned apart: they are left out only of what is expected.
+    """
+    jaxpr = without_literal_barriers(jaxpr)
+    if not BACKENDS[device.platform].fuses_greedily:
+        return jaxpr
+    return without_repeats(with_wide_operands(jaxpr))
 
 
 def _lift(
@@ -96,6 +115,8 @@ class _Lift:
         self.rounded = read_rounded(self.jaxpr, self.kinds) if rounded else frozenset[Var]()
         self.vector_flops = list(map(vector_work, self.jaxpr.eqns, self.kinds))
         stacks = () if carried is None else compat.variables(self.jaxpr.outvars[carried[1] :])
+        # XLA:CPU makes early what it could make just before it is read.
+        self.in_order = as_xla and BACKENDS[device.platform].fuses_greedily
         # A planner may run each kernel again alone.
         joins = as_xla and BACKENDS[device.platform].reads_together
         self.together = Together(self.kinds, stacks) if joins else None
@@ -103,7 +124,7 @@ class _Lift:
     def build(self) -> LiftedJaxpr:
         roots = [i for i in range(len(self.jaxpr.eqns)) if self._is_root(i)]
         bodies = {root: self._body(root) for root in roots}
-        if not self.storage.original:
+        if not self.storage.original and not self.in_order:
             roots = self._as_late_as_free(roots, bodies)
         buffer_of: dict[Var, BufferId] = {}
         var_of: list[Var] = []
@@ -120,11 +141,12 @@ class _Lift:
                 buffer_of[result] = buffer_of[original]
         last_names = (self.storage.original.get(v, v) for v in self.results)
         results = result_storage(last_names, self.jaxpr, self.storage.producer, self.storage.readers)
-        fixed = {*self.jaxpr.constvars, *self.jaxpr.invars, *results}
+        fixed = {*self.jaxpr.constvars, *self.jaxpr.invars, *results} - self.storage.slices
         nbytes = [0 if v in fixed else stored_bytes(v, self.device, self.rounded) for v in var_of]
         buffers = tuple(Buffer(id=BufferId(b), nbytes=nbytes[b], name=str(v)) for b, v in enumerate(var_of))
         leaves = tuple(
-            tuple(sorted(buffer_of[leaf] for leaf in self.storage.eqn_reads(eqn))) for eqn in self.jaxpr.eqns
+            tuple(sorted(buffer_of[leaf] for leaf in self.storage.eqn_reads(i)))
+            for i in range(len(self.jaxpr.eqns))
         )
         ops = tuple(
             self._op(OpId(k), root, bodies[root], buffer_of, leaves[root]) for k, root in enumerate(roots)
@@ -156,16 +178,17 @@ class _Lift:
         """The equations of one kernel: the root and the virtual ones that it reads, in order."""
         body, stack = {root}, [root]
         while stack:
-            for v in compat.variables(self.jaxpr.eqns[stack.pop()].invars):
+            reader = stack.pop()
+            for v in compat.variables(self.jaxpr.eqns[reader].invars):
                 i = self.storage.producer.get(v)
-                if i is not None and v not in self.storage.stored and i not in body:
+                if i is not None and i not in body and self.storage.computes(reader, v):
                     body.add(i)
                     stack.append(i)
         return tuple(sorted(body))
 
     def _as_late_as_free(self, roots: list[int], bodies: dict[int, tuple[int, ...]]) -> list[int]:
         """Move a fusible op to just before its first reader where its leaves are alive until then."""
-        reads = {root: self.storage.eqn_reads(self.jaxpr.eqns[root]) for root in roots}
+        reads = {root: self.storage.eqn_reads(root) for root in roots}
         readers: dict[Var, list[int]] = {}
         for root in roots:
             for leaf in reads[root]:
@@ -197,7 +220,7 @@ class _Lift:
         eqn = self.jaxpr.eqns[root]
         outvars = [v for v in eqn.outvars if not isinstance(v, compat.DropVar)]
         opaque = any(self.kinds[i] is Kind.OPAQUE or has_effect(self.jaxpr.eqns[i]) for i in body)
-        reads, joined = self.storage.kernel_reads(eqn), False
+        reads, joined = self.storage.kernel_reads(root), False
         if self.together is not None:
             reads, joined = self.together.unread(root, eqn, reads)
         inside = eqn.primitive.name in CONTROL_FLOW
@@ -261,7 +284,7 @@ class _Lift:
         if self.kinds[root] is not Kind.FUSIBLE and eqn.primitive.name not in IN_PLACE:
             return ()
         kept |= self.storage.reads.keys() - self.rounded if self.rounded & {*outvars} else self.rounded
-        free = {v: b for v in self.storage.eqn_reads(eqn) if v not in kept and (b := buffer_of[v]) in leaves}
+        free = {v: b for v in self.storage.eqn_reads(root) if v not in kept and (b := buffer_of[v]) in leaves}
         return written_over(outvars, free, buffer_of)
 
     def _workspace(self, eqn: JaxprEqn) -> int:
@@ -308,7 +331,7 @@ def inner_work(jaxpr: Jaxpr, device: DeviceModel, carried: tuple[int, int] | Non
         carried: of a scan's body how many of its inputs are constants, and carried.
     """
     flat = compat.open_jaxpr(inline_calls(compat.close_jaxpr(jaxpr, [])))[0] if not jaxpr.constvars else jaxpr
-    lifted = lift(without_repeats(flat), device, as_xla=True, carried=carried)
+    lifted = lift_seen(flat, device, carried=carried)
     program = lifted.program
     in_place = updated_in_place(lifted, *(carried or (0, 0)))
     results = sum(stored_bytes(v, device) for k, v in enumerate(flat.outvars) if k not in in_place)

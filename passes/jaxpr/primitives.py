@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import enum
 
+from passes.jaxpr.avals import array_of
+from passes.jaxpr.compat import JaxprEqn
+
 
 class Kind(enum.Enum):
     """How XLA treats a primitive when it forms kernels.
@@ -42,7 +45,7 @@ _FUSIBLE = """
     xor div sqrt rsqrt random_clone random_wrap random_unwrap axis_index
 """
 
-# Elementwise, but many instructions per element: XLA:CPU stores them when several kernels read them.
+# Elementwise, but many instructions per element.
 _EXPENSIVE = """
     acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos cosh digamma erf erf_inv erfc exp
     exp2 expm1 igamma igamma_grad_a igammac lgamma log log1p log2 logistic pow polygamma
@@ -76,6 +79,9 @@ KINDS: dict[str, Kind] = {
 
 _EXPENSIVE_NAMES = frozenset(_EXPENSIVE.split())
 
+# XLA:CPU does not compute these twice.
+_DEAR_TO_XLA_CPU = _EXPENSIVE_NAMES - {"cos", "sin", "tan"} | {"div", "rem", "rsqrt", "sqrt"}
+
 # In bfloat16 XLA:GPU has no price for them: its table of clock cycles (`hlo_op_profiles_data.h`) says 79 for
 # an exponential in float32, 467 for a tanh, which is converted, and nothing for bfloat16.
 _UNPRICED_IN_BFLOAT16 = frozenset({"exp", "exp2", "log", "logistic"})
@@ -88,6 +94,14 @@ SINCE_0_12 = frozenset({"polynomial"})
 
 SLICING = frozenset({"slice", "dynamic_slice", "gather"})
 """Primitives that read only as many bytes of their first operand as they return."""
+
+_MOVING = """
+    broadcast_in_dim concatenate dynamic_slice pad reshape rev slice split squeeze stack tile transpose
+    unstack
+"""
+
+MOVING = frozenset(_MOVING.split())
+"""Primitives that take an element from another place than that at which it will be."""
 
 RESHAPES = frozenset({"copy", "reshape", "squeeze"})
 """Views whose result lies in memory as their operand does."""
@@ -119,3 +133,13 @@ def is_dear_to_xla(primitive_name: str, dtype_name: str) -> bool:
     """True if XLA:GPU takes an elementwise primitive on such elements for expensive."""
     unpriced = dtype_name == "bfloat16" and primitive_name in _UNPRICED_IN_BFLOAT16
     return is_expensive(primitive_name) and not unpriced
+
+
+def is_dear_to_xla_cpu(eqn: JaxprEqn) -> bool:
+    """True if XLA:CPU takes an elementwise equation for expensive."""
+    name, (result,) = eqn.primitive.name, eqn.outvars[:1]
+    if name == "convert_element_type":
+        return str(array_of(result).dtype) == "bfloat16" and str(array_of(eqn.invars[0]).dtype) == "float32"
+    if name in ("cos", "sin", "tan", "abs", "sign"):
+        return bool(array_of(result).dtype.kind == "c")
+    return name in _DEAR_TO_XLA_CPU

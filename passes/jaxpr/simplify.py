@@ -26,7 +26,7 @@ import numpy as np
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of, form_of
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
-from passes.jaxpr.primitives import Kind, kind_of
+from passes.jaxpr.primitives import MOVING, Kind, kind_of
 from passes.jaxpr.purity import eqn_kind
 
 SCATTER_ADD = "scatter-add"
@@ -118,6 +118,40 @@ def without_repeats(jaxpr: Jaxpr) -> Jaxpr:
     if not rename:
         return jaxpr
     return compat.rebuild(jaxpr, eqns=eqns, outvars=jaxpr.outvars)
+
+
+def with_wide_operands(jaxpr: Jaxpr) -> Jaxpr:
+    """Operands with dimensions of 1 that an elementwise equation spreads are broadcast by equations of their
+    own, as they are for XLA.
+
+    Returns:
+        The same open jaxpr if there is none.
+    """
+    eqns: list[JaxprEqn] = []
+    for eqn in jaxpr.eqns:
+        if _is_elementwise(eqn) and len(eqn.invars) > 1:
+            rename: dict[Var, Atom] = {}
+            for v in compat.variables(eqn.invars):
+                if v not in rename and _is_spread(v, eqn.outvars[0]):
+                    eqns.append(compat.wide_eqn(v, eqn.outvars[0], eqn))
+                    rename[v] = eqns[-1].outvars[0]
+            eqn = compat.rename_inputs(eqn, rename) if rename else eqn
+        eqns.append(eqn)
+    if len(eqns) == len(jaxpr.eqns):
+        return jaxpr
+    return compat.rebuild(jaxpr, eqns=eqns, outvars=jaxpr.outvars)
+
+
+def _is_elementwise(eqn: JaxprEqn) -> bool:
+    name = eqn.primitive.name
+    return kind_of(name) is Kind.FUSIBLE and name not in MOVING and len(eqn.outvars) == 1
+
+
+def _is_spread(v: Var, result: Var) -> bool:
+    """True if `v` has the rank of `result` and is shorter only where its own length is 1."""
+    pairs = list(zip(array_of(v).shape, array_of(result).shape, strict=False))
+    same_rank = len(array_of(v).shape) == len(array_of(result).shape)
+    return same_rank and all(n in (1, m) for n, m in pairs) and any(n != m for n, m in pairs)
 
 
 def _computation(eqn: JaxprEqn) -> Hashable | None:

@@ -21,13 +21,12 @@ from passes.jaxpr.candidate import Candidate, JaxprRequest
 from passes.jaxpr.compat import ClosedJaxpr, Jaxpr
 from passes.jaxpr.emit import emit_split
 from passes.jaxpr.halves import Joined, Split, closed_halves, join
-from passes.jaxpr.lift import lift as lift_jaxpr
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.primitives import LOOPS
 from passes.jaxpr.scans.choice import all_recomputed
 from passes.jaxpr.shards import Inside, enter
 from passes.jaxpr.simplify import gather_then_convert, scatter_in_place, without_literal_barriers
-from passes.jaxpr.straight import as_it_is, search
+from passes.jaxpr.straight import as_it_is, lift_as_xla, search
 from passes.jaxpr.structured import search_structured
 from passes.listing import plan_text, program_text
 from passes.objective import Objective
@@ -142,7 +141,7 @@ def _simplified(jaxpr: Jaxpr) -> Jaxpr:
 
 def lift(jaxpr: Jaxpr, request: JaxprRequest) -> LiftedJaxpr:
     """An open jaxpr as XLA will see it: the program that is planned."""
-    return lift_jaxpr(jaxpr, request.device, as_xla=True)
+    return lift_as_xla(jaxpr, request.device)
 
 
 def emit[Written](work: Work[Written], planned: Planned) -> Written:

@@ -13,6 +13,7 @@ from passes.cost import DeviceModel
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of
 from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
+from passes.jaxpr.greedy_fusion import GreedyFusion
 from passes.jaxpr.in_place import UPDATES
 from passes.jaxpr.primitives import SLICING, Kind, is_dear_to_xla
 from passes.jaxpr.purity import kernel_kind
@@ -39,8 +40,10 @@ class Storage:
         results: the jaxpr's.
         fixed: what is there anyway, and is not written over.
         stored: variables that are.
+        slices: a scan body's slices of stacks that a kernel reads from memory of their own.
         original: for results of barriers the variables that they are views of.
         reads: for every variable the stored ones that it is computed from, with the bytes read of each.
+        copied: stored variables that kernels compute again which can, instead of reading them.
     """
 
     def __init__(
@@ -57,6 +60,9 @@ class Storage:
         self.stored: set[Var] = {*jaxpr.constvars, *jaxpr.invars}
         self.original: dict[Var, Var] = {}
         self.reads: dict[Var, dict[Var, int]] = {}
+        self.copied: set[Var] = set()
+        # What kernels read which compute a variable themselves; `reads` where it is not here.
+        self._inside_reads: dict[Var, dict[Var, int]] = {}
         self._backend, self._as_xla = BACKENDS[device.platform], as_xla
         self._graph = DataflowGraph(
             eqns=jaxpr.eqns, kinds=self.kinds, producer=self.producer, readers=self.readers
@@ -66,26 +72,37 @@ class Storage:
         self._inside = set[Var]()
         if self._backend.fuses_normalisation:
             self._inside = inside_softmax(self._graph, self.results, needed)
-        self._kernels = self._reading_kernels(needed)
+        self._greedy = None
+        self.slices = set[Var]()
+        if as_xla and self._backend.fuses_greedily:
+            self.slices = needed.intersection(jaxpr.invars[n_consts + n_carry :] if carried else ())
+            self._greedy = GreedyFusion(jaxpr, self.kinds, self.producer, self.readers, self.results, needed)
+        self._kernels = self._reading_kernels(needed) if self._greedy is None else {}
         for i, eqn in enumerate(jaxpr.eqns):
             self._decide(i, eqn, needed)
 
-    def eqn_reads(self, eqn: JaxprEqn) -> dict[Var, int]:
-        """The stored variables that an equation is computed from, with the bytes of each."""
+    def computes(self, i: int, v: Var) -> bool:
+        """True if equation `i` has its operand `v` computed in its own kernel."""
+        return v not in self.stored or (v in self.copied and not self._reads_memory(i))
+
+    def eqn_reads(self, i: int) -> dict[Var, int]:
+        """The stored variables that equation `i` is computed from, with the bytes of each."""
         reads: dict[Var, int] = {}
-        for v in compat.variables(eqn.invars):
-            reads.update(self.reads[v])
+        for v in compat.variables(self.jaxpr.eqns[i].invars):
+            reads.update(self._operand_reads(i, v))
         return reads
 
-    def kernel_reads(self, eqn: JaxprEqn) -> dict[Var, int]:
-        """The stored variables that a kernel reads, with the bytes of each: a slice as many as it gives."""
+    def kernel_reads(self, i: int) -> dict[Var, int]:
+        """The stored variables that the kernel of equation `i` reads, with the bytes of each: a slice as many
+        as it gives."""
+        eqn = self.jaxpr.eqns[i]
         reads: dict[Var, int] = {}
         slices, updates = eqn.primitive.name in SLICING, self.is_update(eqn)
         for position, v in enumerate(eqn.invars):
             if isinstance(v, compat.Literal) or (updates and not position):
                 continue
             limit = sum(compat.aval_nbytes(o.aval) for o in eqn.outvars) if slices and not position else None
-            for leaf, nbytes in self.reads[v].items():
+            for leaf, nbytes in self._operand_reads(i, v).items():
                 reads[leaf] = max(reads.get(leaf, 0), nbytes if limit is None else min(nbytes, limit))
         return reads
 
@@ -97,6 +114,15 @@ class Storage:
         if not compat.is_variable(v) or v in self.fixed or v in self.results:
             return False
         return len(self.readers[v]) == 1
+
+    def _operand_reads(self, i: int, v: Var) -> dict[Var, int]:
+        if v not in self._inside_reads or self._reads_memory(i):
+            return self.reads[v]
+        return self._inside_reads[v]
+
+    def _reads_memory(self, i: int) -> bool:
+        """True for an equation whose kernel reads from memory what is copied, too."""
+        return self._greedy is None or i in self._greedy.from_memory
 
     def _index(self) -> None:
         for v in (*self.jaxpr.constvars, *self.jaxpr.invars):
@@ -138,13 +164,19 @@ class Storage:
                 self.reads[result] = self.reads[operand]
                 self.stored.add(result)
             return
-        reads = self.kernel_reads(eqn)
+        reads = self.kernel_reads(i)
         # Results of one equation are stored together or not at all.
         stored = any(self._is_stored(i, eqn, kind, v, reads, needed) for v in eqn.outvars)
         for v in eqn.outvars:
             if stored:
                 self.stored.add(v)
                 self.reads[v] = {v: compat.aval_nbytes(v.aval)}
+                if self._greedy is not None and v in self._greedy.copied and kind is Kind.FUSIBLE:
+                    self.copied.add(v)
+                    self._inside_reads[v] = reads
+            elif kind is Kind.VIEW and self._greedy is not None:
+                self.reads[v] = {k: n for u in compat.variables(eqn.invars) for k, n in self.reads[u].items()}
+                self._inside_reads[v] = reads
             else:
                 self.reads[v] = reads
 
@@ -156,6 +188,8 @@ class Storage:
             return True
         if v in self._inside:
             return False
+        if self._greedy is not None and (v in self._greedy.inner or v in self._greedy.stored):
+            return v in self._greedy.stored
         if kind in (*WHOLE, Kind.REDUCTION):
             return not self._is_epilogue(i, v, readers)
         if v in needed and (kind is not Kind.VIEW or self._is_held(readers)):
@@ -163,6 +197,8 @@ class Storage:
         if any(self._is_unstored_kernel(u) for u in compat.variables(eqn.invars)):
             return True
         if kind is Kind.VIEW:
+            return False
+        if self._greedy is not None:
             return False
         nbytes, traffic = max(compat.aval_nbytes(v.aval), 1), sum(reads.values())
         if len(self._kernels.get(v, ())) > 1:
@@ -177,8 +213,6 @@ class Storage:
         """True if XLA by itself stores an elementwise value that several kernels read."""
         if not self._as_xla or traffic == 0:
             return False
-        if self._backend.stores_shared:
-            return True
         costly = traffic > SHARED_RATIO * compat.aval_nbytes(v.aval) or self._graph.is_normalised(v)
         return costly and is_dear_to_xla(eqn.primitive.name, str(array_of(v).dtype))
 
@@ -190,6 +224,8 @@ class Storage:
         """True for a kernel's result that is stored only in the form that its one reader gives it."""
         i = self.producer.get(v)
         if i is None or v in self.stored or v in self._inside:
+            return False
+        if self._greedy is not None and v in self._greedy.inner:
             return False
         return self.kinds[i] in (Kind.KERNEL, Kind.REDUCTION)
 

@@ -23,7 +23,7 @@ from passes.jaxpr.scans.host_choice import sent_to_host
 from passes.jaxpr.scans.parts import between
 from passes.jaxpr.scans.sink import sink_into_scans
 from passes.jaxpr.scans.views import view_inside_scans
-from passes.jaxpr.straight import as_it_is, search
+from passes.jaxpr.straight import as_it_is, lift_as_xla, search
 from passes.objective import Price
 from passes.recipe import Recipe, Scans
 
@@ -129,7 +129,7 @@ class _Levels:
 
     def _rewritten(self, level: Level) -> _Rewritten:
         program = rewrite(self._jaxpr, level) if level else self._jaxpr
-        lifted = lift(program, self._device, as_xla=True)
+        lifted = lift_as_xla(program, self._device)
         return _Rewritten(level=level, program=program, lifted=lifted)
 
 
@@ -336,7 +336,7 @@ class _Search:
             planned = fit_bodies(
                 program, device, aim_bytes, lambda body, nbytes: self.plan_body(body, nbytes, self.request)
             )
-            lifted = as_is if planned is program else lift(planned, device, as_xla=True)
+            lifted = as_is if planned is program else lift_as_xla(planned, device)
             excess_bytes = as_it_is(lifted).peak_bytes - target_bytes
             if excess_bytes <= 0:
                 break

@@ -1,0 +1,223 @@
+"""What XLA:CPU stores of a jaxpr's values: its fusion goes from the results to the arguments.
+
+What its library does not take (`passes.jaxpr.library_kernels`) is computed inside of each kernel that reads
+it, but for
+
+    y = exp(x)                 what is dear, and read by several kernels, or spread by its reader,
+    y = a + b                  what reads more elements than it makes, and has a reader on the way to which
+                               something must be stored,
+    y = slice(..slice(x))      what a kernel would have to compute at too many places.
+
+What is cheap and reads no more than it makes is computed in every kernel that can, also where it has to be
+stored for one that cannot, such as a product of matrices: it is **copied**.
+
+Source: `CpuInstructionFusion`, `InstructionFusion::ComputeGloballyUnfusible` and
+`FusionNodeIndexingEvaluation` of openxla/xla.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from passes.jaxpr import compat
+from passes.jaxpr.avals import array_of
+from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
+from passes.jaxpr.library_kernels import LibraryKernels
+from passes.jaxpr.primitives import MOVING, Kind, is_dear_to_xla_cpu
+
+# Kinds of what a kernel can compute inside of itself, and of what can read it there.
+_INSIDE = (Kind.FUSIBLE, Kind.VIEW)
+_READING = (*_INSIDE, Kind.REDUCTION)
+_SPREADS = "broadcast_in_dim"
+# Readers farther than so many equations away do not compute a value of several operands in one kernel.
+_FARTHEST = 200
+# Of the kernels that read a value so many are told apart.
+_TOLD_APART = 2
+# At so many places a kernel computes a value, and what branches at one.
+_MOST_PLACES = 15
+_BRANCHES = frozenset({"concatenate", "dynamic_update_slice", "pad"})
+
+
+class GreedyFusion:
+    """What is stored and what is copied, found on one backward walk.
+
+    Attributes:
+        stored: values that are, because XLA does not compute them in some kernel.
+        inner: what is computed inside a library's kernel, of whatever kind it is.
+        copied: values that the kernels that can compute again, whether they are stored or not.
+        from_memory: equations whose kernels read from memory what is stored, copied or not.
+    """
+
+    def __init__(
+        self,
+        jaxpr: Jaxpr,
+        kinds: Sequence[Kind],
+        producer: Mapping[Var, int],
+        readers: Mapping[Var, Sequence[int]],
+        results: Collection[Var],
+        needed: Collection[Var],
+    ) -> None:
+        """
+        Args:
+            kinds: what each equation is to the fusion model.
+            producer: for every result the equation that makes it.
+            readers: for every variable the equations that read it.
+            results: the jaxpr's.
+            needed: what some kernel reads from memory, results included.
+        """
+        self.stored: set[Var] = set()
+        self.copied: set[Var] = set()
+        library = LibraryKernels(jaxpr, producer, readers, results)
+        self.inner = library.inner
+        self.from_memory = {i for i, kind in enumerate(kinds) if kind not in _READING} | library.members
+        self._eqns, self._kinds = jaxpr.eqns, kinds
+        self._producer, self._readers = producer, readers
+        read = {v for i in library.members for v in compat.variables(self._eqns[i].invars)}
+        self._needed = {*needed, *(read - self.inner)}
+        self._apart: set[Var] = set()
+        # Per value, the places in up to two kernels at which it is computed there.
+        self._places: dict[Var, dict[int, frozenset[int]]] = {}
+        self._times: dict[tuple[int, int], int] = {}
+        # What some kernel uses several times.
+        self._spread: set[Var] = set()
+        for i in reversed(range(len(self._eqns))):
+            if i in library.members:
+                self._alone(i)
+                self.stored.update(self._eqns[i].outvars if i in library.roots else ())
+            elif kinds[i] not in _INSIDE:
+                self._alone(i)
+            else:
+                if kinds[i] is Kind.VIEW and not self._needed.isdisjoint(self._eqns[i].outvars):
+                    self._needed.update(compat.variables(self._eqns[i].invars))
+                for v in self._eqns[i].outvars:
+                    self._place(i, v)
+
+    def _alone(self, i: int) -> None:
+        """Equation `i` is the last of a kernel."""
+        self._times[i, i] = 1
+        for v in self._eqns[i].outvars:
+            self._places[v] = {i: frozenset({i})}
+
+    def _place(self, i: int, v: Var) -> None:
+        places, spread = self._computed_at(v)
+        name = self._eqns[i].primitive.name
+        times = {kernel: sum(self._times[kernel, j] for j in at) for kernel, at in places.items()}
+        most = 1 if name in _BRANCHES else _MOST_PLACES
+        cheap = not self._is_dear(i)
+        if cheap and self._is_apart(i, v):
+            self._apart.add(v)
+            copies = False
+        elif name != _SPREADS and any(n > most for n in times.values()):
+            copies = False
+        else:
+            copies = cheap or (len(places) <= 1 and v not in self._needed and not spread)
+        if self._kinds[i] is Kind.FUSIBLE and (not copies or v in self._needed):
+            self.stored.add(v)
+        at: dict[int, frozenset[int]] = {}
+        if v in self.stored:
+            self._times[i, i] = 1
+            at[i] = frozenset({i})
+        if copies:
+            self.copied.add(v)
+            for kernel, found in places.items():
+                if len(at) < _TOLD_APART:
+                    at[kernel] = frozenset({i}) if name in MOVING else found
+                    self._times[kernel, i] = times[kernel]
+            if spread:
+                self._spread.add(v)
+        self._places[v] = at
+
+    def _computed_at(self, v: Var) -> tuple[dict[int, frozenset[int]], bool]:
+        """At which places of which kernels `v` would be computed, and whether one of them uses its elements
+        several times."""
+        places: dict[int, frozenset[int]] = {}
+        spread = False
+        for j in self._readers.get(v, ()):
+            reader = self._eqns[j]
+            if j in self.from_memory or self._kinds[j] not in _INSIDE:
+                places.setdefault(j, frozenset({j}))
+                continue
+            for out in reader.outvars:
+                for kernel, at in self._places.get(out, {}).items():
+                    places[kernel] = places.get(kernel, frozenset()) | at
+                spread |= out in self._spread
+            spread |= _spreads(reader)
+        return places, spread
+
+    def _is_apart(self, i: int, v: Var) -> bool:
+        """True for what XLA does not write twice, nor into one kernel alone."""
+        eqn, readers = self._eqns[i], self._readers.get(v, ())
+        if self._kinds[i] is Kind.VIEW or (len(readers) < 2 and v not in self._needed):
+            return False
+        if self._reads_one(eqn) or sum(map(_size, {*compat.variables(eqn.invars)})) <= _size(v):
+            return False
+        return v in self._needed or not self._is_clear(i, readers)
+
+    def _reads_one(self, eqn: JaxprEqn) -> bool:
+        """True if at most one operand has the result's rank, those that are spread not counted."""
+        rank = max(map(_true_rank, eqn.outvars), default=0)
+        full = 0
+        for u in compat.variables(eqn.invars):
+            i = self._producer.get(u)
+            spread = i is not None and self._eqns[i].primitive.name in (_SPREADS, "iota")
+            full += not spread and _true_rank(u) >= rank
+        return full <= 1
+
+    def _is_clear(self, i: int, readers: Sequence[int]) -> bool:
+        """True if everything on the ways from equation `i` to its readers can be computed inside of those."""
+        if max(readers) - i > _FARTHEST:
+            return False
+        below = {i}
+        for j in range(i + 1, max(readers) + 1):
+            if not below.isdisjoint(self._makers(j)):
+                below.add(j)
+        waiting, seen = list(readers), set(readers)
+        while waiting:
+            j = waiting.pop()
+            if j in self.from_memory:
+                return False
+            for u in compat.variables(self._eqns[j].invars):
+                k = self._producer.get(u)
+                if k is None or k == i or k not in below:
+                    continue
+                if u in self._apart or not self._may_join(k, u, j):
+                    return False
+                if k not in seen:
+                    seen.add(k)
+                    waiting.append(k)
+        return True
+
+    def _makers(self, j: int) -> list[int | None]:
+        """The equations that make what equation `j` reads; None for arguments."""
+        return [self._producer.get(u) for u in compat.variables(self._eqns[j].invars)]
+
+    def _may_join(self, k: int, u: Var, j: int) -> bool:
+        """True if `u`, which equation `k` makes, can be computed inside equation `j`."""
+        if k in self.from_memory:
+            return False
+        if self._kinds[k] not in _INSIDE:
+            return self._kinds[k] is Kind.REDUCTION and len(self._readers.get(u, ())) == 1
+        if not self._is_dear(k):
+            return True
+        return len(self._readers.get(u, ())) == 1 and not _spreads(self._eqns[j])
+
+    def _is_dear(self, i: int) -> bool:
+        """True for what XLA:CPU does not compute twice; a division by what is spread is a product."""
+        eqn = self._eqns[i]
+        if eqn.primitive.name == "div" and compat.is_variable(eqn.invars[1]):
+            k = self._producer.get(eqn.invars[1])
+            return k is None or not _spreads(self._eqns[k]) or _size(self._eqns[k].invars[0]) == 1
+        return self._kinds[i] is Kind.FUSIBLE and is_dear_to_xla_cpu(eqn)
+
+
+def _size(v: object) -> int:
+    return array_of(v).size if compat.is_variable(v) else 1
+
+
+def _true_rank(v: Var) -> int:
+    return sum(n != 1 for n in array_of(v).shape)
+
+
+def _spreads(eqn: JaxprEqn) -> bool:
+    """True for what reads elements of its operand several times."""
+    return eqn.primitive.name == _SPREADS and _size(eqn.outvars[0]) > _size(eqn.invars[0])

@@ -1,0 +1,115 @@
+"""Kernels that XLA:CPU leaves to a library: reductions of floats with what is computed around them.
+
+A reduction takes in what only it reads, and what reads only it, as far as the library can compute that:
+
+    s = q @ k          m = max(s)          e = exp(s - m)          one kernel: only e is stored
+
+What such a kernel reads from outside is in memory. Source: `LibraryRewriter` and `YnnMatcher` of openxla/xla.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from passes.jaxpr import compat
+from passes.jaxpr.avals import array_of
+from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
+
+_DTYPES = frozenset({"bfloat16", "float32", "float64"})
+_STARTS = frozenset({"reduce_max", "reduce_min", "reduce_sum"})
+_COMPUTES = """
+    abs add add_any broadcast_in_dim ceil convert_element_type copy cos div dot_general erf exp expm1 floor
+    integer_pow log log1p logistic max min mul name neg one_minus_square pow reduce_max reduce_min reduce_sum
+    reshape round rsqrt sign sin sqrt square squeeze stop_gradient sub tan tanh transpose
+"""
+_OF_ANY_SIZE = "broadcast_in_dim copy dot_general name reshape squeeze stop_gradient transpose"
+_NAMES = frozenset(_COMPUTES.split())
+_NAMES_OF_ANY_SIZE = frozenset(_OF_ANY_SIZE.split())
+_LEAST_SIZE = 4096
+# The reader of a program's results.
+_END = -1
+
+
+class LibraryKernels:
+    """Which equations are in which of them.
+
+    Attributes:
+        roots: the equation of each whose results are stored.
+        members: equations that are in one.
+        inner: results that are not stored.
+    """
+
+    def __init__(
+        self,
+        jaxpr: Jaxpr,
+        producer: Mapping[Var, int],
+        readers: Mapping[Var, Sequence[int]],
+        results: Collection[Var],
+    ) -> None:
+        """
+        Args:
+            producer: for every result of an equation which it is.
+            readers: for every variable the equations that read it.
+            results: the jaxpr's.
+        """
+        self._eqns = jaxpr.eqns
+        self._producer = producer
+        self._users = [{j for v in eqn.outvars for j in readers.get(v, ())} for eqn in jaxpr.eqns]
+        for v in results:
+            if v in producer:
+                self._users[producer[v]].add(_END)
+        self.roots = set[int]()
+        self.members = set[int]()
+        for i in reversed(range(len(self._eqns))):
+            if i not in self.members and _is_for_library(self._eqns[i], _STARTS):
+                self.roots.add(self._grown(i))
+        self.inner = {v for i in self.members - self.roots for v in self._eqns[i].outvars}
+
+    def _grown(self, start: int) -> int:
+        """Take in what the kernel of equation `start` can; the equation whose results it stores then."""
+        kernel, root = {start}, start
+        self.members.add(start)
+        before = 0
+        while len(kernel) > before:
+            before = len(kernel)
+            seen = set(kernel)
+            found = deque([*self._above(kernel, kernel, seen), *self._below(root, seen)])
+            while found:
+                i, below = found.popleft()
+                if i in self.members or not _is_for_library(self._eqns[i], _NAMES):
+                    continue
+                kernel.add(i)
+                self.members.add(i)
+                if below:
+                    root = i
+                found.extend(self._below(i, seen) if below else self._above((i,), kernel, seen))
+        return root
+
+    def _above(self, of: Iterable[int], kernel: set[int], seen: set[int]) -> list[tuple[int, bool]]:
+        """What makes the operands of equations and is read in the kernel alone."""
+        made = (self._producer.get(v) for i in of for v in compat.variables(self._eqns[i].invars))
+        found = [
+            i for i in dict.fromkeys(made) if i is not None and i not in seen and self._users[i] <= kernel
+        ]
+        seen.update(found)
+        return [(i, False) for i in found]
+
+    def _below(self, i: int, seen: set[int]) -> list[tuple[int, bool]]:
+        """The reader of an equation, if there is but one."""
+        users = self._users[i]
+        if len(users) != 1 or users <= seen | {_END}:
+            return []
+        seen.update(users)
+        return [(j, True) for j in users]
+
+
+def _is_for_library(eqn: JaxprEqn, names: Collection[str]) -> bool:
+    """True if the library has an operation of one of these names for such values, and they are worth it."""
+    name = eqn.primitive.name
+    if name not in names or len(eqn.outvars) != 1:
+        return False
+    avals = [array_of(v) for v in (*compat.variables(eqn.invars), *eqn.outvars)]
+    if any(str(aval.dtype) not in _DTYPES for aval in avals):
+        return False
+    return name in _NAMES_OF_ANY_SIZE or any(aval.size >= _LEAST_SIZE for aval in avals)
