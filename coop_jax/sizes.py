@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax.export
+
 from coop_jax.errors import UnsupportedError
 from passes.jaxpr import compat
-from passes.jaxpr.avals import has_known_size
 
 
 def check_sizes(values: Sequence[Any], name: str) -> None:
@@ -21,7 +22,7 @@ def check_sizes(values: Sequence[Any], name: str) -> None:
         UnsupportedError: with the first such shape.
     """
     for aval in map(compat.typeof, values):
-        if not has_known_size(aval):
+        if any(map(jax.export.is_symbolic_dim, getattr(aval, "shape", ()))):
             shape = ", ".join(map(str, aval.shape))
             raise UnsupportedError(
                 f"`{name}` is traced with an array of shape ({shape}): how many bytes that is, is not known "

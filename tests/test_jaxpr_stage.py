@@ -155,10 +155,10 @@ def test_joint_plan_splits_where_the_cotangents_arrive():
     request = request_for(gradient(), 1 << 40, "cpu")
     (kept, _), whole = plan_joint(first, second, 1, request)
     assert kept is first
-    target = request_for(gradient(), whole.before_temp_bytes // 2, "cpu")
+    target = request_for(gradient(), int(0.4 * whole.before_temp_bytes), "cpu")
     (planned, pullback), outcome = plan_joint(first, second, 1, target)
     assert outcome.status is Status.FEASIBLE
-    assert nbytes(planned.out_avals[1:]) < 0.75 * nbytes(first.out_avals[1:])
+    assert nbytes(planned.out_avals[1:]) < 0.6 * nbytes(first.out_avals[1:])
     values = jax.tree.leaves((problem.init(jax.random.key(0)), problem.batch(jax.random.key(1))))
     outs = compat.evaluate(planned, values)
     gradients = compat.evaluate(pullback, [*outs[1:], np.float32(1)])

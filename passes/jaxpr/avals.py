@@ -17,8 +17,3 @@ def array_of(atom: Atom) -> ShapedArray:
 def form_of(atom: Atom) -> tuple[tuple[int, ...] | None, Any]:
     """Shape and dtype of an atom; (None, None) for what has none, such as a token."""
     return getattr(atom.aval, "shape", None), getattr(atom.aval, "dtype", None)
-
-
-def has_known_size(aval: Any) -> bool:
-    """False if some dimension of `aval` is symbolic."""
-    return all(isinstance(n, int) for n in getattr(aval, "shape", ()))
