@@ -20,7 +20,7 @@ from passes.jaxpr.candidate import Candidate, JaxprRequest
 from passes.jaxpr.compat import Jaxpr
 from passes.jaxpr.emit import EmitConfig, emit
 from passes.jaxpr.freedom import emit_configs
-from passes.jaxpr.lift import lift, lift_seen
+from passes.jaxpr.lift import as_known, lift, lift_seen
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.objective import Objective
 from passes.planners import PlannerConfig, plan
@@ -59,10 +59,17 @@ def as_it_is(as_is: LiftedJaxpr) -> Candidate:
     )
 
 
-@_kept
 def lift_as_xla(jaxpr: Jaxpr, device: DeviceModel) -> LiftedJaxpr:
-    """An open jaxpr with what XLA does by itself; the same object for every request."""
-    return lift(jaxpr, device, as_xla=True)
+    """An open jaxpr, or that of a lift, with what XLA does by itself; the same object for every request."""
+    return _lifted_as_xla(_known(jaxpr, device), device)
+
+
+_known = _kept(as_known)
+
+
+@_kept
+def _lifted_as_xla(known: Jaxpr, device: DeviceModel) -> LiftedJaxpr:
+    return lift(known, device, as_xla=True)
 
 
 def search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate:
@@ -150,7 +157,7 @@ class _Depths:
 def _depths(
     jaxpr: Jaxpr, device: DeviceModel, planner: str, objective: Objective, rounded: bool, as_xla: bool
 ) -> _Depths:
-    lifted = lift(jaxpr, device, as_xla=as_xla, rounded=rounded)
+    lifted = lift_as_xla(jaxpr, device) if as_xla else lift(jaxpr, device, as_xla=False, rounded=rounded)
     program = lifted.program
     return _Depths(
         lifted=lifted,
