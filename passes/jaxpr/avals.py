@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 from jax.core import ShapedArray
@@ -17,3 +18,9 @@ def array_of(atom: Atom) -> ShapedArray:
 def form_of(atom: Atom) -> tuple[tuple[int, ...] | None, Any]:
     """Shape and dtype of an atom; (None, None) for what has none, such as a token."""
     return getattr(atom.aval, "shape", None), getattr(atom.aval, "dtype", None)
+
+
+def is_bitcast(shape: Sequence[int], permutation: Sequence[int]) -> bool:
+    """True if an array lies in memory as it did, since only dimensions of 1 change places."""
+    moved = [d for d in permutation if shape[d] != 1]
+    return moved == sorted(moved)

@@ -167,14 +167,9 @@ def barrier_eqn(operands: Sequence[Any], results: Sequence[Atom]) -> JaxprEqn:
     return core.new_jaxpr_eqn(list(operands), list(results), optimization_barrier_p, {}, core.no_effects)
 
 
-def wide_eqn(operand: Var, like: Var, eqn: JaxprEqn) -> JaxprEqn:
-    """The broadcast of `operand` to the shape of `like`, of the same rank, at the source line of `eqn`."""
-    shape = like.aval.shape
-    params = {"shape": shape, "broadcast_dimensions": tuple(range(len(shape))), "sharding": None}
-    result = core.Var(core.ShapedArray(shape, operand.aval.dtype))
-    return core.new_jaxpr_eqn(
-        [operand], [result], jax.lax.broadcast_in_dim_p, params, core.no_effects, eqn.source_info
-    )
+def unary_eqn(primitive: Any, operand: Var, result: Var, like: JaxprEqn, **params: Any) -> JaxprEqn:
+    """`result` as `primitive` of `operand`, at the source line of equation `like`."""
+    return core.new_jaxpr_eqn([operand], [result], primitive, params, core.no_effects, like.source_info)
 
 
 def name_eqn(value: Any, result: Any, name: str, like: Any) -> JaxprEqn:
@@ -230,6 +225,11 @@ def is_full_precision(eqn: JaxprEqn) -> bool:
 def fresh_var(like: Any, **changes: Any) -> Var:
     """A new variable of the same abstract value, but for some `changes`, such as its dtype."""
     return core.Var(like.aval.update(**changes) if changes else like.aval)
+
+
+def shaped_var(like: Var, shape: Sequence[int]) -> Var:
+    """A new variable of the same dtype, with another shape."""
+    return core.Var(core.ShapedArray(tuple(shape), like.aval.dtype))
 
 
 def renamed(atom: Atom, rename: Mapping[Var, Atom]) -> Atom:

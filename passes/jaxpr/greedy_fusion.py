@@ -73,6 +73,7 @@ class GreedyFusion:
         self._eqns, self._kinds = jaxpr.eqns, kinds
         self._producer, self._readers = producer, readers
         read = {v for i in library.members for v in compat.variables(self._eqns[i].invars)}
+        self._results = results
         self._needed = {*needed, *(read - self.inner)}
         self._apart: set[Var] = set()
         # Per value, the places in up to two kernels at which it is computed there.
@@ -147,11 +148,11 @@ class GreedyFusion:
     def _is_apart(self, i: int, v: Var) -> bool:
         """True for what XLA does not write twice, nor into one kernel alone."""
         eqn, readers = self._eqns[i], self._readers.get(v, ())
-        if self._kinds[i] is Kind.VIEW or (len(readers) < 2 and v not in self._needed):
+        if self._kinds[i] is Kind.VIEW or (len(readers) < 2 and v not in self._results):
             return False
         if self._reads_one(eqn) or sum(map(_size, {*compat.variables(eqn.invars)})) <= _size(v):
             return False
-        return v in self._needed or not self._is_clear(i, readers)
+        return v in self._results or not self._is_clear(i, readers)
 
     def _reads_one(self, eqn: JaxprEqn) -> bool:
         """True if at most one operand has the result's rank, those that are spread not counted."""

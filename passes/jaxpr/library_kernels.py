@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from passes.jaxpr import compat
-from passes.jaxpr.avals import array_of
+from passes.jaxpr.avals import array_of, is_bitcast
 from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
 
 _DTYPES = frozenset({"bfloat16", "float32", "float64"})
@@ -108,6 +108,8 @@ def _is_for_library(eqn: JaxprEqn, names: Collection[str]) -> bool:
     """True if the library has an operation of one of these names for such values, and they are worth it."""
     name = eqn.primitive.name
     if name not in names or len(eqn.outvars) != 1:
+        return False
+    if name == "transpose" and not is_bitcast(array_of(eqn.invars[0]).shape, eqn.params["permutation"]):
         return False
     avals = [array_of(v) for v in (*compat.variables(eqn.invars), *eqn.outvars)]
     if any(str(aval.dtype) not in _DTYPES for aval in avals):

@@ -19,6 +19,7 @@ from passes.backend import BACKENDS
 from passes.cost import DeviceModel, kernel_ns, kernel_pj
 from passes.ir import Buffer, BufferId, Op, OpId, Program
 from passes.jaxpr import compat
+from passes.jaxpr.canonical import with_canonical_products
 from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
 from passes.jaxpr.flops import iterations_of, matrix_work, said_bytes, sent_bytes, vector_work
 from passes.jaxpr.in_place import (
@@ -34,6 +35,7 @@ from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.primitives import CONTROL_FLOW, Kind
 from passes.jaxpr.purity import has_effect, moves_memory
+from passes.jaxpr.rolled_bits import moved_bytes, state_bytes
 from passes.jaxpr.simplify import with_wide_operands, without_literal_barriers, without_repeats
 from passes.jaxpr.split_dots import split_bytes, split_ns
 from passes.jaxpr.storage import WHOLE, Storage
@@ -87,7 +89,7 @@ def as_known(jaxpr: Jaxpr, device: DeviceModel) -> Jaxpr:
     jaxpr = without_literal_barriers(jaxpr)
     if not BACKENDS[device.platform].fuses_greedily:
         return jaxpr
-    return without_repeats(with_wide_operands(jaxpr))
+    return without_repeats(with_canonical_products(with_wide_operands(jaxpr)))
 
 
 def _lift(
@@ -176,15 +178,20 @@ class _Lift:
 
     def _body(self, root: int) -> tuple[int, ...]:
         """The equations of one kernel: the root and the virtual ones that it reads, in order."""
-        body, stack = {root}, [root]
+        stack = [(root, self.storage.reads_memory(root))]
+        body = {*stack}
         while stack:
-            reader = stack.pop()
+            reader, from_memory = stack.pop()
             for v in compat.variables(self.jaxpr.eqns[reader].invars):
                 i = self.storage.producer.get(v)
-                if i is not None and i not in body and self.storage.computes(reader, v):
-                    body.add(i)
-                    stack.append(i)
-        return tuple(sorted(body))
+                if i is None or not self.storage.computes(v, from_memory=from_memory):
+                    continue
+                # Through views it reads what they show.
+                inside = i, from_memory and self.kinds[i] is Kind.VIEW
+                if inside not in body:
+                    body.add(inside)
+                    stack.append(inside)
+        return tuple(sorted({i for i, _ in body}))
 
     def _as_late_as_free(self, roots: list[int], bodies: dict[int, tuple[int, ...]]) -> list[int]:
         """Move a fusible op to just before its first reader where its leaves are alive until then."""
@@ -260,6 +267,7 @@ class _Lift:
             joined |= (updates := self.storage.is_update(eqn))
             written = [eqn.invars[UPDATES[eqn.primitive.name]]] if updates else outvars
             nbytes = sum(reads.values()) + sum(compat.aval_nbytes(v.aval) for v in written)
+            nbytes += moved_bytes(eqn, self.device)
         nbytes = 0 if is_saved else nbytes
         flops, bits = matrix_work([self.jaxpr.eqns[i] for i in body if self.kinds[i] in WHOLE])
         vector_flops = sum(self.vector_flops[i] for i in body)
@@ -288,9 +296,11 @@ class _Lift:
         return written_over(outvars, free, buffer_of)
 
     def _workspace(self, eqn: JaxprEqn) -> int:
-        """The inner peak of control flow: of its largest body; the parts of a product that XLA splits."""
-        bodies = _works(eqn, self.device) if eqn.primitive.name in CONTROL_FLOW else []
-        return max((work.peak_bytes for work in bodies), default=split_bytes(eqn, self.device))
+        """The inner peak of control flow: of its largest body; the parts of a product that XLA splits; the
+        state of random bits."""
+        if eqn.primitive.name in CONTROL_FLOW:
+            return max((work.peak_bytes for work in _works(eqn, self.device)), default=0)
+        return split_bytes(eqn, self.device) + state_bytes(eqn, self.device)
 
     def _inner_cost(self, eqn: JaxprEqn) -> tuple[int, int]:
         """Time and energy of control flow: of its dearest body, as often as it is known to run."""

@@ -18,7 +18,7 @@ import jax
 
 from passes.backend import BACKENDS
 from passes.jaxpr import compat
-from passes.jaxpr.avals import array_of, form_of
+from passes.jaxpr.avals import array_of, form_of, is_bitcast
 from passes.jaxpr.compat import JaxprEqn
 from passes.jaxpr.primitives import CALLS, CONTROL_FLOW, Kind, kind_of
 from passes.saved import is_saved
@@ -55,8 +55,13 @@ def returns_its_operand(eqn: JaxprEqn) -> bool:
 
 
 def kernel_kind(eqn: JaxprEqn, platform: str) -> Kind:
-    """The kind of one equation on one platform: what joins rows may be a kernel of its own."""
-    kind, least_bytes = eqn_kind(eqn), BACKENDS[platform].joined_row_bytes
+    """The kind of one equation on one platform: what joins rows may be a kernel of its own, and what
+    transposes may move elements."""
+    kind, backend = eqn_kind(eqn), BACKENDS[platform]
+    if eqn.primitive.name == "transpose" and backend.fuses_greedily and kind is Kind.VIEW:
+        bitcast = is_bitcast(array_of(eqn.invars[0]).shape, eqn.params["permutation"])
+        return Kind.VIEW if bitcast else Kind.FUSIBLE
+    least_bytes = backend.joined_row_bytes
     if eqn.primitive.name != "concatenate" or least_bytes is None:
         return kind
     joined = array_of(eqn.outvars[0])

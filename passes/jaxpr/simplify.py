@@ -22,6 +22,7 @@ from collections.abc import Hashable, Mapping
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of, form_of
@@ -133,8 +134,12 @@ def with_wide_operands(jaxpr: Jaxpr) -> Jaxpr:
             rename: dict[Var, Atom] = {}
             for v in compat.variables(eqn.invars):
                 if v not in rename and _is_spread(v, eqn.outvars[0]):
-                    eqns.append(compat.wide_eqn(v, eqn.outvars[0], eqn))
-                    rename[v] = eqns[-1].outvars[0]
+                    shape = array_of(eqn.outvars[0]).shape
+                    rename[v] = wide = compat.shaped_var(v, shape)
+                    params = {"shape": shape, "broadcast_dimensions": tuple(range(len(shape)))}
+                    eqns.append(
+                        compat.unary_eqn(lax.broadcast_in_dim_p, v, wide, eqn, sharding=None, **params)
+                    )
             eqn = compat.rename_inputs(eqn, rename) if rename else eqn
         eqns.append(eqn)
     if len(eqns) == len(jaxpr.eqns):

@@ -81,9 +81,9 @@ class Storage:
         for i, eqn in enumerate(jaxpr.eqns):
             self._decide(i, eqn, needed)
 
-    def computes(self, i: int, v: Var) -> bool:
-        """True if equation `i` has its operand `v` computed in its own kernel."""
-        return v not in self.stored or (v in self.copied and not self._reads_memory(i))
+    def computes(self, v: Var, *, from_memory: bool) -> bool:
+        """True for a variable that is computed in a kernel that reads it, maybe `from_memory`."""
+        return v not in self.stored or (v in self.copied and not from_memory)
 
     def eqn_reads(self, i: int) -> dict[Var, int]:
         """The stored variables that equation `i` is computed from, with the bytes of each."""
@@ -116,11 +116,11 @@ class Storage:
         return len(self.readers[v]) == 1
 
     def _operand_reads(self, i: int, v: Var) -> dict[Var, int]:
-        if v not in self._inside_reads or self._reads_memory(i):
+        if v not in self._inside_reads or self.reads_memory(i):
             return self.reads[v]
         return self._inside_reads[v]
 
-    def _reads_memory(self, i: int) -> bool:
+    def reads_memory(self, i: int) -> bool:
         """True for an equation whose kernel reads from memory what is copied, too."""
         return self._greedy is None or i in self._greedy.from_memory
 

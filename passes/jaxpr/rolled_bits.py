@@ -1,0 +1,33 @@
+"""What random bits take where JAX makes them in a loop: on CPUs it rolls the rounds of Threefry.
+
+The loop carries two words for every random one, copies both in each round and reads both for each new one.
+"""
+
+from __future__ import annotations
+
+from passes.backend import BACKENDS
+from passes.cost import DeviceModel
+from passes.jaxpr import compat
+from passes.jaxpr.compat import JaxprEqn
+
+# Words for each random one: carried and copied; moved in a round by two copies and two sums; written first
+# and joined last.
+_ALIVE = 4
+_ROUNDS, _MOVED, _ONCE = 5, 10, 5
+
+
+def state_bytes(eqn: JaxprEqn, device: DeviceModel) -> int:
+    """Bytes that making random bits takes besides their own; 0 for everything else."""
+    return (_ALIVE - 1) * _rolled_bytes(eqn, device)
+
+
+def moved_bytes(eqn: JaxprEqn, device: DeviceModel) -> int:
+    """Bytes that making random bits reads and writes besides writing them; 0 for everything else."""
+    return (_ROUNDS * _MOVED + _ONCE - 1) * _rolled_bytes(eqn, device)
+
+
+def _rolled_bytes(eqn: JaxprEqn, device: DeviceModel) -> int:
+    if eqn.primitive.name != "random_bits" or not BACKENDS[device.platform].rolls_random_bits:
+        return 0
+    is_threefry = "fry" in str(getattr(eqn.invars[0].aval, "dtype", ""))
+    return compat.aval_nbytes(eqn.outvars[0].aval) if is_threefry else 0
