@@ -15,7 +15,7 @@ a barrier computes its elementwise chains from there. The program's own barriers
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from passes.ir import BufferId, OpId, Program
@@ -82,11 +82,11 @@ def emit_split(
     return split(whole, cut, n_arguments=n_arguments, n_forward_results=n_forward_results)
 
 
-def _products(lifted: LiftedJaxpr) -> frozenset[BufferId]:
-    """What products of matrices and convolutions store."""
+def _made_by(lifted: LiftedJaxpr, names: Collection[str]) -> frozenset[BufferId]:
+    """What kernels store whose last equation is of one of some primitives."""
     made = zip(lifted.program.ops, lifted.bodies, strict=True)
     return frozenset(
-        b for op, body in made if lifted.jaxpr.eqns[body[-1]].primitive.name in MATRIX for b in op.outputs
+        b for op, body in made if lifted.jaxpr.eqns[body[-1]].primitive.name in names for b in op.outputs
     )
 
 
@@ -120,7 +120,8 @@ class _Emitter:
         self.arguments = frozenset(lifted.program.arguments)
         self.last_reader = last_readers(lifted.program)
         self.readers, self.runs = _when(lifted.program, steps)
-        self.products = _products(lifted)
+        self.products = _made_by(lifted, MATRIX)
+        self.transposed = _made_by(lifted, ("transpose",))
         self.made_at: dict[tuple[int, tuple[int, ...]], int] = {}
         self.step = self.reached = 0
         eqns = enumerate(lifted.jaxpr.eqns)
@@ -180,9 +181,11 @@ class _Emitter:
         for op_id in segment:
             op = self.lifted.program.ops[op_id]
             outside = [b for b in op.inputs if b not in made]
-            stored = [b for b in outside if b not in self.arguments]
+            # What is transposed XLA writes as it was in front of a barrier, and transposes behind it.
+            straight = [b for b in outside if b not in self.transposed]
+            stored = [b for b in straight if b not in self.arguments]
             # An op that reads nothing but arguments would be merged with its first run.
-            chosen = stored if stored or any(b in made for b in op.inputs) else outside
+            chosen = stored if stored or any(b in made for b in op.inputs) else straight or outside
             operands.update(dict.fromkeys(chosen))
             made.update(op.outputs)
         trigger = self._trigger(before, made)
@@ -232,7 +235,7 @@ class _Emitter:
         """
         product = None
         for at, b in reversed(self.runs_made):
-            if self.run_at[b] != at or b in made or not self._is_read(b, before):
+            if self.run_at[b] != at or b in made or b in self.transposed or not self._is_read(b, before):
                 continue
             if b not in self.products:
                 return b

@@ -57,10 +57,12 @@ def emit_config(
     own = {body[-1] for body in as_is.bodies}
     saved = {i for i in wanted if _is_saved(lifted.jaxpr.eqns[i])}
     backend = BACKENDS[device.platform]
-    apart, held_back = (wanted - own) | saved, set()
+    inside = wanted & (_inside(as_is) - _inside(lifted))
+    apart, held_back = inside | saved, set()
     if backend.fuses_greedily:  # what a library's kernel has inside it is held back by it
-        kinds = {i: kernel_kind(lifted.jaxpr.eqns[i], device.platform) for i in wanted - own}
-        apart = {i for i, kind in kinds.items() if kind is Kind.FUSIBLE} | saved
+        kinds = {i: kernel_kind(lifted.jaxpr.eqns[i], device.platform) for i in inside}
+        apart = {i for i, kind in kinds.items() if kind is Kind.FUSIBLE and not _is_transpose(lifted, i)}
+        apart |= saved
     if backend.fuses_results and (strict or deep):
         products = {i for i in wanted if lifted.jaxpr.eqns[i].primitive.name in MATRIX}
         apart |= {i for i in products if strict or _is_smaller(lifted.jaxpr.eqns[i])}
@@ -80,6 +82,15 @@ def emit_config(
         free_waits=backend.runs_free_early,
         one_at_a_time=strict,
     )
+
+
+def _is_transpose(lifted: LiftedJaxpr, i: int) -> bool:
+    return lifted.jaxpr.eqns[i].primitive.name == "transpose"
+
+
+def _inside(lifted: LiftedJaxpr) -> set[int]:
+    """Equations that kernels compute for themselves, whether their results are stored or not."""
+    return {i for body in lifted.bodies for i in body[:-1]}
 
 
 def _is_saved(eqn: JaxprEqn) -> bool:
