@@ -112,7 +112,7 @@ class _Emitter:
         self.eqns: list[JaxprEqn] = []
         self.current: list[Var] = list(lifted.var_of)
         self.version: list[int] = [0] * len(lifted.var_of)
-        self.made: dict[tuple[int, tuple[int, ...]], list[Var]] = {}
+        self.made: dict[tuple[int | Var, ...], list[Var]] = {}
         self.used_original: set[int] = set()
         # When every buffer was run last, and what was run when, the last one behind.
         self.run_at: list[int] = [-1] * len(lifted.var_of)
@@ -262,13 +262,11 @@ class _Emitter:
         body, first = self.lifted.bodies[op_id], len(self.eqns)
         local: dict[Var, Var] = {}
         for i in body[:-1]:
-            key = self._key(i)
-            if key not in self.made:
-                self.made[key] = self._append(i, local)
-                self.made_at[key] = self.step
-            local.update(zip(self.lifted.jaxpr.eqns[i].outvars, self.made[key], strict=True))
+            made = self._append_once(i, local)
+            self.made_at.setdefault(self._key(i), self.step)
+            local.update(zip(self.lifted.jaxpr.eqns[i].outvars, made, strict=True))
         root = body[-1]
-        outvars = self._append(root, local)
+        outvars = self._append(root, local) if is_recompute else self._append_once(root, local)
         run: list[BufferId] = []
         for v, new in zip(self.lifted.jaxpr.eqns[root].outvars, outvars, strict=True):
             if not isinstance(v, compat.DropVar):
@@ -283,17 +281,26 @@ class _Emitter:
         if root in self.config.apart:
             self._barrier(list(self.lifted.program.ops[op_id].outputs))
 
+    def _append_once(self, i: int, local: dict[Var, Var]) -> list[Var]:
+        """Emit equation `i` unless it was emitted with the same operands."""
+        operands = compat.variables(self._operands(i, local))
+        return self.made.get((i, *operands)) or self._append(i, local)
+
     def _append(self, i: int, local: dict[Var, Var]) -> list[Var]:
         """Emit equation `i` on the current copies; its first emission keeps its own variables."""
-        eqn = self.lifted.jaxpr.eqns[i]
-        invars = [v if isinstance(v, compat.Literal) else self._read(v, local) for v in eqn.invars]
+        eqn, operands = self.lifted.jaxpr.eqns[i], self._operands(i, local)
         outvars = list(eqn.outvars)
         if i in self.used_original:
             outvars = [v if isinstance(v, compat.DropVar) else compat.fresh_var(v) for v in outvars]
         self.used_original.add(i)
-        self.eqns.append(eqn.replace(invars=invars, outvars=outvars))
+        self.eqns.append(eqn.replace(invars=operands, outvars=outvars))
+        self.made[i, *compat.variables(operands)] = outvars
         return outvars
 
+    def _operands(self, i: int, local: dict[Var, Var]) -> list[Atom]:
+        """What equation `i` reads: what its own kernel computes, else the current copies."""
+        atoms = self.lifted.jaxpr.eqns[i].invars
+        return [v if isinstance(v, compat.Literal) else self._read(v, local) for v in atoms]
+
     def _read(self, v: Var, local: dict[Var, Var]) -> Var:
-        b = self.lifted.buffer_of.get(v)
-        return local[v] if b is None else self.current[b]
+        return local[v] if v in local else self.current[self.lifted.buffer_of[v]]
