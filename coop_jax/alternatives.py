@@ -94,10 +94,10 @@ class OtherWays:
         record, outcome = search.record, hlo_of(first)
         first_wish = tries.at_once(record)
         search.is_seen(record, first_wish)
-        tuned = search.paged(search.tuned(first), outcome)
+        tuned = search.with_a_milder_plan(search.paged(search.tuned(first), outcome), outcome)
+        tuned = search.with_its_own_kernels(tuned)
         if not hlo_of(tuned).status.found:
             return search.instead_of(first)
-        tuned = search.with_its_own_kernels(search.with_a_milder_plan(tuned, outcome))
         taken = search.cheaper_than(tuned)
         if taken is None and tuned is first:
             self.learn(first_wish, first)
@@ -213,13 +213,13 @@ class _Search:
 
     def with_a_milder_plan(self, made: Choice, first: StageOutcome) -> Choice:
         """The mildest of the deeper plans, held to the budget, where one that is much deeper keeps it."""
-        if not tries.is_much_deeper(made, self.record):
+        if not hlo_of(made).status.found or not tries.is_much_deeper(made, self.record):
             return made
         return self._cheaper_of(made, tries.deeper(self.record, first)[0])
 
     def _cheaper_of(self, made: Choice, asked: Wish) -> Choice:
         variant = self._try(asked, known=True) if self.may_look(made) else None
-        if variant is None or price_of(variant) >= price_of(made):
+        if variant is None or rank(variant) >= rank(made):
             return made
         return self._choice(variant)
 
