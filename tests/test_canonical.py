@@ -19,6 +19,7 @@ from passes.jaxpr.lift import lift
 PRODUCTS = (
     "bqhd,bkhd->bhqk", "bhqk,bkhd->bqhd", "bhqk,bhqd->bhkd", "bhqd,bhkd->bhqk", "btd,df->btf", "btd,btf->df",
     "btf,df->btd", "btf,btd->df", "bhqd,bhqd->bh", "btkgh,bskh->bkgts", "bi,bj->ij", "bi,bj->bij",
+    "btd,d->bt",
     "qhbd,khbd->hbqk",
 )  # fmt: skip
 SIZES = dict(zip("bqhdktfgsij", (2, 5, 3, 8, 7, 5, 6, 2, 4, 3, 9), strict=True))

@@ -61,7 +61,7 @@ class _Writer:
                 self._swap(self._products.pop(v), result)
                 return
             self._transposed[result] = v, eqn.params["permutation"]
-        if name == "dot_general" and len(operands) == 2 and _is_summed(eqn):
+        if name == "dot_general" and len(operands) == 2 and _is_product(eqn):
             self._product(eqn)
         elif name == "conv_general_dilated" and len(operands) == 2:
             self._convolution(eqn)
@@ -167,10 +167,12 @@ def _changed(eqn: JaxprEqn, operands: Sequence[Atom], result: Var, **params: obj
     return changed
 
 
-def _is_summed(eqn: JaxprEqn) -> bool:
-    """True for a product that is one; XLA multiplies elements where nothing is summed."""
-    (summed, _), _ = eqn.params["dimension_numbers"]
-    return bool(summed) and eqn.params["out_sharding"] is None
+def _is_product(eqn: JaxprEqn) -> bool:
+    """True for a product that is one: XLA multiplies elements, and adds them, where nothing is summed, or
+    all that is not the batch."""
+    (summed, _), (batch, _) = eqn.params["dimension_numbers"]
+    ranks = [len(array_of(v).shape) for v in eqn.invars]
+    return 0 < len(summed) < max(ranks) - len(batch) and eqn.params["out_sharding"] is None
 
 
 def _order(old: Sequence[int], new: Sequence[int]) -> list[int]:

@@ -100,7 +100,8 @@ class GreedyFusion:
             self._places[v] = {i: frozenset({i})}
 
     def _place(self, i: int, v: Var) -> None:
-        places, spread = self._computed_at(v)
+        self._times[i, i] = 1
+        places, spread = self._computed_at(i, v)
         name = self._eqns[i].primitive.name
         times = {kernel: sum(self._times[kernel, j] for j in at) for kernel, at in places.items()}
         most = 1 if name in _BRANCHES else _MOST_PLACES
@@ -114,10 +115,7 @@ class GreedyFusion:
             copies = cheap or (len(places) <= 1 and v not in self._needed and not spread)
         if self._kinds[i] is Kind.FUSIBLE and (not copies or v in self._needed):
             self.stored.add(v)
-        at: dict[int, frozenset[int]] = {}
-        if v in self.stored:
-            self._times[i, i] = 1
-            at[i] = frozenset({i})
+        at = {} if copies else {i: frozenset({i})}
         if copies:
             self.copied.add(v)
             for kernel, found in places.items():
@@ -128,14 +126,18 @@ class GreedyFusion:
                 self._spread.add(v)
         self._places[v] = at
 
-    def _computed_at(self, v: Var) -> tuple[dict[int, frozenset[int]], bool]:
-        """At which places of which kernels `v` would be computed, and whether one of them uses its elements
-        several times."""
-        places: dict[int, frozenset[int]] = {}
+    def _computed_at(self, i: int, v: Var) -> tuple[dict[int, frozenset[int]], bool]:
+        """At which places of which kernels `v` would be computed, which equation `i` makes, and whether one
+        of them uses its elements several times. For what reads memory it is computed in a kernel of its own.
+        """
+        places = {i: frozenset({i})} if v in self._results else {}
         spread = False
         for j in self._readers.get(v, ()):
             reader = self._eqns[j]
-            if j in self.from_memory or self._kinds[j] not in _INSIDE:
+            if j in self.from_memory:
+                places[i] = frozenset({i})
+                continue
+            if self._kinds[j] not in _INSIDE:
                 places.setdefault(j, frozenset({j}))
                 continue
             for out in reader.outvars:
