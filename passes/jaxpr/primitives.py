@@ -34,6 +34,12 @@ class Kind(enum.Enum):
     OPAQUE = enum.auto()
 
 
+INSIDE = (Kind.VIEW, Kind.FUSIBLE)
+"""What a kernel can compute inside of itself."""
+FUSING = (*INSIDE, Kind.REDUCTION)
+"""Kernels that compute their operands inside of themselves."""
+
+
 _VIEW = "copy name pvary reshape sharding_constraint squeeze stop_gradient transpose"
 
 _FUSIBLE = """

@@ -15,7 +15,7 @@ from passes.jaxpr.avals import array_of
 from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
 from passes.jaxpr.greedy_fusion import GreedyFusion
 from passes.jaxpr.in_place import UPDATES
-from passes.jaxpr.primitives import SLICING, Kind, is_dear_to_xla
+from passes.jaxpr.primitives import INSIDE, SLICING, Kind, is_dear_to_xla
 from passes.jaxpr.purity import kernel_kind
 from passes.jaxpr.softmax import DataflowGraph, inside_softmax
 
@@ -149,7 +149,7 @@ class Storage:
         kernels: dict[Var, frozenset[int]] = {}
         for i in reversed(range(len(self.jaxpr.eqns))):
             eqn = self.jaxpr.eqns[i]
-            joins = self.kinds[i] in (Kind.VIEW, Kind.FUSIBLE) or self._inside & {*eqn.outvars}
+            joins = self.kinds[i] in INSIDE or self._inside & {*eqn.outvars}
             own = not joins or any(v in needed for v in eqn.outvars)
             reading = [i] if own else sorted({k for v in eqn.outvars for k in kernels.get(v, ())})
             for v in compat.variables(eqn.invars):
