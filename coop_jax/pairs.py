@@ -284,7 +284,7 @@ def _halves(jaxpr: ClosedJaxpr, differentiated: Sequence[bool], cotangents: Sequ
         leaves, seen.tree = jax.tree.flatten(pullback)
         seen.places = [next((i for i in references if args[i] is leaf), None) for leaf in leaves]
         residuals = [leaf for leaf, place in zip(leaves, seen.places, strict=True) if place is None]
-        seen.inner = [compat.is_ref(compat.typeof(x)) for x in residuals]
+        seen.inner = [compat.is_ref(jax.typeof(x)) for x in residuals]
         return [*_in_order(outs, rest, cotangents), *map(_value, residuals)]
 
     traced = compat.trace(forward, jaxpr.in_avals)
@@ -409,7 +409,7 @@ def _backward_with_arguments(
 
 def _value(x: Any) -> Any:
     """What a reference holds; every other value as it is."""
-    return x[...] if compat.is_ref(compat.typeof(x)) else x
+    return x[...] if compat.is_ref(jax.typeof(x)) else x
 
 
 def where(values: Iterable[Any], keep: Iterable[bool]) -> list[Any]:
