@@ -19,9 +19,9 @@ from typing import Any
 
 from passes.hlo.assign import Assigner
 from passes.hlo.dataflow import Position
-from passes.hlo.graph import HOST, Instruction, Shape
+from passes.hlo.graph import HOST, VIEWS, Instruction, Shape
 from passes.hlo.heap import HeapPrediction, heap_intervals, predict_assigned, temp_offsets
-from passes.hlo.lift import frames, is_view
+from passes.hlo.lift import frames
 from passes.hlo.origins import Origins
 from passes.hlo.xla_assignment import Address, Assignment, Name
 from passes.memory_map import ARGUMENT, CONSTANT, KEPT, OUTPUT, RECOMPUTED, WORKING, MemoryMap, Value
@@ -102,7 +102,7 @@ class _Describe:
         steps = []
         for (computation, i), time in self.a.ticks.time.items():
             instruction = self.module.computations[computation].by_id[i]
-            if time in begin or not is_view(instruction.opcode):
+            if time in begin or instruction.opcode not in VIEWS:
                 steps.append((time, instruction.name))
         steps.sort()
         return [time for time, _ in steps], tuple(name for _, name in steps)

@@ -92,14 +92,10 @@ class Task:
         units = self.config.units(len(self.lifted.program.ops))
         return replace(self.config, work_limit=units // 3, bound=False)
 
-    def assigner(self, view: graph.Module) -> Assigner:
-        """Where XLA will put the values of a module."""
-        return Assigner(view, self.lifted.platform, old_rules=self.lifted.assigner.old_rules)
-
     def write(self, made: Plan) -> Written:
         """Emit a plan and predict its heap."""
         view = emit(self.lifted, made.steps, made.pages)
-        assigner = self.assigner(view)
+        assigner = self.lifted.assigner.on(view)
         prediction = predict_assigned(assigner)
         saved = packing_saves(assigner) if self.pinned else 0
         return Written(
@@ -111,11 +107,11 @@ class Task:
         """The same plan, packed tighter where XLA can be made to; else as it is."""
         if self.pinned or self.lifted.assigner.backend.heap != "in time order":
             return written
-        module = steered(self.assigner(written.view))
+        module = steered(self.lifted.assigner.on(written.view))
         if module is None:
             return written
         view = graph.read(module)
-        prediction = predict_assigned(self.assigner(view))
+        prediction = predict_assigned(self.lifted.assigner.on(view))
         found = replace(written, view=view, prediction=prediction, needed_bytes=prediction.total_bytes)
         return min(written, found, key=lambda w: w.needed_bytes)
 
@@ -134,6 +130,10 @@ class Task:
         return self.config.objective.price(
             cost_ns=time_ns(program, made), energy_pj=made.energy_pj, base_ns=program.cost_ns
         )
+
+    def size(self, written: Written) -> tuple[bool, int]:
+        """To compare plans by where none keeps the budgets."""
+        return self.host_excess_bytes(written) > 0, written.needed_bytes
 
     def is_over(self, written: Written) -> bool:
         """True if a module breaks one of both budgets."""
@@ -207,7 +207,7 @@ def _packed(task: Task, tried: list[Written]) -> Written:
         found = task.steered(written)
         if not task.is_over(found):
             return found
-        best = min(best, found, key=lambda w: (task.host_excess_bytes(w) > 0, w.needed_bytes))
+        best = min(best, found, key=task.size)
     return best
 
 
@@ -234,7 +234,7 @@ def lowest(task: Task) -> tuple[Program, Written]:
         config = _with_less_host(config, less)
         displaced |= written.displaced
         program = task.program_with(displaced)
-    return min(tried, key=lambda t: (task.host_excess_bytes(t[1]) > 0, t[1].needed_bytes))
+    return min(tried, key=lambda one: task.size(one[1]))
 
 
 def _from_below(task: Task, program: Program, best: Written) -> Written:
