@@ -354,16 +354,15 @@ def _forwarded(forward: ClosedJaxpr, n_outs: int) -> tuple[ClosedJaxpr, tuple[in
     arguments = {v: i for i, v in enumerate(jaxpr.invars)}
     saved: list[tuple[str, int]] = []
     for v in jaxpr.outvars[n_outs:]:
-        if not isinstance(v, compat.Literal) and v in arguments:
-            saved.append(("argument", arguments[v]))
-            continue
-        if isinstance(v, compat.Literal) or v not in place:
-            if not isinstance(v, compat.Literal):
+        if (argument := compat.of_variable(arguments, v)) is not None:
+            saved.append(("argument", argument))
+        elif (result := compat.of_variable(place, v)) is not None:
+            saved.append(("result", result))
+        else:
+            if compat.is_variable(v):
                 place[v] = len(outvars)
             saved.append(("result", len(outvars)))
             outvars.append(v)
-            continue
-        saved.append(("result", place[v]))
     pruned = compat.close_jaxpr(compat.rebuild(jaxpr, eqns=jaxpr.eqns, outvars=outvars), consts)
     return pruned, tuple(i if kind == "result" else len(outvars) + i for kind, i in saved)
 

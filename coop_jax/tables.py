@@ -69,15 +69,7 @@ def largest(memory: MemoryMap, top: int) -> Table:
     ]  # fmt: skip
     rest = sum(v.nbytes for v in alive[top:]) + memory.profile()[PACKING][0]
     if rest:
-        rows.append(
-            (
-                f"{len(alive) - top if len(alive) > top else 0} more",
-                "",
-                format_bytes(rest, exact=False),
-                "",
-                "",
-            )
-        )
+        rows.append((f"{max(0, len(alive) - top)} more", "", format_bytes(rest, exact=False), "", ""))
     return Table(header=("value", "shape", "bytes", "line", "kind"), rows=tuple(rows))
 
 

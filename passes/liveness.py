@@ -127,7 +127,9 @@ class Graph:
         for b in program.outputs:
             is_output[b] = True
         nbytes = [b.nbytes for b in program.buffers]
-        inputs = [_distinct(op.inputs, producer) for op in program.ops]
+        inputs: list[tuple[int, ...]] = [
+            tuple(dict.fromkeys(b for b in op.inputs if producer[b] >= 0)) for op in program.ops
+        ]
         outputs: list[tuple[int, ...]] = [tuple(dict.fromkeys(op.outputs)) for op in program.ops]
         shares = [_shares(op, producer) for op in program.ops]
         return cls(
@@ -144,10 +146,6 @@ class Graph:
             argument_bytes=sum(program.buffers[b].nbytes for b in program.arguments),
             arrays=Arrays.of(program, inputs, outputs, shares),
         )
-
-
-def _distinct(inputs: tuple[BufferId, ...], producer: list[int]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(b for b in inputs if producer[b] >= 0))
 
 
 def _shares(op: Op, producer: list[int]) -> tuple[tuple[int, int], ...]:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend.core import check_jaxpr
 
 import coop_jax as coop
 from coop_jax import aot
@@ -38,17 +39,17 @@ def avals(closed: Any) -> Any:
 
 
 def prepared(asked: tuple[Any, ...], work: Any) -> None:
-    compat.check(work.jaxpr)
+    check_jaxpr(work.jaxpr)
 
 
 def lifted(asked: tuple[Any, ...], made: Any) -> None:
-    compat.check(asked[0])
+    check_jaxpr(asked[0])
     assert Program.from_json(made.program.to_json()).ops == made.program.ops  # well formed
 
 
 def planned(asked: tuple[Any, ...], made: Any) -> None:
     candidate = made.candidate
-    compat.check(candidate.emitted)
+    check_jaxpr(candidate.emitted)
     if candidate.plan is not None:
         validate(candidate.lifted.program, candidate.plan)
         assert simulate(candidate.lifted.program, candidate.steps).peak_bytes == candidate.plan.peak_bytes
@@ -66,7 +67,7 @@ def emitted(asked: tuple[Any, ...], made: Any) -> None:
         list(map(compat.check, (forward.jaxpr, backward.jaxpr)))
     else:
         assert avals(made) == avals(work.source)
-        compat.check(made.jaxpr)
+        check_jaxpr(made.jaxpr)
 
 
 def enforced(asked: tuple[Any, ...], made: Any) -> None:

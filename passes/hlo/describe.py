@@ -40,12 +40,20 @@ _PLUMBING = frozenset({"while", "body", "cond", "branch", "closed_call", "checkp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
-    """XLA's own counts of a compiled program, in bytes; see `coop_jax.aot.Memory`."""
+    """XLA's own counts of a compiled program, on one device.
+
+    Attributes:
+        argument_bytes, output_bytes: storage of the program's arguments and results.
+        temp_bytes: XLA's heap of temporaries.
+        alias_bytes: results that live in donated arguments.
+        total_bytes: arguments + outputs + temporaries - aliased; this is what budgets bound.
+        host_bytes: the same in the host's memory.
+    """
 
     argument_bytes: int
     output_bytes: int
-    alias_bytes: int
     temp_bytes: int
+    alias_bytes: int
     total_bytes: int
     host_bytes: int = 0
 

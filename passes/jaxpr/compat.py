@@ -105,11 +105,6 @@ def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
     return pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
-def check(jaxpr: Jaxpr) -> None:
-    """Raise if an open jaxpr is not well typed."""
-    core.check_jaxpr(jaxpr)
-
-
 def source_line(eqn: JaxprEqn) -> str:
     """The user's line that an equation comes from, such as "model.py:41 (attention)"; "" if unknown."""
     return str(source_info_util.summarize(eqn.source_info))

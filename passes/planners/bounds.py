@@ -93,9 +93,7 @@ class Bound:
         for position in self._positions:
             if self.schedule.live[position] <= budget_bytes:
                 continue
-            if position not in self._problems:
-                self._problems[position] = cut_problem_at(self.schedule, position, slot=position + 1)
-            hull = cheapest_within(self._problems[position], budget_bytes - self._forced[position])
+            hull = cheapest_within(self._problem(position), budget_bytes - self._forced[position])
             best_ns = max(best_ns, hull.bound_ns or 0.0)
         return best_ns / base_ns if base_ns else 0.0
 
@@ -110,11 +108,14 @@ class Bound:
             capacity_bytes = budget_bytes + away_bytes - self._forced[position]
             if self.schedule.live[position] <= budget_bytes + away_bytes:
                 continue
-            if position not in self._problems:
-                self._problems[position] = cut_problem_at(self.schedule, position, slot=position + 1)
             price_ns = 1e9 / link.to_host_bytes_per_second
-            best_ns = max(best_ns, least_with_waiting_ns(self._problems[position], capacity_bytes, price_ns))
+            best_ns = max(best_ns, least_with_waiting_ns(self._problem(position), capacity_bytes, price_ns))
         return best_ns / base_ns if base_ns else 0.0
+
+    def _problem(self, position: int) -> CutProblem:
+        if position not in self._problems:
+            self._problems[position] = cut_problem_at(self.schedule, position, slot=position + 1)
+        return self._problems[position]
 
 
 def least_with_waiting_ns(

@@ -12,6 +12,7 @@ replayed: the budget is of live bytes, which flatters it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 from passes.ir import BufferId, Page
 from passes.link import Link
@@ -42,9 +43,8 @@ class Delta:
         self.pages: list[Page] = []
         self.slot = self.clock_ns = 0
         self._readers = [0] * len(graph.nbytes)
-        for inputs in graph.inputs:
-            for b in inputs:
-                self._readers[b] += 1
+        for b in chain.from_iterable(graph.inputs):
+            self._readers[b] += 1
 
     def run(self) -> tuple[list[int], list[Page]]:
         """Steps and pages.
@@ -96,18 +96,13 @@ class Delta:
     def _swap_in(self, buffer: int) -> None:
         live_range, now = self.ranges[buffer], len(self.steps)
         assert live_range.out_done is not None, "only what is away comes back"
-        page = Page(
-            buffer=BufferId(buffer),
-            run=live_range.run,
-            out_done=live_range.out_done,
-            in_start=now,
-            in_done=now,
+        out_done, live_range.out_done = live_range.out_done, None
+        self.pages.append(
+            Page(buffer=BufferId(buffer), run=live_range.run, out_done=out_done, in_start=now, in_done=now)
         )
-        self.pages.append(page)
-        live_range.out_done = None
 
     def _forget(self, buffer: int) -> None:
-        if buffer in self.ranges and self.ranges[buffer].out_done is not None:
+        if self._is_away(buffer):
             raise DeltaError
         self.ranges.pop(buffer, None)
 
