@@ -119,6 +119,14 @@ class Graph:
     arrays: Arrays
     slack_bytes: IntArray | None = None
 
+    def readers(self) -> list[list[int]]:
+        """For every buffer the ops that read it, ascending."""
+        readers: list[list[int]] = [[] for _ in self.nbytes]
+        for op, inputs in enumerate(self.inputs):
+            for b in inputs:
+                readers[b].append(op)
+        return readers
+
     @classmethod
     def of(cls, program: Program) -> Graph:
         """Read a program into lists; O(size of the program)."""

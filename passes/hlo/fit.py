@@ -33,11 +33,18 @@ class FitConfig:
         most_rounds: from above, each tighter by what the one before was over.
         most_relaxed: of the lowest plan with fewer recomputes.
         most_lowest: of the lowest plan, while values come into the heap that were in results.
+        retry_parts: into how many parts the work is divided of which a plan after the first gets one.
+        displaced_rounds: in which values that come into the heap are planned for; later only where the excess
+            halves, since what their recomputes displace in turn would be found one layer after the other.
+        even_rounds: that tighten by the excess itself; each one after them by twice as much.
     """
 
     most_rounds: int = 7
     most_relaxed: int = 4
     most_lowest: int = 4
+    retry_parts: int = 3
+    displaced_rounds: int = 2
+    even_rounds: int = 2
 
 
 CONFIG = FitConfig()
@@ -88,9 +95,9 @@ class Task:
         return working_set_bytes(program)
 
     def for_retries(self) -> PlannerConfig:
-        """A third of the work, and no second proof."""
+        """A part of the work, and no second proof."""
         units = self.config.units(len(self.lifted.program.ops))
-        return replace(self.config, work_limit=units // 3, bound=False)
+        return replace(self.config, work_limit=units // CONFIG.retry_parts, bound=False)
 
     def write(self, made: Plan) -> Written:
         """Emit a plan and predict its heap."""
@@ -184,8 +191,7 @@ def fit(task: Task) -> Written:
         if written.plan.peak_bytes > target:
             break
         config = _with_less_host(task.for_retries(), config.host_bytes - task.host_excess_bytes(written))
-        # What recomputes of displaced values displace in turn would be found one layer after the other.
-        nearer = len(tried) < 3 or 2 * excess <= task.excess_bytes(tried[-2])
+        nearer = len(tried) <= CONFIG.displaced_rounds or 2 * excess <= task.excess_bytes(tried[-2])
         if nearer and not written.displaced <= displaced:
             displaced |= written.displaced
             program = task.program_with(displaced)
@@ -193,7 +199,7 @@ def fit(task: Task) -> Written:
             excess = max(0, excess - max(0, peak - written.plan.peak_bytes))
         else:
             tightened += 1
-        target = min(target, written.plan.peak_bytes) - (excess << max(0, tightened - 2))
+        target = min(target, written.plan.peak_bytes) - (excess << max(0, tightened - CONFIG.even_rounds))
     program, least = lowest(task)
     over = task.is_over(least)
     found = _packed(task, [*tried, least]) if over else _from_below(task, program, least)

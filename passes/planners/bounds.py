@@ -23,7 +23,7 @@ import numpy as np
 from passes.ir import Program
 from passes.link import Link
 from passes.liveness import Graph
-from passes.planners.flow import COST_UNITS, CutProblem, Cutter, cheapest_within, cut_problem_at
+from passes.planners.flow import COST_UNITS, MOST_FLOWS, CutProblem, Cutter, cheapest_within, cut_problem_at
 from passes.planners.schedule import Schedule
 
 ROUNDING_NS = 1e-3
@@ -118,9 +118,7 @@ class Bound:
         return self._problems[position]
 
 
-def least_with_waiting_ns(
-    problem: CutProblem, capacity_bytes: int, price_ns: float, max_flows: int = 24
-) -> float:
+def least_with_waiting_ns(problem: CutProblem, capacity_bytes: int, price_ns: float) -> float:
     """No choice costs less, where bytes beyond the capacity may be had at `price_ns` each.
 
     That is the hull's bound with no byte priced above `price_ns`: the largest of the lines with such slopes.
@@ -130,7 +128,7 @@ def least_with_waiting_ns(
     if above.kept_bytes <= capacity_bytes or not problem.demanded:
         return 0.0
     below, best, most = None, 0.0, price_ns * COST_UNITS
-    while cutter.solved < max_flows:
+    while cutter.solved < MOST_FLOWS:
         slope = most
         if below is not None:
             slope = min(most, (below.cost - above.cost) / (above.kept_bytes - below.kept_bytes))

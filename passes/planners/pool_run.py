@@ -45,10 +45,7 @@ class PoolRun(abc.ABC):
         self.graph = graph
         self.pool = Pool(capacity_bytes, graph.argument_bytes)
         self.present = [p < 0 for p in graph.producer]
-        self.readers: list[list[int]] = [[] for _ in graph.nbytes]
-        for op, inputs in enumerate(graph.inputs):
-            for b in inputs:
-                self.readers[b].append(op)
+        self.readers = graph.readers()
         self.pins: Counter[int] = Counter()
         self.slot = 0
         self.steps: list[int] = []

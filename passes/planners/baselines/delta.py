@@ -12,7 +12,6 @@ replayed: the budget is of live bytes, which flatters it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
 
 from passes.ir import BufferId, Page
 from passes.link import Link
@@ -42,9 +41,7 @@ class Delta:
         self.steps: list[int] = []
         self.pages: list[Page] = []
         self.slot = self.clock_ns = 0
-        self._readers = [0] * len(graph.nbytes)
-        for b in chain.from_iterable(graph.inputs):
-            self._readers[b] += 1
+        self._readers = [len(ops) for ops in graph.readers()]
 
     def run(self) -> tuple[list[int], list[Page]]:
         """Steps and pages.
