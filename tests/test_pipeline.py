@@ -20,7 +20,6 @@ from passes.collecting import uncollected
 from passes.counts import MemoryBytes, Verdict, check
 from passes.hlo import proto
 from passes.ir import Program
-from passes.jaxpr import compat
 from passes.simulate import simulate
 from passes.validate import validate
 from tests.models import chain_loss, chain_step
@@ -64,7 +63,7 @@ def emitted(asked: tuple[Any, ...], made: Any) -> None:
         (forward, backward), (first, second) = made, work.source
         assert forward.in_avals == first.in_avals
         assert backward.out_avals == second.out_avals
-        list(map(compat.check, (forward.jaxpr, backward.jaxpr)))
+        list(map(check_jaxpr, (forward.jaxpr, backward.jaxpr)))
     else:
         assert avals(made) == avals(work.source)
         check_jaxpr(made.jaxpr)

@@ -63,9 +63,8 @@ class PoolRun(abc.ABC):
             self.bring(op)
             self._passed(op)
         self.slot = len(graph.cost_ns)
-        wanted = [b for b in graph.program.outputs if graph.producer[b] >= 0]
-        self.pins.update(wanted)
-        for b in wanted:
+        self.pins.update(graph.results)
+        for b in graph.results:
             if not self.present[b]:
                 self.bring(graph.producer[b])
         return Walked(steps=tuple(self.steps), offsets=tuple(self.offsets))

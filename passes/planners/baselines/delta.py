@@ -57,9 +57,8 @@ class Delta:
             for b in [b for b in self.ranges if not self._readers[b] and not self.graph.is_output[b]]:
                 del self.ranges[b]
         self.slot = len(self.graph.cost_ns)
-        for b, is_output in enumerate(self.graph.is_output):
-            if is_output and self.graph.producer[b] >= 0 and not self._is_here(b):
-                raise DeltaError
+        if not all(map(self._is_here, self.graph.results)):
+            raise DeltaError
         return self.steps, self.pages
 
     def _is_here(self, buffer: int) -> bool:

@@ -191,9 +191,8 @@ def add_variables(made: _Model) -> None:
             model.add(made.there(i, b) <= 1)
             for event in ("gone", "start", "back", "kept") if graph.arrays.pageable[b] else ():
                 made.event[event, i, b] = model.new_bool_var(f"{b} {event} at {i}")
-    for b, is_output in enumerate(graph.is_output):
-        if is_output and graph.producer[b] >= 0:
-            model.add(made.at("device", made.end, b) + made.at("leaving", made.end, b) == 1)
+    for b in graph.results:
+        model.add(made.at("device", made.end, b) + made.at("leaving", made.end, b) == 1)
 
 
 def add_changes(made: _Model) -> None:
