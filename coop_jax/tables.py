@@ -30,7 +30,7 @@ def memory_blocks(memory: MemoryMap, *, top: int = 8) -> list[Block]:
         f"outputs {format_bytes(memory.output_bytes)}{donated}",
     ]
     if len(alive) > 1:
-        lines.append(sparkline(alive, width=96, top=max(alive)))
+        lines.append(sparkline(alive, width=96))
     tables = (("by kind", kind_of), ("by source line", source_of), ("by named scope, or function", scope_of))
     blocks: list[Block] = [Lines(lines=tuple(lines))]
     for title, label in tables:

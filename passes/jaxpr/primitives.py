@@ -95,9 +95,6 @@ _UNPRICED_IN_BFLOAT16 = frozenset({"exp", "exp2", "log", "logistic"})
 MATRIX = frozenset({"dot_general", "conv_general_dilated"})
 """Products of matrices, and convolutions."""
 
-SINCE_0_12 = frozenset({"polynomial"})
-"""Primitives that JAX 0.11 does not have."""
-
 SLICING = frozenset({"slice", "dynamic_slice", "gather"})
 """Primitives that read only as many bytes of their first operand as they return."""
 

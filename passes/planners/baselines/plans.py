@@ -23,7 +23,6 @@ POLICIES: dict[str, Callable[[Graph], Policy]] = {
     "dte": lambda graph: scores.Dte(),
     "coop-online": lambda graph: scores.CoopOnline(_middle(graph)),
 }
-BASELINES = (*POLICIES, "chen")
 
 
 def plan(program: Program, budget_bytes: int, config: PlannerConfig) -> Plan:

@@ -401,7 +401,7 @@ def _pages_of(
                     in_start=index[start],
                     in_done=index[i],
                 )
-                returned.append((start, _end_of(made, solver, buffer, start), page))
+                returned.append((start, int(solver.value(made.ends[start, buffer])), page))
         if i < made.end and on[i] and buffer in made.graph.outputs[made.axis.steps[i]]:
             run = i
     return returned
@@ -418,8 +418,3 @@ def _is_used(made: _Model, buffer: int, on: list[bool], moments: range) -> bool:
         if on[i] and buffer in made.graph.outputs[op]:
             return False
     return False
-
-
-def _end_of(made: _Model, solver: cp_model.CpSolver, buffer: int, moment: int) -> int:
-    """When the copy that starts to come back in a moment is there."""
-    return int(solver.value(made.ends[moment, buffer]))
