@@ -54,14 +54,14 @@ def address_view(compiled: Compiled) -> AddressView:
     real = real_assignment(compiled, module)
     assigner = Assigner(graph.read(module), serialized.kind_of(compiled), old_rules=compat.OLD_RULES)
     predicted = predict_assigned(assigner)
-    comparison = None if real is None else compare(assigner, real)
+    buffers, equal = (None, None) if real is None else compare(assigner, real)
     return AddressView(
         temp_bytes=stats.temp_size_in_bytes,
         predicted_temp_bytes=predicted.temp_bytes,
         live_bytes=predicted.live_bytes,
         packed_bytes=stats.temp_size_in_bytes - packing_saves(assigner),
-        buffers=None if comparison is None else comparison.buffers,
-        equal=None if comparison is None else comparison.equal,
+        buffers=buffers,
+        equal=equal,
     )
 
 

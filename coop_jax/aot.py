@@ -32,6 +32,7 @@ from passes.backend import CPU, CUDA, TPU, backend_of
 from passes.cost import DEVICES, DeviceModel
 from passes.hlo import graph, proto
 from passes.hlo.cost import computation_ns, computation_pj, program_cost_ns
+from passes.hlo.describe import Counted
 
 GPUS = ("h200", "h100", "a100", "b200")
 TARGETS = (*GPUS, *tpu.CHIPS)
@@ -74,23 +75,8 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """What XLA says a compiled program needs on one device.
-
-    Attributes:
-        argument_bytes, output_bytes: storage of the program's arguments and results.
-        temp_bytes: XLA's heap of temporaries.
-        alias_bytes: results that live in donated arguments.
-        total_bytes: arguments + outputs + temporaries - aliased; this is what budgets bound.
-        host_bytes: the same in the host's memory.
-    """
-
-    argument_bytes: int
-    output_bytes: int
-    temp_bytes: int
-    alias_bytes: int
-    total_bytes: int
-    host_bytes: int = 0
+class Memory(Counted):
+    """What XLA says a compiled program needs on one device."""
 
     @property
     def fixed_bytes(self) -> int:
@@ -195,12 +181,16 @@ _MAKERS: dict[str, Callable[[Target, int], tuple[jax.Device, ...]]] = {
 }
 
 
+def plugin_command(version: str) -> str:
+    """What installs jaxlib's CUDA plugin of a version."""
+    return f"pip install --no-deps jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version}"
+
+
 def _no_plugin_text(name: str) -> str:
-    wheels = [f"jax-cuda13-{part}=={jax.__version__}" for part in ("plugin", "pjrt")]
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
         return (
             f"compiling for an absent {name} needs jaxlib's CUDA plugin (130 MB, no NVIDIA libraries):\n"
-            f"  pip install --no-deps {' '.join(wheels)}"
+            f"  {plugin_command(jax.__version__)}"
         )
     platforms = os.environ.get("JAX_PLATFORMS", "")
     return (

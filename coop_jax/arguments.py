@@ -94,7 +94,7 @@ def _is_array(leaf: Any, in_module: bool) -> bool:
     if isinstance(leaf, bool | int | float | complex):
         return not in_module
     try:
-        compat.typeof(leaf)
+        jax.typeof(leaf)
     except TypeError:
         return False
     except Exception:  # such as a number that is too large, or a view of a reference, which `jit` takes apart

@@ -127,7 +127,7 @@ def _part_jvp(
     saved = _saved(primals, jaxpr, config, planned, source)
     closed, consts = source.closed()
     values, dots = source.of(primals), source.of(tangents)
-    dots = [*(compat.zero_tangent(compat.typeof(c)) for c in consts), *dots]
+    dots = [*(compat.zero_tangent(jax.typeof(c)) for c in consts), *dots]
     results, pushed = _jvp([*consts, *values], dots, jaxpr=closed, config=_derived(config))
     return [*results, *saved], [*pushed, *map(_no_tangent, saved)]
 
@@ -148,7 +148,7 @@ def _part_linearize(
     results, nonzeros_out, residuals, push = _linearize(
         for_transpose, nonzeros, *values, jaxpr=closed, config=_derived(config)
     )
-    zeros = [compat.zero_tangent(compat.typeof(c)) for c in consts]
+    zeros = [compat.zero_tangent(jax.typeof(c)) for c in consts]
 
     def tangent(residuals: Sequence[Any], *tangents: Any) -> list[Any]:
         return [*push(residuals, *zeros, *source.of(tangents)), *map(_no_tangent, saved)]
@@ -162,7 +162,7 @@ def _saved(
     """The results of a part that its source does not give; references stay as they are."""
     if len(jaxpr.out_avals) == source.n_results:
         return []
-    copies = [jax.new_ref(x[...]) if compat.is_ref(compat.typeof(x)) else x for x in operands]
+    copies = [jax.new_ref(x[...]) if compat.is_ref(jax.typeof(x)) else x for x in operands]
     return _bind_part(once_more(jaxpr), config, planned, source, copies)[source.n_results :]
 
 
@@ -171,7 +171,7 @@ def _derived(config: RematConfig) -> RematConfig:
 
 
 def _no_tangent(value: Any) -> Any:
-    return compat.zero_tangent(compat.typeof(value))
+    return compat.zero_tangent(jax.typeof(value))
 
 
 @compat.cached_by_jaxpr

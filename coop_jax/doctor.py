@@ -21,6 +21,7 @@ from coop_jax.remat import remat
 from coop_jax.screen import Block, Lines
 
 _OLDEST, _NEWEST = (0, 11, 2), (0, 13)
+_SPEC = jax.ShapeDtypeStruct((128, 128), jnp.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +73,11 @@ def _same_version() -> Check:
     try:
         plugin = metadata.version("jax-cuda13-plugin")
     except metadata.PackageNotFoundError:
-        cure = (
-            f"pip install --no-deps jax-cuda13-plugin=={jax.__version__} jax-cuda13-pjrt=={jax.__version__}"
-        )
+        cure = aot.plugin_command(jax.__version__)
         return Check(name="CUDA plugin", good=False, found="not installed", cure=cure, optional=True)
     jaxlib = metadata.version("jaxlib")
     good = plugin.split(".")[:3] == jaxlib.split(".")[:3]
-    cure = "" if good else f"pip install --no-deps jax-cuda13-plugin=={jaxlib} jax-cuda13-pjrt=={jaxlib}"
+    cure = "" if good else aot.plugin_command(jaxlib)
     return Check(name="CUDA plugin", good=good, found=f"{plugin}, jaxlib {jaxlib}", cure=cure)
 
 
@@ -108,8 +107,7 @@ def _chain(x: jax.Array) -> jax.Array:
 
 
 def _enforced() -> str:
-    spec = jax.ShapeDtypeStruct((128, 128), jnp.float32)
-    compiled = jax.jit(remat(jax.grad(_chain), budget=0.8)).lower(spec).compile()
+    compiled = jax.jit(remat(jax.grad(_chain), budget=0.8)).lower(_SPEC).compile()
     record = mark.record_of(compiled)
     assert record is not None, "XLA did not call back"
     assert record.hlo is not None, "XLA did not call back"
@@ -119,15 +117,13 @@ def _enforced() -> str:
 
 
 def _addresses() -> str:
-    spec = jax.ShapeDtypeStruct((128, 128), jnp.float32)
-    inspected = inspect(jax.jit(jax.grad(_chain)).lower(spec).compile())
+    inspected = inspect(jax.jit(jax.grad(_chain)).lower(_SPEC).compile())
     assert inspected.exact_addresses, "XLA does not tell where it put the temporaries"
     return f"{sum(v.offset is not None for v in inspected.values)} values"
 
 
 def _absent() -> str:
-    spec = jax.ShapeDtypeStruct((128, 128), jnp.float32)
-    compiled = aot.lower_for(jax.grad(_chain), (spec,), device="h200").compile()
+    compiled = aot.lower_for(jax.grad(_chain), (_SPEC,), device="h200").compile()
     return f"{aot.memory(compiled).total_bytes} B"
 
 

@@ -104,7 +104,7 @@ def open_compiled(compiled: Compiled) -> Opened:
     parsed = proto.parse(aot.final_module(compiled))
     return Opened(
         assigner=_assigner(parsed, serialized.kind_of(compiled)),
-        counted=Counted(**aot.memory(compiled).to_dict()),
+        counted=aot.memory(compiled),
         real=real_assignment(compiled, parsed),
     )
 

@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -174,9 +175,10 @@ def _planned_and_marked(
 
 def _part(jaxpr: ClosedJaxpr, planned: Planned | None) -> Part:
     """What of the program is known where the whole cannot be had."""
-    plains = (lambda: ()) if planned is None else (lambda: _plain_programs(planned))
-    is_plain = planned is None or not planned.outcome.changed
-    return Part(jaxpr=_inlined(jaxpr), is_plain=is_plain, plains=plains)
+    if planned is None:
+        return Part(jaxpr=_inlined(jaxpr), is_plain=True, plains=tuple)
+    plains = partial(joined_programs, planned.forward, planned.backward, planned.n_outs)
+    return Part(jaxpr=_inlined(jaxpr), is_plain=not planned.outcome.changed, plains=plains)
 
 
 def _budget_bytes(
@@ -396,28 +398,16 @@ def _expected_model(config: RematConfig, avals: Sequence[Any]) -> DeviceModel:
     """The cost model of the device that a program is probably for; sure only when it is lowered."""
     if config.device is not None:
         return _with_power(DEVICES[config.device], config)
-    device = _expected_device(avals)
+    kind, device = compat.device_kind(avals), jax.devices()[0]
+    if kind is not None and kind != device.device_kind:
+        device = aot.devices(aot.model_for(CUDA.name, kind).name)[0]
     return _with_power(aot.model_for(device.platform, device.device_kind), config)
-
-
-def _expected_device(avals: Sequence[Any]) -> jax.Device:
-    """A device like the one that arguments of these abstract values live on, present or absent."""
-    kind = compat.device_kind(avals)
-    present = jax.devices()[0]
-    if kind is None or kind == present.device_kind:
-        return present
-    return aot.devices(aot.model_for(CUDA.name, kind).name)[0]
 
 
 @compat.cached_by_jaxpr
 def _inlined(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     """`jaxpr` as straight-line code; the same object every time."""
     return inline_calls(jaxpr)
-
-
-def _plain_programs(planned: Planned) -> tuple[ClosedJaxpr, ...]:
-    """Programs that the enclosing one may be: value and gradient, gradient alone, or some other."""
-    return joined_programs(planned.forward, planned.backward, planned.n_outs)
 
 
 def _nbytes(avals: Sequence[Any]) -> int:

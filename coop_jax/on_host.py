@@ -53,13 +53,10 @@ def here(specs: Any) -> Any:
         sharding = getattr(leaf, "sharding", None)
         if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, AbstractMesh):
             return leaf
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_first().with_memory_kind(PINNED))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=first)
 
+    first = SingleDeviceSharding(jax.devices()[0]).with_memory_kind(PINNED)
     return jax.tree.map(place, specs)
-
-
-def _first() -> SingleDeviceSharding:
-    return SingleDeviceSharding(jax.devices()[0])
 
 
 def _described(sharding: Any) -> NamedSharding:

@@ -284,7 +284,7 @@ def _halves(jaxpr: ClosedJaxpr, differentiated: Sequence[bool], cotangents: Sequ
         leaves, seen.tree = jax.tree.flatten(pullback)
         seen.places = [next((i for i in references if args[i] is leaf), None) for leaf in leaves]
         residuals = [leaf for leaf, place in zip(leaves, seen.places, strict=True) if place is None]
-        seen.inner = [compat.is_ref(compat.typeof(x)) for x in residuals]
+        seen.inner = [compat.is_ref(jax.typeof(x)) for x in residuals]
         return [*_in_order(outs, rest, cotangents), *map(_value, residuals)]
 
     traced = compat.trace(forward, jaxpr.in_avals)
@@ -354,16 +354,15 @@ def _forwarded(forward: ClosedJaxpr, n_outs: int) -> tuple[ClosedJaxpr, tuple[in
     arguments = {v: i for i, v in enumerate(jaxpr.invars)}
     saved: list[tuple[str, int]] = []
     for v in jaxpr.outvars[n_outs:]:
-        if not isinstance(v, compat.Literal) and v in arguments:
-            saved.append(("argument", arguments[v]))
-            continue
-        if isinstance(v, compat.Literal) or v not in place:
-            if not isinstance(v, compat.Literal):
+        if (argument := compat.of_variable(arguments, v)) is not None:
+            saved.append(("argument", argument))
+        elif (result := compat.of_variable(place, v)) is not None:
+            saved.append(("result", result))
+        else:
+            if compat.is_variable(v):
                 place[v] = len(outvars)
             saved.append(("result", len(outvars)))
             outvars.append(v)
-            continue
-        saved.append(("result", place[v]))
     pruned = compat.close_jaxpr(compat.rebuild(jaxpr, eqns=jaxpr.eqns, outvars=outvars), consts)
     return pruned, tuple(i if kind == "result" else len(outvars) + i for kind, i in saved)
 
@@ -409,7 +408,7 @@ def _backward_with_arguments(
 
 def _value(x: Any) -> Any:
     """What a reference holds; every other value as it is."""
-    return x[...] if compat.is_ref(compat.typeof(x)) else x
+    return x[...] if compat.is_ref(jax.typeof(x)) else x
 
 
 def where(values: Iterable[Any], keep: Iterable[bool]) -> list[Any]:

@@ -173,7 +173,7 @@ class PinnedCalls:
 
 def _signature(leaf: Any) -> tuple[Any, ...]:
     """What a compiled program depends on of an argument."""
-    aval = compat.typeof(leaf)
+    aval = jax.typeof(leaf)
     place = (getattr(leaf, "sharding", None), getattr(leaf, "committed", False))
     return (aval.shape, aval.dtype, getattr(aval, "weak_type", False), *place)
 

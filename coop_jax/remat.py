@@ -241,13 +241,13 @@ def _stage(function: Callable[..., Any], config: RematConfig, args: Any, kwargs:
             given[i] = value
         outs, out_tree = jax.tree.flatten(hold(unchanged(function, *jax.tree.unflatten(tree, given))))
         # A result that is an argument, such as a part of an NNX module that was only read, needs no program.
-        places = {id(value): n for n, value in enumerate(values) if not compat.is_ref(compat.typeof(value))}
+        places = {id(value): n for n, value in enumerate(values) if not compat.is_ref(jax.typeof(value))}
         forwarded = [places.get(id(out)) for out in outs]
         out_trees.append((out_tree, forwarded))
         return [out for out, place in zip(outs, forwarded, strict=True) if place is None]
 
     operands = [leaves[i] for i in dynamic]
-    jaxpr = compat.trace(flat, [compat.typeof(x) for x in operands])
+    jaxpr = compat.trace(flat, [jax.typeof(x) for x in operands])
     _check_names(jaxpr, config.constraints)
     results = iter(autodiff.bind(jaxpr, config, operands))
     ((out_tree, forwarded),) = out_trees

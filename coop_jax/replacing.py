@@ -58,12 +58,8 @@ def in_place_of(one: bytes, calls: Calls, other: bytes, other_calls: Calls) -> b
 
 def signature(data: bytes) -> list[tuple[int, bytes]]:
     """What a serialized module takes and returns: equal for those that may stand in each other's place."""
-    signature_fields = [
-        (number, value) for number, value in wire.contents(data) if number in _SIGNATURE_FIELDS
-    ]
-    return sorted(
-        signature_fields, key=lambda field: field[0]
-    )  # whoever wrote a module chose an order of its fields
+    fields = [(number, value) for number, value in wire.contents(data) if number in _SIGNATURE_FIELDS]
+    return sorted(fields, key=lambda field: field[0])  # whoever wrote a module chose their order
 
 
 def _numbers(calls: Calls, other_calls: Calls) -> dict[int, int]:

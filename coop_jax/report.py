@@ -120,11 +120,13 @@ class Report(Printable):
 
     def __str__(self) -> str:
         """The blocks, their tables in Markdown."""
-        texts = [
-            block.lines if isinstance(block, Lines) else [format_table(block.header, block.rows)]
-            for block in self._parts()
-        ]
-        return "\n".join(line for text in texts for line in text)
+        lines: list[str] = []
+        for block in self.blocks():
+            if isinstance(block, Table):
+                lines.append(format_table(block.header, block.rows))
+            elif isinstance(block, Lines):
+                lines += block.lines
+        return "\n".join(lines)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Report:
@@ -134,27 +136,22 @@ class Report(Printable):
             KeyError, TypeError, ValueError: it is another version's, or something else.
         """
         given = {f.name: data[f.name] for f in dataclasses.fields(cls)}
-        recomputed = tuple(Recomputed(**item) for item in given["recomputed"])
-        host = HostUse.from_dict(given["host"])
         known = {
             "status": Status(given["status"]),
-            "recomputed": recomputed,
+            "recomputed": tuple(Recomputed(**item) for item in given["recomputed"]),
             "timed": tuple(Timed(**item) for item in given["timed"]),
             "offsets": Offsets(**given["offsets"]),
-            "host": host,
+            "host": HostUse.from_dict(given["host"]),
         }
         return cls(**{**given, **known})
 
     def blocks(self) -> list[Block]:
         """For `coop_jax.screen`."""
-        return list(self._parts())
-
-    def _parts(self) -> list[Lines | Table]:
         asked = format_bytes(self.budget_bytes)
         given = "" if self.budget == asked else f": {self.budget}"
         budget = f"budget {asked}{given}" + (f" and {self.constraints}" if self.constraints else "")
         rows = self._byte_rows()
-        parts: list[Lines | Table] = [
+        parts: list[Block] = [
             Lines(lines=(budget,)),
             Table(
                 header=("", "bytes", "", "of budget"), rows=tuple(rows),

@@ -128,9 +128,9 @@ def shortened(text: str, width: int) -> str:
     return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
 
 
-def sparkline(values: Sequence[int], *, width: int = WIDTH, top: int | None = None) -> str:
+def sparkline(values: Sequence[int], *, width: int) -> str:
     """Values as a line of little columns, the largest of those that share one."""
-    top = max(1, top or max(values, default=1))
+    top = max([1, *values])
     n = min(width, len(values))
     parts = [values[i * len(values) // n : (i + 1) * len(values) // n] for i in range(n)]
     return "".join(_LEVELS[min(8, max(0, round(8 * max(part) / top)))] for part in parts)

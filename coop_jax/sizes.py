@@ -8,7 +8,6 @@ from typing import Any
 import jax.export
 
 from coop_jax.errors import UnsupportedError
-from passes.jaxpr import compat
 
 
 def check_sizes(values: Sequence[Any], name: str) -> None:
@@ -21,7 +20,7 @@ def check_sizes(values: Sequence[Any], name: str) -> None:
     Raises:
         UnsupportedError: with the first such shape.
     """
-    for aval in map(compat.typeof, values):
+    for aval in map(jax.typeof, values):
         if any(map(jax.export.is_symbolic_dim, getattr(aval, "shape", ()))):
             shape = ", ".join(map(str, aval.shape))
             raise UnsupportedError(

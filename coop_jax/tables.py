@@ -30,7 +30,7 @@ def memory_blocks(memory: MemoryMap, *, top: int = 8) -> list[Block]:
         f"outputs {format_bytes(memory.output_bytes)}{donated}",
     ]
     if len(alive) > 1:
-        lines.append(sparkline(alive, width=96, top=max(alive)))
+        lines.append(sparkline(alive, width=96))
     tables = (("by kind", kind_of), ("by source line", source_of), ("by named scope, or function", scope_of))
     blocks: list[Block] = [Lines(lines=tuple(lines))]
     for title, label in tables:
@@ -69,15 +69,7 @@ def largest(memory: MemoryMap, top: int) -> Table:
     ]  # fmt: skip
     rest = sum(v.nbytes for v in alive[top:]) + memory.profile()[PACKING][0]
     if rest:
-        rows.append(
-            (
-                f"{len(alive) - top if len(alive) > top else 0} more",
-                "",
-                format_bytes(rest, exact=False),
-                "",
-                "",
-            )
-        )
+        rows.append((f"{max(0, len(alive) - top)} more", "", format_bytes(rest, exact=False), "", ""))
     return Table(header=("value", "shape", "bytes", "line", "kind"), rows=tuple(rows))
 
 

@@ -75,11 +75,14 @@ class DeviceModel:
     split: SplitWeights | None = None
     memory_picojoules_per_byte: float = 8 * 3.92
 
+    def matrix_flops(self, bits: int) -> float:
+        """Matrix flop/s for operands of a width."""
+        return {16: self.flops_16bit, 64: self.flops_64bit}.get(bits, self.flops_32bit)
+
     def picojoules_per_flop(self, bits: int) -> float:
         """Energy of a flop of products: full load without what full memory traffic takes, at their peak."""
         left = self.watts - self.bytes_per_second * self.memory_picojoules_per_byte * 1e-12
-        peak = {16: self.flops_16bit, 64: self.flops_64bit}.get(bits, self.flops_32bit)
-        return max(0.0, left) * 1e12 / peak
+        return max(0.0, left) * 1e12 / self.matrix_flops(bits)
 
 
 _AMPERE = SplitWeights(byte=0.0666955, sum_byte=467.815, sum_launch=5.65307e7)
@@ -154,8 +157,7 @@ def kernel_ns(
         bits: width of their operands' elements.
         vector_flops: flops of everything else.
     """
-    peak = {16: device.flops_16bit, 64: device.flops_64bit}.get(bits, device.flops_32bit)
-    compute = matrix_flops / peak + vector_flops / device.vector_flops
+    compute = matrix_flops / device.matrix_flops(bits) + vector_flops / device.vector_flops
     return device.launch_ns + round(1e9 * max(compute, nbytes / device.bytes_per_second))
 
 

@@ -100,6 +100,7 @@ class Graph:
         local_bytes: what every op holds while it runs: inputs, outputs and scratch, less what it may
             save by sharing.
         is_output: whether a buffer must survive the last op.
+        results: the buffers that must, without arguments.
         argument_bytes: bytes of all arguments, alive throughout.
         arrays: the same as arrays.
         slack_bytes: bytes that planners leave free in every slot and at the end, shape (ops + 1,).
@@ -115,9 +116,18 @@ class Graph:
     workspace_bytes: list[int]
     local_bytes: list[int]
     is_output: list[bool]
+    results: list[int]
     argument_bytes: int
     arrays: Arrays
     slack_bytes: IntArray | None = None
+
+    def readers(self) -> list[list[int]]:
+        """For every buffer the ops that read it, ascending."""
+        readers: list[list[int]] = [[] for _ in self.nbytes]
+        for op, inputs in enumerate(self.inputs):
+            for b in inputs:
+                readers[b].append(op)
+        return readers
 
     @classmethod
     def of(cls, program: Program) -> Graph:
@@ -127,7 +137,9 @@ class Graph:
         for b in program.outputs:
             is_output[b] = True
         nbytes = [b.nbytes for b in program.buffers]
-        inputs = [_distinct(op.inputs, producer) for op in program.ops]
+        inputs: list[tuple[int, ...]] = [
+            tuple(dict.fromkeys(b for b in op.inputs if producer[b] >= 0)) for op in program.ops
+        ]
         outputs: list[tuple[int, ...]] = [tuple(dict.fromkeys(op.outputs)) for op in program.ops]
         shares = [_shares(op, producer) for op in program.ops]
         return cls(
@@ -141,13 +153,10 @@ class Graph:
             workspace_bytes=[op.workspace_bytes for op in program.ops],
             local_bytes=[_local_bytes(op, nbytes, producer) for op in program.ops],
             is_output=is_output,
+            results=[b for b in program.outputs if producer[b] >= 0],
             argument_bytes=sum(program.buffers[b].nbytes for b in program.arguments),
             arrays=Arrays.of(program, inputs, outputs, shares),
         )
-
-
-def _distinct(inputs: tuple[BufferId, ...], producer: list[int]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(b for b in inputs if producer[b] >= 0))
 
 
 def _shares(op: Op, producer: list[int]) -> tuple[tuple[int, int], ...]:
@@ -212,13 +221,12 @@ def live_ranges(graph: Graph, steps: Sequence[int], pages: Sequence[Page] = ()) 
             buffer.append(b)
             start.append(position)
             stop.append(position + 1)
-    for b in graph.program.outputs:
-        if latest[b] >= 0:
-            stop[latest[b]] = len(steps)
-        elif graph.producer[b] >= 0:
+    for b in graph.results:
+        if latest[b] < 0:
             raise ValueError(f"no step makes the program's output {b}")
+        stop[latest[b]] = len(steps)
     ranges = LiveRanges(buffer=buffer, start=start, stop=stop, place=[-1] * len(buffer))
-    final = {latest[b] for b in graph.program.outputs if latest[b] >= 0}
+    final = {latest[b] for b in graph.results}
     if pages:
         final |= _send_away(graph, pages, reads, ranges, final)
     _take_places(graph, steps, reads, ranges, frozenset(final))

@@ -179,13 +179,12 @@ def changes(stages: Iterable[StageOutcome]) -> tuple[float, float]:
     return time_ratio - 1, energy_ratio - 1
 
 
-def scaled(outcome: StageOutcome, *, times: int = 1, over: int = 1) -> StageOutcome:
-    """An outcome with its bytes multiplied and divided: of the whole program, or of one device's part."""
+def scaled(outcome: StageOutcome, *, over: int) -> StageOutcome:
+    """An outcome with its bytes divided: of one device's part."""
     names = ("budget", "argument", "output", "alias", "before_temp", "planned_temp")
-    values = {f"{name}_bytes": getattr(outcome, f"{name}_bytes") * times // over for name in names}
-    least = outcome.least_total_bytes
-    paged = tuple(replace(p, nbytes=p.nbytes * times // over) for p in outcome.paged)
-    least = None if least is None else least * times // over
+    values = {f"{name}_bytes": getattr(outcome, f"{name}_bytes") // over for name in names}
+    paged = tuple(replace(p, nbytes=p.nbytes // over) for p in outcome.paged)
+    least = None if outcome.least_total_bytes is None else outcome.least_total_bytes // over
     return replace(outcome, **values, paged=paged, least_total_bytes=least)
 
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import coop_jax as coop
-from passes.jaxpr import compat
 
 limited = functools.partial(coop.remat, budget="1TiB")
 X = jnp.arange(1.0, 7.0).reshape(2, 3)
@@ -70,7 +69,7 @@ def test_trees_come_and_go_as_under_jit(name: str) -> None:
         wanted = jax.jit(function)(tree)
         assert jax.tree.structure(found) == jax.tree.structure(wanted)
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-            assert compat.typeof(a) == compat.typeof(b)
+            assert jax.typeof(a) == jax.typeof(b)
             assert bool(jnp.all(a == b))
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 import pytest
 from jax import lax
+from jax.extend.core import check_jaxpr
 
 from passes.jaxpr import structured
 from passes.jaxpr.candidate import JaxprRequest
-from passes.jaxpr.compat import check
 from passes.jaxpr.lift import lift
 from passes.jaxpr.scans.emit import rewrite
 from passes.jaxpr.scans.frontier import POLICIES, frontier, hand_levels
@@ -36,7 +36,7 @@ def test_a_policys_level_stacks_what_jax_stacks_under_it(k: int) -> None:
 def test_a_policys_level_computes_the_same(name: str) -> None:
     jaxpr, consts = opened(jax.value_and_grad(GRADIENTS[name], argnums=(0, 1)), WS, X)
     new = rewrite(jaxpr, hand_levels(jaxpr, CPU)[NO_BATCH])
-    check(new)
+    check_jaxpr(new)
     same(run(new, consts, WS, X), run(jaxpr, consts, WS, X))
 
 

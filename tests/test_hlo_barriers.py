@@ -13,7 +13,7 @@ from jax import lax
 
 from coop_jax.remat import remat
 from passes.hlo import graph, proto
-from passes.hlo.barriers import BARRIERS, drop_barriers
+from passes.hlo.barriers import drop_barriers
 from passes.jaxpr import compat
 
 
@@ -65,7 +65,7 @@ def _unchanged(example: h.Example, platform: str) -> tuple[bytes, Any]:
 
 
 def _count(module: Any) -> int:
-    return sum(i.opcode in BARRIERS for c in module.computations for i in c.instructions)
+    return sum(i.opcode in graph.BARRIERS for c in module.computations for i in c.instructions)
 
 
 def test_every_barrier_is_removed_once_in_every_computation() -> None:

@@ -47,7 +47,7 @@ def loss(ws: Any, x: Any) -> Any:
 
 def program(function: Any = loss) -> Any:
     """The gradient as a closed jaxpr."""
-    avals = [compat.typeof(jnp.ones(s.shape, s.dtype)) for s in SPECS]
+    avals = [jax.typeof(jnp.ones(s.shape, s.dtype)) for s in SPECS]
     return inline_calls(compat.trace(lambda *args: [jax.grad(function)(*args)], avals))
 
 
@@ -118,7 +118,7 @@ def test_a_stack_inside_a_loop_over_microbatches_can_wait_on_the_host() -> None:
         parts = x.reshape(4, ROWS // 4, WIDTH)
         return lax.scan(lambda total, x: (total + jax.grad(loss)(ws, x), None), ws, parts)[0].sum()
 
-    avals = [compat.typeof(jnp.ones(s.shape, s.dtype)) for s in SPECS]
+    avals = [jax.typeof(jnp.ones(s.shape, s.dtype)) for s in SPECS]
     jaxpr = compat.open_jaxpr(inline_calls(compat.trace(lambda *args: [batches(*args)], avals)))[0]
     inner = [s for s in stacks_of(jaxpr) if s.iterations == 4]
     assert inner

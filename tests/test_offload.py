@@ -100,7 +100,7 @@ def test_forced_values_that_the_host_has_no_room_for_are_refused(h200: str, loss
 
 def test_what_is_computed_from_an_offloaded_value_is_computed_again() -> None:
     """Else it would be stacked on the device in its stead."""
-    avals = [compat.typeof(jnp.ones(s.shape, s.dtype)) for s in SPECS]
+    avals = [jax.typeof(jnp.ones(s.shape, s.dtype)) for s in SPECS]
     closed = inline_calls(compat.trace(lambda *args: [jax.grad(scanned)(*args)], avals))
     constrained = constrain_program(closed, Constraints(offload=("h",)))
     assert offloaded_bytes(compat.open_jaxpr(constrained)[0]) == STACK

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend.core import check_jaxpr
 
 import coop_jax as coop
 from coop_jax import aot
@@ -19,7 +20,6 @@ from passes.collecting import uncollected
 from passes.counts import MemoryBytes, Verdict, check
 from passes.hlo import proto
 from passes.ir import Program
-from passes.jaxpr import compat
 from passes.simulate import simulate
 from passes.validate import validate
 from tests.models import chain_loss, chain_step
@@ -38,17 +38,17 @@ def avals(closed: Any) -> Any:
 
 
 def prepared(asked: tuple[Any, ...], work: Any) -> None:
-    compat.check(work.jaxpr)
+    check_jaxpr(work.jaxpr)
 
 
 def lifted(asked: tuple[Any, ...], made: Any) -> None:
-    compat.check(asked[0])
+    check_jaxpr(asked[0])
     assert Program.from_json(made.program.to_json()).ops == made.program.ops  # well formed
 
 
 def planned(asked: tuple[Any, ...], made: Any) -> None:
     candidate = made.candidate
-    compat.check(candidate.emitted)
+    check_jaxpr(candidate.emitted)
     if candidate.plan is not None:
         validate(candidate.lifted.program, candidate.plan)
         assert simulate(candidate.lifted.program, candidate.steps).peak_bytes == candidate.plan.peak_bytes
@@ -63,10 +63,10 @@ def emitted(asked: tuple[Any, ...], made: Any) -> None:
         (forward, backward), (first, second) = made, work.source
         assert forward.in_avals == first.in_avals
         assert backward.out_avals == second.out_avals
-        list(map(compat.check, (forward.jaxpr, backward.jaxpr)))
+        list(map(check_jaxpr, (forward.jaxpr, backward.jaxpr)))
     else:
         assert avals(made) == avals(work.source)
-        compat.check(made.jaxpr)
+        check_jaxpr(made.jaxpr)
 
 
 def enforced(asked: tuple[Any, ...], made: Any) -> None:

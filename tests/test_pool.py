@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from strategies import chain, example, programs, sequences
 
 from passes.ir import OpId, Program
-from passes.offsets.placement import place
+from passes.liveness import Graph
+from passes.offsets.placement import place_graph
 from passes.offsets.pool import FREE, Pool
 from passes.planners import PlannerConfig, plan
 from passes.simulate import simulate
@@ -58,7 +59,7 @@ def check_offsets(
 def test_best_fit_places_without_overlap(data: st.DataObject):
     program = data.draw(programs())
     steps = data.draw(sequences(program))
-    placement = place(program, steps)
+    placement = place_graph(Graph.of(program), steps)
     check_offsets(program, steps, placement.offsets, placement.heap_bytes)
     assert placement.heap_bytes >= simulate(program, steps).peak_bytes
 
@@ -67,7 +68,7 @@ def test_best_fit_of_the_example_has_no_fragmentation():
     program = example()
     for steps in ((0, 1, 2, 3, 4, 5), (0, 1, 2, 3, 1, 4, 5)):
         wrapped = tuple(OpId(s) for s in steps)
-        assert place(program, wrapped).heap_bytes == simulate(program, wrapped).peak_bytes
+        assert place_graph(Graph.of(program), wrapped).heap_bytes == simulate(program, wrapped).peak_bytes
 
 
 @given(st.data())

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import check_jaxpr
 
 from coop_jax import aot
 from coop_jax.remat import remat
@@ -179,7 +180,7 @@ def test_every_level_computes_the_same(name: str) -> None:
     in_parts = [between(levels[0], levels[-1], 0.5), *(between(levels[-1], s, 0.5) for s in segments)]
     for level in [*some(levels), *segments, *in_parts]:
         new = rewrite(jaxpr, level)
-        compat.check(new)
+        check_jaxpr(new)
         same(run(new, consts, WS, X), expected, 1e-2 if name == "bfloat16" else 1e-5)
 
 
@@ -214,7 +215,7 @@ def test_views_of_stacks_are_made_in_the_scan(f: Callable[..., Any], n_pairs: in
     """Each forward scan is paired with its backward scan, to which it passes most."""
     jaxpr, consts = opened(f, WS, X)
     new = view_inside_scans(jaxpr)
-    compat.check(new)
+    check_jaxpr(new)
     assert len(find_pairs(new)) == n_pairs
     assert stack_bytes(new) <= stack_bytes(jaxpr)
     same(run(new, consts, WS, X), run(jaxpr, consts, WS, X))
@@ -415,7 +416,7 @@ def test_microbatches_are_on_the_frontier_with_the_pairs_inside_them() -> None:
     again, once = all_recomputed(low), all_recomputed(low.inner[0])
     assert sum(r.cost_ns for r in again) == 4 * sum(r.cost_ns for r in once)
     new = rewrite(jaxpr, levels[-1])
-    compat.check(new)
+    check_jaxpr(new)
     same(run(new, consts, WS, X), run(jaxpr, consts, WS, X))
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import check_jaxpr
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -61,17 +62,17 @@ def names(jaxpr: Any) -> list[str]:
 @pytest.mark.parametrize("check", [True, False])
 def test_forward_and_backward_are_one_body_of_one_devices_sizes(check: bool):
     found = entered(inside=True, check=check)
-    compat.check(found.jaxpr)
+    check_jaxpr(found.jaxpr)
     assert names(found.jaxpr).count("shard_map") == 1
     assert names(found.body).count("scan") == 2
     assert (ROWS // N_DEVICES, WIDTH) in [v.aval.shape for v in found.body.invars]
-    compat.check(found.written(found.body))
+    check_jaxpr(found.written(found.body))
 
 
 @pytest.mark.parametrize("check", [True, False])
 def test_a_forward_part_that_the_cotangent_needs_stays_and_is_planned_with_the_other(check: bool):
     found = entered(inside=False, check=check)
-    compat.check(found.jaxpr)
+    check_jaxpr(found.jaxpr)
     assert names(found.jaxpr).count("shard_map") == 2
     assert names(found.body).count("scan") == 2
     assert found.pair is not None

@@ -123,7 +123,7 @@ def test_sources_in_a_refusal(loss: Any) -> None:
 
 
 def test_what_is_inside_of_a_librarys_jit_comes_from_the_line_that_calls_it() -> None:
-    traced = inline_calls(compat.trace(lambda x: [jax.nn.gelu(x)], [compat.typeof(1.0)]))
+    traced = inline_calls(compat.trace(lambda x: [jax.nn.gelu(x)], [jax.typeof(1.0)]))
     jaxpr, _ = compat.open_jaxpr(traced)
     assert len(jaxpr.eqns) > 5
     assert all(compat.source_line(eqn).startswith(__file__) for eqn in jaxpr.eqns)
@@ -134,5 +134,5 @@ def test_a_users_folder_with_a_name_like_ours_is_named(folder: str) -> None:
     path = os.path.normpath(folder.format(Path(coop_jax.__file__).parent)) + "/model.py"
     scope: dict[str, Any] = {}
     exec(compile("import jax\ndef f(x):\n    return jax.lax.sin(x)", path, "exec"), scope)
-    jaxpr, _ = compat.open_jaxpr(compat.trace(lambda x: [scope["f"](x)], [compat.typeof(1.0)]))
+    jaxpr, _ = compat.open_jaxpr(compat.trace(lambda x: [scope["f"](x)], [jax.typeof(1.0)]))
     assert compat.source_line(jaxpr.eqns[0]).startswith(f"{path}:3")

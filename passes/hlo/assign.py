@@ -127,6 +127,10 @@ class Assigner:
         for allocation in added:
             self._add(allocation)
 
+    def on(self, module: graph.Module) -> Assigner:
+        """The same rules, replayed on another module."""
+        return Assigner(module, self.backend.name, old_rules=self.old_rules)
+
     @property
     def apart(self) -> frozenset[int]:
         """Memory spaces that are not the device's main memory."""

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from passes.hlo.graph import BARRIERS
 from passes.hlo.prune import can_merge_operands, merge_operands
 
-BARRIERS = frozenset({"optimization-barrier", "opt-barrier"})
 _VIEWS = frozenset({"get-tuple-element", "tuple", "bitcast"})
+_NO_KERNELS = _VIEWS | BARRIERS
 
 
 def drop_barriers(module: Any) -> bool:
@@ -86,8 +87,7 @@ def _twins(computation: Any, known: dict[int, int]) -> set[int]:
     """
     twins: set[int] = set()
     for instruction in computation.instructions:
-        is_kernel = instruction.opcode not in _VIEWS and instruction.opcode not in BARRIERS
-        if not is_kernel or can_merge_operands(instruction):
+        if instruction.opcode in _NO_KERNELS or can_merge_operands(instruction):
             continue
         operands = dict.fromkeys(instruction.operand_ids)
         read = {o for o in operands if known[o] == o}

@@ -19,13 +19,11 @@ from weakref import WeakKeyDictionary
 
 from passes.cost import ASSUMED_ITERATIONS, EXPENSIVE_FLOPS, DeviceModel, kernel_ns, kernel_pj
 from passes.hlo import graph
-from passes.hlo.graph import HOST, Computation, Instruction, Module
+from passes.hlo.graph import HOST, VIEWS, Computation, Instruction, Module
 
-_FREE = frozenset(
-    {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "optimization-barrier", "opt-barrier",
-     "domain", "add-dependency", "async-done", "async-update", "copy-start", "copy-done", "partition-id",
-     "replica-id", "after-all"}
-)  # fmt: skip
+_FREE = VIEWS | {
+    "async-done", "async-update", "copy-start", "copy-done", "partition-id", "replica-id", "after-all",
+}  # fmt: skip
 _EXPENSIVE = frozenset(
     {"acos", "acosh", "asin", "asinh", "atan2", "atanh", "cbrt", "cosine", "cosh", "erf", "exponential",
      "exponential-minus-one", "log", "log-plus-one", "logistic", "power", "sine", "sinh", "tan", "tanh"}
@@ -249,10 +247,8 @@ def _fused_work(module: Module, fused: Computation) -> _FusedWork:
 
 
 def _written_by_fusion(module: Module, fused: Computation) -> int:
-    root = fused.by_id[fused.root]
-    roots = fused.operands(root) if root.opcode == "tuple" else [root]
     total = 0
-    for at in roots:
+    for at in fused.results():
         while at.opcode in ("bitcast", "reshape"):
             at = fused.by_id[at.operands[0]]
         if at.opcode == "dynamic-update-slice":
@@ -293,13 +289,9 @@ def _used_bytes(
             seen += sum(n for operand, n in zip(user.operands, inner, strict=True) if operand == at.id)
         elif user.opcode in ("slice", "dynamic-slice", "gather") and user.operands[0] == at.id:
             seen += user.shape.nbytes
-        elif (
-            (user.opcode == "dynamic-update-slice" and user.operands[0] == at.id)
-            or user.opcode == "tuple"
-            or (user.opcode == "scatter" and user.operands[0] == at.id)
+        elif user.opcode != "tuple" and not (
+            user.opcode in ("dynamic-update-slice", "scatter") and user.operands[0] == at.id
         ):
-            continue
-        else:
             return at.shape.total_nbytes
     return min(seen, at.shape.total_nbytes)
 

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from passes.hlo.graph import Computation, Instruction, Module, post_order
+from passes.hlo.graph import BARRIERS, Computation, Instruction, Module, post_order
 from passes.hlo.inplace import in_place_pairs
 from passes.union_find import UnionFind
 
 Index = tuple[int, ...]
 Tree = dict[Index, int]
 
-_FORWARD = frozenset({"bitcast", "optimization-barrier", "opt-barrier", "domain", "add-dependency"})
+_FORWARD = BARRIERS | {"bitcast", "domain", "add-dependency"}
 _CALLS = frozenset({"call", "while", "conditional", "async-start", "async-update", "async-done"})
 
 
@@ -146,8 +146,8 @@ class _Builder:
             return {(): operands[0][0,]}
         return self.define_all(comp, instr)
 
-    def define_all(self, comp: Computation, instr: Instruction) -> Tree:
-        return {i: self.define(comp, instr, i, False) for i, _ in instr.shape.leaves()}
+    def define_all(self, comp: Computation, instr: Instruction, *, phi: bool = False) -> Tree:
+        return {i: self.define(comp, instr, i, phi) for i, _ in instr.shape.leaves()}
 
     def call(self, comp: Computation, instr: Instruction, operands: list[Tree]) -> Tree:
         for called in instr.called:
@@ -189,8 +189,8 @@ class _Builder:
         return tree
 
     def loop(self, comp: Computation, instr: Instruction, init: Tree) -> Tree:
-        body, condition = self.loop_callees(instr)
-        inside = self.placeholder(body)
+        body, condition = loop_parts(self.module, instr)
+        inside = self.define_all(body, body.parameters()[0], phi=True)
         root = self.computation(body, [inside])
         changed = [i for i in init if self.resolve(root[i]) not in (inside[i], self.resolve(init[i]))]
         for index in init:
@@ -201,19 +201,12 @@ class _Builder:
         self.computation(condition, [test])
         return {i: self.define(comp, instr, i, True) if i in changed else v for i, v in init.items()}
 
-    def loop_callees(self, instr: Instruction) -> tuple[Computation, Computation]:
-        first, second = (self.module.computations[c] for c in instr.called)
-        is_test = not second.by_id[second.root].shape.is_tuple and first.by_id[first.root].shape.is_tuple
-        return (first, second) if is_test else (second, first)
-
-    def placeholder(self, body: Computation) -> Tree:
-        parameter = body.parameters()[0]
-        return {i: self.define(body, parameter, i, True) for i, _ in parameter.shape.leaves()}
-
 
 def loop_parts(module: Module, instruction: Instruction) -> tuple[Computation, Computation]:
     """Body and condition of a while."""
-    return _Builder(module).loop_callees(instruction)
+    first, second = (module.computations[c] for c in instruction.called)
+    is_test = not second.by_id[second.root].shape.is_tuple and first.by_id[first.root].shape.is_tuple
+    return (first, second) if is_test else (second, first)
 
 
 def analyse(module: Module) -> Dataflow:
@@ -314,7 +307,7 @@ def _merge_instruction(flow: Dataflow, union: UnionFind, computation: int, instr
     elif instruction.opcode == "conditional":
         others = [flow.trees[c, module.computations[c].root] for c in instruction.called]
     else:
-        for operand, source, target in in_place_pairs(module, module.computations[computation], instruction):
+        for operand, source, target in in_place_pairs(module, instruction):
             union.join((tree[target], flow.trees[computation, instruction.operands[operand]][source]))
         return
     for other in others:

@@ -19,9 +19,9 @@ from typing import Any
 
 from passes.hlo.assign import Assigner
 from passes.hlo.dataflow import Position
-from passes.hlo.graph import HOST, Instruction, Shape
+from passes.hlo.graph import HOST, VIEWS, Instruction, Shape
 from passes.hlo.heap import HeapPrediction, heap_intervals, predict_assigned, temp_offsets
-from passes.hlo.lift import frames, is_view
+from passes.hlo.lift import frames
 from passes.hlo.origins import Origins
 from passes.hlo.xla_assignment import Address, Assignment, Name
 from passes.memory_map import ARGUMENT, CONSTANT, KEPT, OUTPUT, RECOMPUTED, WORKING, MemoryMap, Value
@@ -40,12 +40,20 @@ _PLUMBING = frozenset({"while", "body", "cond", "branch", "closed_call", "checkp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
-    """XLA's own counts of a compiled program, in bytes; see `coop_jax.aot.Memory`."""
+    """XLA's own counts of a compiled program, on one device.
+
+    Attributes:
+        argument_bytes, output_bytes: storage of the program's arguments and results.
+        temp_bytes: XLA's heap of temporaries.
+        alias_bytes: results that live in donated arguments.
+        total_bytes: arguments + outputs + temporaries - aliased; this is what budgets bound.
+        host_bytes: the same in the host's memory.
+    """
 
     argument_bytes: int
     output_bytes: int
-    alias_bytes: int
     temp_bytes: int
+    alias_bytes: int
     total_bytes: int
     host_bytes: int = 0
 
@@ -102,7 +110,7 @@ class _Describe:
         steps = []
         for (computation, i), time in self.a.ticks.time.items():
             instruction = self.module.computations[computation].by_id[i]
-            if time in begin or not is_view(instruction.opcode):
+            if time in begin or instruction.opcode not in VIEWS:
                 steps.append((time, instruction.name))
         steps.sort()
         return [time for time, _ in steps], tuple(name for _, name in steps)

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from passes.hlo import graph, proto
-from passes.hlo.graph import Computation, Module
-from passes.hlo.lift import LiftedModule, is_view
+from passes.hlo.graph import VIEWS, Computation, Module
+from passes.hlo.lift import LiftedModule
 from passes.hlo.pages import CopyStyle, Moments, copy_done, copy_plain, copy_start, holders
 from passes.hlo.prune import drop_uncalled, prune
 from passes.ir import OpId, Page
@@ -162,7 +162,7 @@ class _Writer:
         if i in self.latest:
             return self.latest[i]
         instruction = self.old.by_id[i]
-        assert is_view(instruction.opcode), f"{instruction.name} is read before it is run"
+        assert instruction.opcode in VIEWS, f"{instruction.name} is read before it is run"
         key = (i, tuple(self.resolve(o) for o in instruction.operands))
         if key not in self.views:
             new = self._instance(i, is_recompute=i in self.written)

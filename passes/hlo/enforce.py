@@ -205,8 +205,7 @@ def _reordered(lifted: LiftedModule, device: DeviceModel) -> LiftedModule:
     if order is None:
         return lifted
     view = emit(lifted, order)
-    assigner = Assigner(view, lifted.platform, old_rules=lifted.assigner.old_rules)
-    candidate = lift(view, device, lifted.platform, assigner=assigner)
+    candidate = lift(view, device, lifted.platform, assigner=lifted.assigner.on(view))
     return candidate if candidate.prediction.total_bytes <= lifted.prediction.total_bytes else lifted
 
 

@@ -33,11 +33,18 @@ class FitConfig:
         most_rounds: from above, each tighter by what the one before was over.
         most_relaxed: of the lowest plan with fewer recomputes.
         most_lowest: of the lowest plan, while values come into the heap that were in results.
+        retry_parts: into how many parts the work is divided of which a plan after the first gets one.
+        displaced_rounds: in which values that come into the heap are planned for; later only where the excess
+            halves, since what their recomputes displace in turn would be found one layer after the other.
+        even_rounds: that tighten by the excess itself; each one after them by twice as much.
     """
 
     most_rounds: int = 7
     most_relaxed: int = 4
     most_lowest: int = 4
+    retry_parts: int = 3
+    displaced_rounds: int = 2
+    even_rounds: int = 2
 
 
 CONFIG = FitConfig()
@@ -88,18 +95,14 @@ class Task:
         return working_set_bytes(program)
 
     def for_retries(self) -> PlannerConfig:
-        """A third of the work, and no second proof."""
+        """A part of the work, and no second proof."""
         units = self.config.units(len(self.lifted.program.ops))
-        return replace(self.config, work_limit=units // 3, bound=False)
-
-    def assigner(self, view: graph.Module) -> Assigner:
-        """Where XLA will put the values of a module."""
-        return Assigner(view, self.lifted.platform, old_rules=self.lifted.assigner.old_rules)
+        return replace(self.config, work_limit=units // CONFIG.retry_parts, bound=False)
 
     def write(self, made: Plan) -> Written:
         """Emit a plan and predict its heap."""
         view = emit(self.lifted, made.steps, made.pages)
-        assigner = self.assigner(view)
+        assigner = self.lifted.assigner.on(view)
         prediction = predict_assigned(assigner)
         saved = packing_saves(assigner) if self.pinned else 0
         return Written(
@@ -111,11 +114,11 @@ class Task:
         """The same plan, packed tighter where XLA can be made to; else as it is."""
         if self.pinned or self.lifted.assigner.backend.heap != "in time order":
             return written
-        module = steered(self.assigner(written.view))
+        module = steered(self.lifted.assigner.on(written.view))
         if module is None:
             return written
         view = graph.read(module)
-        prediction = predict_assigned(self.assigner(view))
+        prediction = predict_assigned(self.lifted.assigner.on(view))
         found = replace(written, view=view, prediction=prediction, needed_bytes=prediction.total_bytes)
         return min(written, found, key=lambda w: w.needed_bytes)
 
@@ -134,6 +137,10 @@ class Task:
         return self.config.objective.price(
             cost_ns=time_ns(program, made), energy_pj=made.energy_pj, base_ns=program.cost_ns
         )
+
+    def size(self, written: Written) -> tuple[bool, int]:
+        """To compare plans by where none keeps the budgets."""
+        return self.host_excess_bytes(written) > 0, written.needed_bytes
 
     def is_over(self, written: Written) -> bool:
         """True if a module breaks one of both budgets."""
@@ -184,8 +191,7 @@ def fit(task: Task) -> Written:
         if written.plan.peak_bytes > target:
             break
         config = _with_less_host(task.for_retries(), config.host_bytes - task.host_excess_bytes(written))
-        # What recomputes of displaced values displace in turn would be found one layer after the other.
-        nearer = len(tried) < 3 or 2 * excess <= task.excess_bytes(tried[-2])
+        nearer = len(tried) <= CONFIG.displaced_rounds or 2 * excess <= task.excess_bytes(tried[-2])
         if nearer and not written.displaced <= displaced:
             displaced |= written.displaced
             program = task.program_with(displaced)
@@ -193,7 +199,7 @@ def fit(task: Task) -> Written:
             excess = max(0, excess - max(0, peak - written.plan.peak_bytes))
         else:
             tightened += 1
-        target = min(target, written.plan.peak_bytes) - (excess << max(0, tightened - 2))
+        target = min(target, written.plan.peak_bytes) - (excess << max(0, tightened - CONFIG.even_rounds))
     program, least = lowest(task)
     over = task.is_over(least)
     found = _packed(task, [*tried, least]) if over else _from_below(task, program, least)
@@ -207,7 +213,7 @@ def _packed(task: Task, tried: list[Written]) -> Written:
         found = task.steered(written)
         if not task.is_over(found):
             return found
-        best = min(best, found, key=lambda w: (task.host_excess_bytes(w) > 0, w.needed_bytes))
+        best = min(best, found, key=task.size)
     return best
 
 
@@ -234,7 +240,7 @@ def lowest(task: Task) -> tuple[Program, Written]:
         config = _with_less_host(config, less)
         displaced |= written.displaced
         program = task.program_with(displaced)
-    return min(tried, key=lambda t: (task.host_excess_bytes(t[1]) > 0, t[1].needed_bytes))
+    return min(tried, key=lambda one: task.size(one[1]))
 
 
 def _from_below(task: Task, program: Program, best: Written) -> Written:

@@ -14,6 +14,12 @@ from typing import Any
 TUPLE, OPAQUE, TOKEN, BUFFER = 13, 14, 17, 34
 # The memory space of a layout: 0 is the device's default one.
 HOST = 5
+# XLA's two names of one opcode.
+BARRIERS = frozenset({"optimization-barrier", "opt-barrier"})
+# What has no kernel: views, parameters and constants.
+VIEWS = BARRIERS | {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "domain", "add-dependency",
+}  # fmt: skip
 _BITS = {
     1: 8, 30: 1, 26: 2, 21: 4, 2: 8, 3: 16, 4: 32, 5: 64, 31: 1, 27: 2, 22: 4, 6: 8, 7: 16, 8: 32, 9: 64,
     10: 16, 11: 32, 16: 16, 12: 64, 19: 8, 28: 8, 20: 8, 23: 8, 29: 8, 24: 8, 25: 8, 32: 4, 33: 8, 35: 6,
@@ -123,6 +129,11 @@ class Computation:
         """The parameters in order of their numbers."""
         parameters = [i for i in self.by_id.values() if i.opcode == "parameter"]
         return sorted(parameters, key=lambda i: i.number)
+
+    def results(self) -> list[Instruction]:
+        """The root, or the elements of the tuple that it is."""
+        root = self.by_id[self.root]
+        return self.operands(root) if root.opcode == "tuple" else [root]
 
     def users(self) -> dict[int, list[Instruction]]:
         """For every instruction its users, each once, in id order."""

@@ -28,7 +28,7 @@ _ELEMENTWISE = frozenset(
 )  # fmt: skip
 
 
-def in_place_pairs(module: Module, computation: Computation, instruction: Instruction) -> list[Pair]:
+def in_place_pairs(module: Module, instruction: Instruction) -> list[Pair]:
     """(operand number, index in the operand, index in the output) of every pair that must share storage."""
     opcode = instruction.opcode
     if opcode in _IN_PLACE:
@@ -72,12 +72,12 @@ def _fusion_pairs(module: Module, fusion: Instruction) -> list[Pair]:
         if shape.is_tuple:
             continue
         at, rest = _follow(fused, fused.by_id[fused.root], index)
-        for operand, source, target in in_place_pairs(module, fused, at):
+        for operand, source, target in in_place_pairs(module, at):
             if target != rest:
                 continue
             end, found_index = _follow(fused, fused.by_id[at.operands[operand]], source)
             if end.opcode == "fusion":
-                for nested_operand, nested_source, nested_target in in_place_pairs(module, fused, end):
+                for nested_operand, nested_source, nested_target in in_place_pairs(module, end):
                     if nested_target == found_index:
                         end, found_index = _follow(
                             fused, fused.by_id[end.operands[nested_operand]], nested_source
@@ -97,9 +97,7 @@ def is_elementwise(instruction: Instruction, operand: int | None = None) -> bool
 
 def _reduction_hero(fused: Computation) -> Instruction | None:
     """The reduction that XLA's reduction emitter runs first: the first root that is one."""
-    root = fused.by_id[fused.root]
-    roots = fused.operands(root) if root.opcode == "tuple" else [root]
-    return next((r for r in roots if r.opcode == "reduce"), None)
+    return next((r for r in fused.results() if r.opcode == "reduce"), None)
 
 
 def _is_transposed(fused: Computation, root: Instruction) -> bool:
@@ -109,9 +107,7 @@ def _is_transposed(fused: Computation, root: Instruction) -> bool:
 
 def _reduced_roots(fused: Computation) -> frozenset[int]:
     """The results of a fusion that are reductions, beside others."""
-    root = fused.by_id[fused.root]
-    roots = fused.operands(root) if root.opcode == "tuple" else []
-    return frozenset(r.id for r in roots if r.opcode == "reduce")
+    return frozenset(r.id for r in fused.results() if r.opcode == "reduce" and r.id != fused.root)
 
 
 class Sharing:
@@ -142,7 +138,7 @@ class Sharing:
         number = user.operands.index(operand.id)
         same = before == after
         if same:
-            for n, index, out in in_place_pairs(self._module, computation, user):
+            for n, index, out in in_place_pairs(self._module, user):
                 if out == target and index == source and user.operands[n] == operand.id:
                     return True
         if user.opcode == "custom-call" and not self._backend.calls_share:

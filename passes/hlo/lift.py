@@ -18,21 +18,11 @@ from passes.hlo import graph
 from passes.hlo.assign import Assigner
 from passes.hlo.cost import instruction_ns, instruction_pj
 from passes.hlo.dataflow import Value
-from passes.hlo.graph import Computation, Instruction
+from passes.hlo.graph import VIEWS, Computation, Instruction
 from passes.hlo.heap import HeapPrediction, predict_assigned
 from passes.hlo.pages import pageable_values
 from passes.hlo.purity import Purity
 from passes.ir import Buffer, BufferId, Op, OpId, Program
-
-_NOT_OPS = frozenset(
-    {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "optimization-barrier", "opt-barrier",
-     "domain", "add-dependency"}
-)  # fmt: skip
-
-
-def is_view(opcode: str) -> bool:
-    """True for instructions that have no kernel: views, parameters and constants."""
-    return opcode in _NOT_OPS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -105,7 +95,7 @@ class _Lift:
         self.buffer: dict[int, BufferId] = {}
         self.buffers: list[Buffer] = []
         self.values: list[int] = []
-        self.ops = [i for i in self.scope.order if not is_view(self.scope.by_id[i].opcode)]
+        self.ops = [i for i in self.scope.order if self.scope.by_id[i].opcode not in VIEWS]
         self.op_of = {i: OpId(n) for n, i in enumerate(self.ops)}
         self.producer = self._producers()
         self.outside = {self.flow.class_of[v] for v in self.producer}
@@ -187,7 +177,7 @@ class _Lift:
             cost_ns=instruction_ns(self.module, self.scope, instruction, self.device),
             energy_pj=instruction_pj(self.module, self.scope, instruction, self.device),
             recomputable=self._recomputable(n, instruction, made, read),
-            deadline=self._deadline(n, read),
+            deadline=self._deadline(read),
             may_share=self._may_share(instruction, made, read),
             workspace_bytes=self._workspace(n),
             name=instruction.name,
@@ -219,15 +209,10 @@ class _Lift:
     def _is_fixed(self, v: int) -> bool:
         return self.flow.values[v].nbytes > 0 and self.nbytes(v) == 0
 
-    def _deadline(self, n: int, read: list[int]) -> int | None:
-        """The first op that overwrites something this op reads."""
-        first: int | None = None
-        for v in read:
-            born = self.producer[v]
-            for op in self.writers.get(self.flow.class_of[v], ()):
-                if op > born and (first is None or op < first):
-                    first = op
-        return first
+    def _deadline(self, read: list[int]) -> int | None:
+        """The first op that overwrites something of what is read."""
+        writers = ((v, op) for v in read for op in self.writers.get(self.flow.class_of[v], ()))
+        return min((op for v, op in writers if op > self.producer[v]), default=None)
 
     def _may_share(
         self, instruction: Instruction, made: list[int], read: list[int]

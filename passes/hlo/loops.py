@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from passes.cost import DeviceModel
-from passes.hlo.assign import Assigner
 from passes.hlo.cost import trip_count
 from passes.hlo.dataflow import loop_parts
 from passes.hlo.emit import emit
@@ -91,13 +90,9 @@ class _Work:
         scope, _ = loop_parts(self.module, loop)
         # What the whole module will need is asked of its entry alone.
         return lift(
-            self.module,
-            self.device,
-            self.before.platform,
-            scope=scope,
-            assigner=self.assigner,
+            self.module, self.device, self.before.platform, scope=scope, assigner=self.assigner,
             prediction=self.before.prediction,
-        )
+        )  # fmt: skip
 
     def _plan(self, program: Program, target_bytes: int) -> Plan:
         if target_bytes >= working_set_bytes(program):
@@ -108,9 +103,8 @@ class _Work:
         return least_peak(program, replace(self.config, bound=False))
 
     def _write(self, body: LiftedModule, steps: Sequence[OpId]) -> None:
-        before = self.before
         self.module = emit(body, steps)
-        self.assigner = Assigner(self.module, before.platform, old_rules=before.assigner.old_rules)
+        self.assigner = self.assigner.on(self.module)
 
 
 def _over(scope: LiftedModule, made: Plan, limit_bytes: int) -> Iterator[tuple[Instruction, int]]:

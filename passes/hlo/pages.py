@@ -13,11 +13,13 @@ from typing import Any, Literal
 
 from passes.hlo import graph
 from passes.hlo.dataflow import Dataflow
-from passes.hlo.graph import HOST, Instruction
+from passes.hlo.graph import BARRIERS, HOST, Instruction
 from passes.ir import Page
 
 CopyStyle = Literal["asynchronous", "plain"]
 _U32 = 8
+_TUPLES = BARRIERS | {"tuple"}
+_NO_READERS = _TUPLES | {"get-tuple-element"}
 _NO_ARRAYS = (graph.TUPLE, graph.OPAQUE, graph.TOKEN, graph.BUFFER)
 
 
@@ -88,7 +90,7 @@ def held_at(flow: Dataflow, instruction: Instruction) -> int | None:
     at = instruction
     while at.opcode == "get-tuple-element":
         at = entry.by_id[at.operands[0]]
-    if at is not instruction and at.opcode in ("tuple", "bitcast", "optimization-barrier", "opt-barrier"):
+    if at is not instruction and (at.opcode in _TUPLES or at.opcode == "bitcast"):
         return None
     if instruction.opcode in ("bitcast", "parameter", "constant"):
         return None
@@ -126,14 +128,14 @@ def _handed_on_whole(flow: Dataflow) -> set[int]:
     def visit(operand: Instruction) -> None:
         if not operand.shape.is_tuple:
             return
-        if operand.opcode in ("tuple", "optimization-barrier", "opt-barrier"):
+        if operand.opcode in _TUPLES:
             for inner in entry.operands(operand):
                 visit(inner)
         else:
             whole.update(flow.trees[entry.id, operand.id].values())
 
     for instruction in entry.by_id.values():
-        if instruction.opcode not in ("tuple", "get-tuple-element", "optimization-barrier", "opt-barrier"):
+        if instruction.opcode not in _NO_READERS:
             for operand in entry.operands(instruction):
                 visit(operand)
     visit(entry.by_id[entry.root])

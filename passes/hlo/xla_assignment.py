@@ -47,21 +47,6 @@ class Assignment:
     temp_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """Predicted against real offsets of the temporaries.
-
-    Attributes:
-        buffers: temporaries that XLA assigned.
-        equal: those that lie where they were predicted.
-        differing: names of the others, smallest first.
-    """
-
-    buffers: int
-    equal: int
-    differing: tuple[Name, ...]
-
-
 def read_assignment(data: bytes, module: Any, schema: Schema) -> Assignment:
     """Read a serialized BufferAssignmentProto.
 
@@ -103,19 +88,20 @@ def is_temp(allocation: Any) -> bool:
     )
 
 
-def compare(assigner: Assigner, real: Assignment) -> Comparison:
-    """Hold the predicted offsets of a module against what XLA assigned to it."""
+def compare(assigner: Assigner, real: Assignment) -> tuple[int, int]:
+    """How many temporaries XLA assigned, and how many of them lie where a module's replay puts them."""
     flow = assigner.flow
-    homes = {v: flow.values[v].home for v in range(len(flow.values))}
-    predicted = {
-        (flow.instruction(homes[v]).name, homes[v].index): at for v, at in temp_offsets(assigner).items()
-    }
-    on_host = {
-        (flow.instruction(homes[v]).name, homes[v].index)
+
+    def name_of(value: int) -> Name:
+        home = flow.values[value].home
+        return flow.instruction(home).name, home.index
+
+    predicted = {name_of(v): at for v, at in temp_offsets(assigner).items()}
+    apart = {
+        name_of(v)
         for group in assigner.heap
-        for v in flow.classes[group]
         if assigner.space_of(group) in assigner.apart
+        for v in flow.classes[group]
     }
-    temps = {name: a.offset for name, a in real.addresses.items() if a.is_temp and name not in on_host}
-    differing = tuple(sorted(n for n, at in temps.items() if predicted.get(n) != at))
-    return Comparison(buffers=len(temps), equal=len(temps) - len(differing), differing=differing)
+    temps = {name: a.offset for name, a in real.addresses.items() if a.is_temp and name not in apart}
+    return len(temps), sum(predicted.get(name) == at for name, at in temps.items())

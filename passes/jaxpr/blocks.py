@@ -25,7 +25,7 @@ from passes.jaxpr import compat
 from passes.jaxpr.avals import form_of
 from passes.jaxpr.compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.constraints import constrain_program
-from passes.jaxpr.primitives import CONTROL_FLOW, Kind
+from passes.jaxpr.primitives import CONTROL_FLOW, INSIDE, Kind
 from passes.jaxpr.purity import eqn_kind
 from passes.jaxpr.scans.pairs import find_pairs
 from passes.jaxpr.values import Constraints
@@ -183,7 +183,7 @@ def _cut(run: _Run, eqns: Sequence[JaxprEqn]) -> list[range]:
 
 
 def _has_kernel(eqns: Iterable[JaxprEqn]) -> bool:
-    return any(eqn_kind(eqn) not in (Kind.FUSIBLE, Kind.VIEW, Kind.BARRIER) for eqn in eqns)
+    return any(eqn_kind(eqn) not in (*INSIDE, Kind.BARRIER) for eqn in eqns)
 
 
 def _kept(jaxpr: Jaxpr, forward: set[int], blocks: Blocks) -> set[Var]:

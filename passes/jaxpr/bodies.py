@@ -15,10 +15,10 @@ from passes.cost import DeviceModel
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Jaxpr, JaxprEqn
 from passes.jaxpr.conds import recompute_in_second_cond
-from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.inline import flat_body
 from passes.jaxpr.lift import inner_work, lift
 from passes.jaxpr.primitives import CONTROL_FLOW
-from passes.jaxpr.rewrite import bodies_of, consts_as_literals, with_bodies
+from passes.jaxpr.rewrite import bodies_of, with_bodies
 from passes.simulate import simulate
 
 PlanBody = Callable[[Jaxpr, int], Jaxpr]
@@ -52,7 +52,7 @@ def fit_bodies(jaxpr: Jaxpr, device: DeviceModel, target_bytes: int, plan_body: 
 
 def _with_bodies(eqn: JaxprEqn, device: DeviceModel, allowed_bytes: int, plan_body: PlanBody) -> JaxprEqn:
     def fitted(body: Jaxpr) -> Jaxpr:
-        flat = _flat(body)
+        flat = flat_body(body)
         results = sum(compat.aval_nbytes(v.aval) for v in flat.outvars)
         if inner_work(flat, device).peak_bytes <= allowed_bytes:
             return body
@@ -60,12 +60,6 @@ def _with_bodies(eqn: JaxprEqn, device: DeviceModel, allowed_bytes: int, plan_bo
         return body if planned is flat else compat.close_jaxpr(planned, [])
 
     return with_bodies(eqn, [fitted(body) for body in bodies_of(eqn)])
-
-
-@compat.cached_by_jaxpr
-def _flat(body: Jaxpr) -> Jaxpr:
-    """A body as an open jaxpr; the same object every time, so that its plans can be kept."""
-    return consts_as_literals(inline_calls(body))
 
 
 def has_control_flow(eqns: Sequence[JaxprEqn]) -> bool:

@@ -105,11 +105,6 @@ def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
     return pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
-def check(jaxpr: Jaxpr) -> None:
-    """Raise if an open jaxpr is not well typed."""
-    core.check_jaxpr(jaxpr)
-
-
 def source_line(eqn: JaxprEqn) -> str:
     """The user's line that an equation comes from, such as "model.py:41 (attention)"; "" if unknown."""
     return str(source_info_util.summarize(eqn.source_info))
@@ -237,6 +232,11 @@ def renamed(atom: Atom, rename: Mapping[Var, Atom]) -> Atom:
     return atom if isinstance(atom, core.Literal) else rename.get(atom, atom)
 
 
+def replaced(eqn: JaxprEqn, **changes: Any) -> JaxprEqn:
+    """`eqn` with other operands, results, parameters, effects or source, by JAX's names for them."""
+    return eqn.replace(**changes)
+
+
 def rename_inputs(eqn: JaxprEqn, rename: Mapping[Var, Atom]) -> JaxprEqn:
     """`eqn` reading other variables."""
     return eqn.replace(invars=[renamed(v, rename) for v in eqn.invars])
@@ -259,13 +259,10 @@ def rebuild(
         list(outvars),
         list(eqns),
         effects,
-        debug_info=_plain_debug_info(jaxpr.debug_info, len(invars), len(outvars)),
+        debug_info=jaxpr.debug_info._replace(
+            arg_names=("",) * len(invars), result_paths=("",) * len(outvars)
+        ),
     )
-
-
-def _plain_debug_info(info: Any, n_args: int, n_results: int) -> Any:
-    """`info` with empty names for as many inputs and results."""
-    return info._replace(arg_names=("",) * n_args, result_paths=("",) * n_results)
 
 
 def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
@@ -367,11 +364,6 @@ def is_tracing() -> bool:
 def trace_context() -> Any:
     """What settings of JAX a trace depends on, hashable."""
     return config.trace_context()
-
-
-def typeof(value: Any) -> Any:
-    """The abstract value of an array or a tracer."""
-    return core.typeof(value)
 
 
 def evaluate(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:

@@ -66,10 +66,8 @@ def _joined(first: JaxprEqn, second: JaxprEqn, elsewhere: set[Var]) -> JaxprEqn:
         _joined_branch(before, branch, places, from_first)
         for before, branch in zip(first.params["branches"], second.params["branches"], strict=True)
     )
-    joined: JaxprEqn = second.replace(
-        invars=[second.invars[0], *first.invars[1:], *own], params={**second.params, "branches": branches}
-    )
-    return joined
+    invars = [second.invars[0], *first.invars[1:], *own]
+    return compat.replaced(second, invars=invars, params={**second.params, "branches": branches})
 
 
 def _joined_branch(

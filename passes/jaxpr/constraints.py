@@ -16,9 +16,9 @@ from typing import TypeGuard
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.halves import closed_halves, join, split
-from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.inline import flat_body
 from passes.jaxpr.primitives import CONTROL_FLOW
-from passes.jaxpr.rewrite import bodies_of, consts_as_literals, defined, with_bodies
+from passes.jaxpr.rewrite import bodies_of, defined, with_bodies
 from passes.jaxpr.scans.choice import Choice
 from passes.jaxpr.scans.cut import joined_body
 from passes.jaxpr.scans.emit import rewrite_groups, with_inner
@@ -87,7 +87,8 @@ def _constrained(halves: _Halves, constraints: Constraints, passed: Sequence[Ato
     halves = _with_constrained_bodies(halves, constraints, passed)
     halves = _with_saved(halves, Values(halves.jaxpr.eqns, halves.backward, constraints, passed))
     halves = _with_fewer_stacks(halves, constraints)
-    halves = _with_clones(halves, Values(halves.jaxpr.eqns, halves.backward, constraints, passed))
+    values = Values(halves.jaxpr.eqns, halves.backward, constraints, passed)
+    halves = _Cloner(halves, values).run() if values.dropped else halves
     return given if halves is given else _without_dead_code(halves)
 
 
@@ -114,7 +115,7 @@ def _with_bodies(eqn: JaxprEqn, backward: bool, across: Sequence[bool], constrai
 
 
 def _constrained_body(body: Jaxpr, backward: bool, across: Sequence[bool], constraints: Constraints) -> Jaxpr:
-    jaxpr = consts_as_literals(inline_calls(body))
+    jaxpr = flat_body(body)
     flags = tuple(backward or compat.is_transposed(eqn) for eqn in jaxpr.eqns)
     halves = _Halves(jaxpr=jaxpr, backward=flags)
     passed = [v for v, a in zip(jaxpr.outvars, across, strict=True) if a and compat.is_variable(v)]
@@ -163,8 +164,7 @@ def _with_fewer_stacks(halves: _Halves, constraints: Constraints) -> _Halves:
     for pair in find_pairs(halves.jaxpr):
         if halves.backward[pair.first] or not halves.backward[pair.second]:
             continue
-        choice = _choice(pair, constraints)
-        if choice is not None:
+        if (choice := _choice(pair, constraints)) is not None:
             choices.append(choice)
     if not choices:
         return halves
@@ -189,27 +189,13 @@ def _choice(pair: ScanPair, constraints: Constraints) -> Choice | None:
     values = Values(producer.eqns, [False] * len(producer.eqns), constraints, list(demanded))
     if not inner and not any(map(values.is_dropped, demanded)):
         return None
-    kept: dict[Var, None] = {}
-    stack = list(demanded)
-    seen = set(stack)
-    while stack:
-        v = stack.pop()
-        if not values.is_dropped(v):
-            kept[v] = None
-            continue
-        inputs = producer.eqns[values.place[v]].invars
-        new = dict.fromkeys(u for u in inputs if compat.is_variable(u) and u not in seen)
-        seen.update(new)
-        stack.extend(new)
-    order = {v: i for i, v in enumerate(defined(producer))}
-    stacked = tuple(sorted(kept, key=order.__getitem__))
+
+    def sources(v: Var) -> list[Var]:
+        return compat.variables(producer.eqns[values.place[v]].invars) if values.is_dropped(v) else []
+
+    kept = {v for v in reached(demanded, sources) if not values.is_dropped(v)}
+    stacked = tuple(v for v in defined(producer) if v in kept)
     return Choice(pair=pair, kept=stacked, stacked_bytes=0, recomputed=(), inner=inner)
-
-
-def _with_clones(halves: _Halves, values: Values) -> _Halves:
-    if not values.dropped:
-        return halves
-    return _Cloner(halves, values).run()
 
 
 def _without_dead_code(halves: _Halves) -> _Halves:
@@ -234,9 +220,8 @@ class _Cloner:
         self.backward: list[bool] = []
         # For variables that passed a barrier, or were recomputed, what later equations read instead.
         self.current: dict[Var, Atom] = {}
-        self.last_read = {
-            v: i for i, e in enumerate(halves.jaxpr.eqns) for v in e.invars if compat.is_variable(v)
-        }
+        eqns = enumerate(halves.jaxpr.eqns)
+        self.last_read = {v: i for i, eqn in eqns for v in compat.variables(eqn.invars)}
         self.arrived: list[Var] = [v for v in halves.cotangents if v in self.last_read]
 
     def run(self) -> _Halves:
@@ -271,9 +256,7 @@ class _Cloner:
             [place[v] for v in missing], lambda i: [place[u] for u in eqns[i].invars if self.is_missing(u)]
         )
         made = {v for i in recomputed for v in eqns[i].outvars}
-        read = [
-            v for i in sorted(recomputed) for v in eqns[i].invars if compat.is_variable(v) and v not in made
-        ]
+        read = [v for i in sorted(recomputed) for v in compat.variables(eqns[i].invars) if v not in made]
         held = dict.fromkeys([*read, *([] if trigger is None else [trigger])])
         if held:
             operands = [compat.renamed(v, self.current) for v in held]

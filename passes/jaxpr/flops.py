@@ -14,7 +14,7 @@ from math import prod
 from passes.cost import ASSUMED_ITERATIONS, EXPENSIVE_FLOPS
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of
-from passes.jaxpr.compat import Jaxpr, JaxprEqn
+from passes.jaxpr.compat import JaxprEqn
 from passes.jaxpr.primitives import CONTROL_FLOW, Kind, is_expensive
 
 # Of the forward pass two products of (queries, keys, head size), of the backward pass five.
@@ -104,13 +104,9 @@ def _eqn_work(eqn: JaxprEqn) -> tuple[int, int]:
     return _of_inner(eqn, iterations_of(eqn) if name in CONTROL_FLOW else 1)
 
 
-def _inner_work(jaxpr: Jaxpr) -> tuple[int, int]:
-    return matrix_work(jaxpr.eqns)
-
-
 def _of_inner(eqn: JaxprEqn, iterations: int) -> tuple[int, int]:
     """What is inside an equation, `iterations` times."""
-    flops, bits = max(map(_inner_work, compat.inner_jaxprs(eqn)), default=(0, 32))
+    flops, bits = max((matrix_work(inner.eqns) for inner in compat.inner_jaxprs(eqn)), default=(0, 32))
     return flops * iterations, bits
 
 

@@ -23,11 +23,8 @@ from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of
 from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
 from passes.jaxpr.library_kernels import LibraryKernels
-from passes.jaxpr.primitives import MOVING, Kind, is_dear_to_xla_cpu
+from passes.jaxpr.primitives import FUSING, INSIDE, MOVING, Kind, is_dear_to_xla_cpu
 
-# Kinds of what a kernel can compute inside of itself, and of what can read it there.
-_INSIDE = (Kind.FUSIBLE, Kind.VIEW)
-_READING = (*_INSIDE, Kind.REDUCTION)
 _SPREADS = "broadcast_in_dim"
 # Readers farther than so many equations away do not compute a value of several operands in one kernel.
 _FARTHEST = 200
@@ -69,7 +66,7 @@ class GreedyFusion:
         self.copied: set[Var] = set()
         library = LibraryKernels(jaxpr, producer, readers, results)
         self.inner = library.inner
-        self.from_memory = {i for i, kind in enumerate(kinds) if kind not in _READING} | library.members
+        self.from_memory = {i for i, kind in enumerate(kinds) if kind not in FUSING} | library.members
         self._eqns, self._kinds = jaxpr.eqns, kinds
         self._producer, self._readers = producer, readers
         read = {v for i in library.members for v in compat.variables(self._eqns[i].invars)}
@@ -85,7 +82,7 @@ class GreedyFusion:
             if i in library.members:
                 self._alone(i)
                 self.stored.update(self._eqns[i].outvars if i in library.roots else ())
-            elif kinds[i] not in _INSIDE:
+            elif kinds[i] not in INSIDE:
                 self._alone(i)
             else:
                 if kinds[i] is Kind.VIEW and not self._needed.isdisjoint(self._eqns[i].outvars):
@@ -137,7 +134,7 @@ class GreedyFusion:
             if j in self.from_memory:
                 places[i] = frozenset({i})
                 continue
-            if self._kinds[j] not in _INSIDE:
+            if self._kinds[j] not in INSIDE:
                 places.setdefault(j, frozenset({j}))
                 continue
             for out in reader.outvars:
@@ -198,7 +195,7 @@ class GreedyFusion:
         """True if `u`, which equation `k` makes, can be computed inside equation `j`."""
         if k in self.from_memory:
             return False
-        if self._kinds[k] not in _INSIDE:
+        if self._kinds[k] not in INSIDE:
             return self._kinds[k] is Kind.REDUCTION and len(self._readers.get(u, ())) == 1
         if not self._is_dear(k):
             return True

@@ -19,7 +19,7 @@ from typing import Any
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.primitives import CALLS, CONTROL_FLOW
-from passes.jaxpr.rewrite import bodies_of, with_bodies
+from passes.jaxpr.rewrite import bodies_of, consts_as_literals, with_bodies
 
 CHECKPOINT = "remat2"
 LINEAR_SOLVE = "custom_linear_solve"
@@ -83,6 +83,12 @@ def inline_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
     return compat.close_jaxpr(rebuilt, flat.consts)
 
 
+@compat.cached_by_jaxpr
+def flat_body(closed: ClosedJaxpr) -> Jaxpr:
+    """A closed body as an open jaxpr, calls inlined, constants written in; the same object every time."""
+    return consts_as_literals(inline_calls(closed))
+
+
 def _inlined(eqn: JaxprEqn) -> JaxprEqn:
     """`eqn` without the operands of planned parts, itself or in bodies, that only derivatives need."""
     name = eqn.primitive.name
@@ -91,8 +97,7 @@ def _inlined(eqn: JaxprEqn) -> JaxprEqn:
     body = eqn.params.get(CALLS[name]) if name in CALLS and name != CHECKPOINT else None
     if body is None or (inlined := _inlined_body(body)) is body:
         return compat.without_source(eqn)
-    changed: JaxprEqn = eqn.replace(params={**eqn.params, CALLS[name]: inlined})
-    return changed
+    return compat.replaced(eqn, params={**eqn.params, CALLS[name]: inlined})
 
 
 @compat.cached_by_jaxpr

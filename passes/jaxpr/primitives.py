@@ -34,6 +34,12 @@ class Kind(enum.Enum):
     OPAQUE = enum.auto()
 
 
+INSIDE = (Kind.VIEW, Kind.FUSIBLE)
+"""What a kernel can compute inside of itself."""
+FUSING = (*INSIDE, Kind.REDUCTION)
+"""Kernels that compute their operands inside of themselves."""
+
+
 _VIEW = "copy name pvary reshape sharding_constraint squeeze stop_gradient transpose"
 
 _FUSIBLE = """
@@ -88,9 +94,6 @@ _UNPRICED_IN_BFLOAT16 = frozenset({"exp", "exp2", "log", "logistic"})
 
 MATRIX = frozenset({"dot_general", "conv_general_dilated"})
 """Products of matrices, and convolutions."""
-
-SINCE_0_12 = frozenset({"polynomial"})
-"""Primitives that JAX 0.11 does not have."""
 
 SLICING = frozenset({"slice", "dynamic_slice", "gather"})
 """Primitives that read only as many bytes of their first operand as they return."""

@@ -48,5 +48,4 @@ def _quiet_eqn(eqn: JaxprEqn) -> JaxprEqn:
     before = set().union(*(inner.effects for inner in compat.inner_jaxprs(eqn)))
     quieted = compat.with_inner_jaxprs(eqn, _quiet)
     after = set().union(*(inner.effects for inner in compat.inner_jaxprs(quieted)))
-    changed: JaxprEqn = quieted.replace(effects=eqn.effects - (before - after))
-    return changed
+    return compat.replaced(quieted, effects=eqn.effects - (before - after))

@@ -97,8 +97,7 @@ def with_bodies(eqn: JaxprEqn, bodies: Sequence[ClosedJaxpr]) -> JaxprEqn:
         return eqn
     name = eqn.primitive.name
     new = {"branches": tuple(bodies)} if name == "cond" else {_BODY[name]: bodies[0]}
-    changed: JaxprEqn = eqn.replace(params={**eqn.params, **new})
-    return changed
+    return compat.replaced(eqn, params={**eqn.params, **new})
 
 
 def body_consts(loop: JaxprEqn) -> tuple[int, int]:
@@ -120,6 +119,15 @@ def defined(jaxpr: Jaxpr) -> list[Var]:
     """Inputs of an open jaxpr and results of its equations, each once."""
     results = [v for eqn in jaxpr.eqns for v in eqn.outvars if not isinstance(v, compat.DropVar)]
     return list(dict.fromkeys([*jaxpr.constvars, *jaxpr.invars, *results]))
+
+
+def readers_of(eqns: Iterable[JaxprEqn]) -> dict[Var, list[int]]:
+    """For every variable that is read the places of the equations that read it, in order."""
+    readers: dict[Var, list[int]] = {}
+    for i, eqn in enumerate(eqns):
+        for v in compat.variables(eqn.invars):
+            readers.setdefault(v, []).append(i)
+    return readers
 
 
 def leading_to(
@@ -178,8 +186,7 @@ def _named_as(like: JaxprEqn, eqn: JaxprEqn) -> JaxprEqn:
     """`eqn`, if it was traced outside of every name and transformation, within those of `like`."""
     info = eqn.source_info
     stack = info.name_stack if info.name_stack.stack else like.source_info.name_stack
-    changed: JaxprEqn = eqn.replace(source_info=info.replace(name_stack=stack))
-    return changed
+    return compat.replaced(eqn, source_info=info.replace(name_stack=stack))
 
 
 def run_scan(

@@ -134,8 +134,7 @@ def _body(eqn: JaxprEqn) -> Jaxpr:
 
 
 def _with_body(eqn: JaxprEqn, body: Jaxpr) -> JaxprEqn:
-    changed: JaxprEqn = eqn.replace(params={**eqn.params, "jaxpr": compat.without_axis_effects(body, eqn)})
-    return changed
+    return compat.replaced(eqn, params={**eqn.params, "jaxpr": compat.without_axis_effects(body, eqn)})
 
 
 def _merged(jaxpr: Jaxpr) -> Jaxpr:

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of
 from passes.jaxpr.compat import Atom, JaxprEqn, Var
-from passes.jaxpr.primitives import Kind
+from passes.jaxpr.primitives import INSIDE, Kind
 from passes.reach import reached
 
-_ELEMENTWISE = (Kind.VIEW, Kind.FUSIBLE)
 _IN_ANY_LAYOUT = ("broadcast_in_dim", "iota")
 
 
@@ -56,7 +55,7 @@ class DataflowGraph:
 
         XLA leaves a kernel's result as it was written; what transposes it has another layout instead.
         """
-        while (i := compat.of_variable(self.producer, v)) is not None and self.kinds[i] in _ELEMENTWISE:
+        while (i := compat.of_variable(self.producer, v)) is not None and self.kinds[i] in INSIDE:
             eqn, shape = self.eqns[i], array_of(v).shape
             if eqn.primitive.name == "transpose":
                 axis, v = eqn.params["permutation"][axis], eqn.invars[0]
@@ -89,7 +88,7 @@ class DataflowGraph:
 
     def made_of(self, v: Var) -> set[Var]:
         """What is computed elementwise from a value."""
-        readers = [r for r in self.readers.get(v, ()) if self.kinds[r] in _ELEMENTWISE]
+        readers = [r for r in self.readers.get(v, ()) if self.kinds[r] in INSIDE]
         return {result for r in readers for result in self.eqns[r].outvars}
 
     def leads_to(self, start: Set[Var], needed: Set[Var]) -> bool:
@@ -108,7 +107,7 @@ class DataflowGraph:
         while stack:
             for reader in self.readers.get(stack.pop(), ()):
                 eqn = self.eqns[reader]
-                if self.kinds[reader] not in _ELEMENTWISE:
+                if self.kinds[reader] not in INSIDE:
                     return set(), set()
                 if eqn.primitive.name == primitive and self.unconverted(eqn.invars[0]) is rows:
                     met.update(eqn.outvars)

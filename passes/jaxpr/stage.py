@@ -128,9 +128,7 @@ def prepare_parts(
     return _Parts(source=(forward, backward), joined=joined, jaxpr=_simplified(joined.jaxpr), n_outs=n_outs)
 
 
-@compat.cached_by_jaxpr
-def _joined(forward: ClosedJaxpr, backward: ClosedJaxpr, n_outs: int) -> Joined:
-    return join(forward, backward, n_outs)
+_joined = compat.cached_by_jaxpr(join)
 
 
 @compat.cached_by_jaxpr

@@ -15,8 +15,9 @@ from passes.jaxpr.avals import array_of
 from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
 from passes.jaxpr.greedy_fusion import GreedyFusion
 from passes.jaxpr.in_place import UPDATES
-from passes.jaxpr.primitives import SLICING, Kind, is_dear_to_xla
+from passes.jaxpr.primitives import INSIDE, SLICING, Kind, is_dear_to_xla
 from passes.jaxpr.purity import kernel_kind
+from passes.jaxpr.rewrite import readers_of
 from passes.jaxpr.softmax import DataflowGraph, inside_softmax
 
 # Set by `benchmarks.gpt12`. A value with several readers is stored if reading its leaves costs more than this
@@ -53,13 +54,13 @@ class Storage:
         n_consts, n_carry = carried or (0, 0)
         self.jaxpr = jaxpr
         self.kinds: list[Kind] = [kernel_kind(eqn, device.platform) for eqn in jaxpr.eqns]
-        self.producer: dict[Var, int] = {}
-        self.readers: dict[Var, list[int]] = {}
+        self.producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+        self.readers = readers_of(jaxpr.eqns)
         self.results: set[Var] = set(compat.variables(jaxpr.outvars))
         self.fixed = {*jaxpr.constvars, *jaxpr.invars} - {*jaxpr.invars[n_consts : n_consts + n_carry]}
-        self.stored: set[Var] = {*jaxpr.constvars, *jaxpr.invars}
+        self.stored = {*jaxpr.constvars, *jaxpr.invars}
         self.original: dict[Var, Var] = {}
-        self.reads: dict[Var, dict[Var, int]] = {}
+        self.reads = {v: {v: compat.aval_nbytes(v.aval)} for v in (*jaxpr.constvars, *jaxpr.invars)}
         self.copied: set[Var] = set()
         # What kernels read which compute a variable themselves; `reads` where it is not here.
         self._inside_reads: dict[Var, dict[Var, int]] = {}
@@ -67,7 +68,6 @@ class Storage:
         self._graph = DataflowGraph(
             eqns=jaxpr.eqns, kinds=self.kinds, producer=self.producer, readers=self.readers
         )
-        self._index()
         needed = self._needed_in_memory()
         self._inside = set[Var]()
         if self._backend.fuses_normalisation:
@@ -124,15 +124,6 @@ class Storage:
         """True for an equation whose kernel reads from memory what is copied, too."""
         return self._greedy is None or i in self._greedy.from_memory
 
-    def _index(self) -> None:
-        for v in (*self.jaxpr.constvars, *self.jaxpr.invars):
-            self.reads[v] = {v: compat.aval_nbytes(v.aval)}
-        for i, eqn in enumerate(self.jaxpr.eqns):
-            for v in compat.variables(eqn.invars):
-                self.readers.setdefault(v, []).append(i)
-            for v in eqn.outvars:
-                self.producer[v] = i
-
     def _needed_in_memory(self) -> set[Var]:
         """Variables that some kernel reads from memory, looking through views."""
         needed = set(self.results)
@@ -149,7 +140,7 @@ class Storage:
         kernels: dict[Var, frozenset[int]] = {}
         for i in reversed(range(len(self.jaxpr.eqns))):
             eqn = self.jaxpr.eqns[i]
-            joins = self.kinds[i] in (Kind.VIEW, Kind.FUSIBLE) or self._inside & {*eqn.outvars}
+            joins = self.kinds[i] in INSIDE or self._inside & {*eqn.outvars}
             own = not joins or any(v in needed for v in eqn.outvars)
             reading = [i] if own else sorted({k for v in eqn.outvars for k in kernels.get(v, ())})
             for v in compat.variables(eqn.invars):
@@ -192,13 +183,12 @@ class Storage:
             return v in self._greedy.stored
         if kind in (*WHOLE, Kind.REDUCTION):
             return not self._is_epilogue(i, v, readers)
-        if v in needed and (kind is not Kind.VIEW or self._is_held(readers)):
+        is_held = any(self.kinds[r] is Kind.BARRIER for r in readers)
+        if v in needed and (kind is not Kind.VIEW or is_held):
             return True
         if any(self._is_unstored_kernel(u) for u in compat.variables(eqn.invars)):
             return True
-        if kind is Kind.VIEW:
-            return False
-        if self._greedy is not None:
+        if kind is Kind.VIEW or self._greedy is not None:
             return False
         nbytes, traffic = max(compat.aval_nbytes(v.aval), 1), sum(reads.values())
         if len(self._kernels.get(v, ())) > 1:
@@ -215,10 +205,6 @@ class Storage:
             return False
         costly = traffic > SHARED_RATIO * compat.aval_nbytes(v.aval) or self._graph.is_normalised(v)
         return costly and is_dear_to_xla(eqn.primitive.name, str(array_of(v).dtype))
-
-    def _is_held(self, readers: Sequence[int]) -> bool:
-        """True for a value that a barrier reads."""
-        return any(self.kinds[i] is Kind.BARRIER for i in readers)
 
     def _is_unstored_kernel(self, v: Var) -> bool:
         """True for a kernel's result that is stored only in the form that its one reader gives it."""

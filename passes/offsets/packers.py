@@ -30,45 +30,24 @@ class PackerConfig:
 CONFIG = PackerConfig()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packer:
-    """One way to pack.
-
-    Attributes:
-        name: of the packer.
-        does: what it does, for people.
-        pack: offsets above the ground for every item; None if it finds none within the problem's capacity.
-    """
-
-    name: str
-    does: str
-    pack: Callable[[Problem], list[int] | None]
-
-
-def _searched(problem: Problem) -> list[int] | None:
-    return search(problem.items, problem.room_bytes, CONFIG.tries // max(1, len(problem.items)))
-
-
-PACKERS = (
-    Packer(
-        name="best fit",
-        does="the tightest gap, in two orders, whatever the capacity",
-        pack=lambda problem: best_fit(problem.items),
+# Offsets above the ground for every item; None where a packer finds none within the problem's capacity.
+PACKERS: dict[str, Callable[[Problem], list[int] | None]] = {
+    # The tightest gap, in two orders, whatever the capacity.
+    "best fit": lambda problem: best_fit(problem.items),
+    # What can lie lowest, by a rule of job shops, in a few passes.
+    "ground up": lambda problem: stack(problem.items, problem.room_bytes, CONFIG.passes).offsets,
+    # Depth first, section by section, in a few tries.
+    "search": lambda problem: search(
+        problem.items, problem.room_bytes, CONFIG.tries // max(1, len(problem.items))
     ),
-    Packer(
-        name="ground up",
-        does="what can lie lowest, by a rule of job shops, in a few passes",
-        pack=lambda problem: stack(problem.items, problem.room_bytes, CONFIG.passes).offsets,
-    ),
-    Packer(name="search", does="depth first, section by section, in a few tries", pack=_searched),
-)
+}
 
 
 def pack(problem: Problem) -> list[int]:
     """Offsets above the ground: of the first packer that keeps the capacity, else best fit's."""
     kept: list[int] = []
-    for packer in PACKERS:
-        offsets = packer.pack(problem)
+    for packer in PACKERS.values():
+        offsets = packer(problem)
         kept = kept or offsets or []
         if offsets is not None and problem.holds(height_bytes(problem.items, offsets)):
             return offsets

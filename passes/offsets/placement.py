@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from passes.ir import OpId, Page, Program
+from passes.ir import Page
 from passes.liveness import Graph, LiveRanges, live_ranges
 from passes.offsets.packers import pack
 from passes.offsets.packing import Item, Problem, Span, disjoint, height_bytes
@@ -34,15 +34,10 @@ class Placement:
 StepOffsets = tuple[tuple[int, ...], ...]
 
 
-def place(program: Program, steps: Sequence[OpId]) -> Placement:
-    """Place all live ranges of a sequence of steps; O(ranges ** 2) with small constants."""
-    return place_graph(Graph.of(program), steps)
-
-
 def place_graph(
     graph: Graph, steps: Sequence[int], limit_bytes: int | None = None, pages: Sequence[Page] = ()
 ) -> Placement:
-    """`place` for callers that keep the `Graph` of a program.
+    """Place all live ranges of a sequence of steps; O(ranges ** 2) with small constants.
 
     Args:
         limit_bytes: where best fit ends above it, pack from the ground up a few times, then search; where

@@ -53,7 +53,6 @@ class Sections:
     def of(cls, items: Sequence[Item]) -> Sections:
         """The tables of some items; those that hold nothing have no section."""
         held = _held(items)
-        alive = held > 0
         index = np.argsort((held > 0).argmax(axis=0), kind="stable")
         held = np.append(held[:, index], np.zeros((len(held), 1), dtype=np.int64), axis=1).T
         alive = held > 0

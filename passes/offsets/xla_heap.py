@@ -87,12 +87,18 @@ def xla_order(intervals: list[Interval], *, temporal: bool) -> list[Interval]:
     leaders = [i for i in intervals if i.leads]
     if not temporal:
         return sorted(leaders, key=lambda i: (-i.nbytes, i.start - i.end, i.key))
+    first, last = _lives(intervals)
+    return sorted(leaders, key=lambda i: (first[i.group] - last[i.group], -i.nbytes, i.key))
+
+
+def _lives(intervals: list[Interval]) -> tuple[dict[int, int], dict[int, int]]:
+    """The first and the last event of every group."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for i in intervals:
         first[i.group] = min(first.get(i.group, i.start), i.start)
         last[i.group] = max(last.get(i.group, i.end), i.end)
-    return sorted(leaders, key=lambda i: (first[i.group] - last[i.group], -i.nbytes, i.key))
+    return first, last
 
 
 def best_fit(intervals: list[Interval], alignment: int, leaders: list[Interval]) -> HeapLayout:
@@ -143,12 +149,9 @@ def pack_in_time(intervals: list[Interval], alignment: int) -> HeapLayout:
     """
     events: list[tuple[int, bool, int]] = []
     nbytes: dict[int, int] = {}
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
+    first, last = _lives(intervals)
     for i in intervals:
         nbytes[i.group] = max(nbytes.get(i.group, 0), i.nbytes)
-        first[i.group] = min(first.get(i.group, i.start), i.start)
-        last[i.group] = max(last.get(i.group, i.end), i.end)
     for group in nbytes:
         events += [(first[group], False, group), (last[group], True, group)]
     heap = Holes(alignment)

@@ -54,9 +54,7 @@ class Thunks(Mentions):
     """The thunks of a CPU executable, and the slices of its temporaries.
 
     Attributes:
-        slices: the messages of the slices, in order; changing their offsets changes the executable.
-        names: of the thunk that each of them is in.
-        program: what happens to them.
+        program: what happens to the slices.
 
     Raises:
         ThunkError: see there.

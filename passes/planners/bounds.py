@@ -23,7 +23,7 @@ import numpy as np
 from passes.ir import Program
 from passes.link import Link
 from passes.liveness import Graph
-from passes.planners.flow import COST_UNITS, CutProblem, Cutter, cheapest_within, cut_problem_at
+from passes.planners.flow import COST_UNITS, MOST_FLOWS, CutProblem, Cutter, cheapest_within, cut_problem_at
 from passes.planners.schedule import Schedule
 
 ROUNDING_NS = 1e-3
@@ -93,9 +93,7 @@ class Bound:
         for position in self._positions:
             if self.schedule.live[position] <= budget_bytes:
                 continue
-            if position not in self._problems:
-                self._problems[position] = cut_problem_at(self.schedule, position, slot=position + 1)
-            hull = cheapest_within(self._problems[position], budget_bytes - self._forced[position])
+            hull = cheapest_within(self._problem(position), budget_bytes - self._forced[position])
             best_ns = max(best_ns, hull.bound_ns or 0.0)
         return best_ns / base_ns if base_ns else 0.0
 
@@ -110,16 +108,17 @@ class Bound:
             capacity_bytes = budget_bytes + away_bytes - self._forced[position]
             if self.schedule.live[position] <= budget_bytes + away_bytes:
                 continue
-            if position not in self._problems:
-                self._problems[position] = cut_problem_at(self.schedule, position, slot=position + 1)
             price_ns = 1e9 / link.to_host_bytes_per_second
-            best_ns = max(best_ns, least_with_waiting_ns(self._problems[position], capacity_bytes, price_ns))
+            best_ns = max(best_ns, least_with_waiting_ns(self._problem(position), capacity_bytes, price_ns))
         return best_ns / base_ns if base_ns else 0.0
 
+    def _problem(self, position: int) -> CutProblem:
+        if position not in self._problems:
+            self._problems[position] = cut_problem_at(self.schedule, position, slot=position + 1)
+        return self._problems[position]
 
-def least_with_waiting_ns(
-    problem: CutProblem, capacity_bytes: int, price_ns: float, max_flows: int = 24
-) -> float:
+
+def least_with_waiting_ns(problem: CutProblem, capacity_bytes: int, price_ns: float) -> float:
     """No choice costs less, where bytes beyond the capacity may be had at `price_ns` each.
 
     That is the hull's bound with no byte priced above `price_ns`: the largest of the lines with such slopes.
@@ -129,7 +128,7 @@ def least_with_waiting_ns(
     if above.kept_bytes <= capacity_bytes or not problem.demanded:
         return 0.0
     below, best, most = None, 0.0, price_ns * COST_UNITS
-    while cutter.solved < max_flows:
+    while cutter.solved < MOST_FLOWS:
         slope = most
         if below is not None:
             slope = min(most, (below.cost - above.cost) / (above.kept_bytes - below.kept_bytes))

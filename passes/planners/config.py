@@ -113,11 +113,8 @@ class PlannerConfig:
         """At how many positions of a program of `n_ops` ops to look for the bound."""
         if self.bound_cuts is not None:
             return self.bound_cuts
-        return (
-            LIMITS.fewest_cuts
-            if self.quick
-            else max(LIMITS.fewest_cuts, min(LIMITS.most_cuts, LIMITS.cut_ops // max(1, n_ops)))
-        )
+        most = LIMITS.fewest_cuts if self.quick else LIMITS.most_cuts
+        return max(LIMITS.fewest_cuts, min(most, LIMITS.cut_ops // max(1, n_ops)))
 
     def units(self, n_ops: int) -> int:
         """The work limit for a program of `n_ops` ops."""

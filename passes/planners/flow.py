@@ -26,6 +26,8 @@ SCALE = 10**12
 INFINITE = 4 * SCALE
 SOURCE, SINK = 0, 1
 COST_UNITS = 1000
+# Along a hull; set by `benchmarks.planners`.
+MOST_FLOWS = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +208,7 @@ def _add_arcs(graph: Graph, problem: CutProblem, tilt_ratio: float) -> None:
 
 
 class Cutter:
-    """Solves one `Moment` for any weighing of bytes against cost."""
+    """Solves one `CutProblem` for any weighing of bytes against cost."""
 
     def __init__(self, problem: CutProblem) -> None:
         self.problem = problem
@@ -234,12 +236,14 @@ class Cutter:
 
     def least_kept_bytes(self) -> int:
         """No choice keeps fewer bytes, whatever it costs; exact."""
-        capacity = np.where(self._infinite, self._bytes_sum + 1, self._bytes)
+        self._solve(np.where(self._infinite, self._bytes_sum + 1, self._bytes))
+        return int(self._flow.optimal_flow())
+
+    def _solve(self, capacity: IntArray) -> None:
         self._flow.set_arcs_capacity(self._arcs, capacity)
         status = self._flow.solve(SOURCE, SINK)
         assert status == self._flow.OPTIMAL, f"maximum flow ended with {status}"
         self.solved += 1
-        return int(self._flow.optimal_flow())
 
     def rounding(self, byte_weight: float, cost_weight: float) -> float:
         """How far above the true minimum `solve`'s value can be, capacities being integers."""
@@ -252,10 +256,7 @@ class Cutter:
         capacity = (self._bytes * (byte_weight * SCALE / total)).astype(np.int64)
         capacity += np.ceil(self._cost * (cost_weight * SCALE / total)).astype(np.int64)
         capacity[self._infinite] = INFINITE
-        self._flow.set_arcs_capacity(self._arcs, capacity)
-        status = self._flow.solve(SOURCE, SINK)
-        assert status == self._flow.OPTIMAL, f"maximum flow ended with {status}"
-        self.solved += 1
+        self._solve(capacity)
         side = np.zeros(self.problem.n_nodes, dtype=bool)
         side[np.asarray(self._flow.get_source_side_min_cut(), dtype=np.int64)] = True
         crossing = side[self._tails] & ~side[self._heads]
@@ -283,7 +284,7 @@ class Hull:
     flows: int
 
 
-def cheapest_within(problem: CutProblem, capacity_bytes: int, max_flows: int = 24) -> Hull:
+def cheapest_within(problem: CutProblem, capacity_bytes: int) -> Hull:
     """Walk along the hull to the cheapest choice that keeps at most `capacity_bytes`."""
     cutter = Cutter(problem)
     above = cutter.keep_all()
@@ -293,7 +294,7 @@ def cheapest_within(problem: CutProblem, capacity_bytes: int, max_flows: int = 2
     if below.kept_bytes > capacity_bytes:
         return Hull(fits=below, bound_ns=None, flows=cutter.solved)
     bound = 0.0
-    while cutter.solved < max_flows:
+    while cutter.solved < MOST_FLOWS:
         byte_weight = below.cost - above.cost
         cost_weight = above.kept_bytes - below.kept_bytes
         if byte_weight <= 0:

@@ -42,7 +42,7 @@ def _best_eviction(schedule: Schedule, budget_bytes: int, work: WorkLimit, tried
     position = schedule.peak_position
     problem = cut_problem_at(schedule, position)
     work.done += 2 * len(problem.tails)
-    closures = {b: _closure(schedule, position, problem, b) for b in problem.demanded}
+    closures = {b: _closure(schedule, problem, b) for b in problem.demanded}
     cost_ns = {b: sum(graph.cost_ns[op] for op in ops) for b, ops in closures.items()}
     order = sorted(problem.demanded, key=lambda b: (-graph.nbytes[b] / (1 + cost_ns[b]), b))
     before = _excess_bytes(schedule, budget_bytes)
@@ -61,8 +61,8 @@ def _best_eviction(schedule: Schedule, budget_bytes: int, work: WorkLimit, tried
     return None if best is None else best[1]
 
 
-def _closure(schedule: Schedule, position: int, problem: CutProblem, buffer: int) -> tuple[int, ...]:
-    """The ops to run for `buffer` alone if everything else that is alive at `position` stays."""
+def _closure(schedule: Schedule, problem: CutProblem, buffer: int) -> tuple[int, ...]:
+    """The ops to run for `buffer` alone if everything else that is alive there stays."""
     graph = schedule.graph
     candidates = frozenset(problem.ops)
     made_by: dict[int, list[int]] = {}

@@ -88,11 +88,7 @@ def alike(graph: Graph) -> list[int]:
 
     They have the same cost and sizes, and so do the ops that are up to `CONFIG.alike_depth` reads away.
     """
-    readers: list[list[int]] = [[] for _ in graph.nbytes]
-    for op, inputs in enumerate(graph.inputs):
-        for b in inputs:
-            readers[b].append(op)
-    nbytes = graph.nbytes
+    readers, nbytes = graph.readers(), graph.nbytes
     kinds = _numbered(
         (cost_ns, tuple([nbytes[b] for b in inputs]), tuple([nbytes[b] for b in outputs]))
         for cost_ns, inputs, outputs in zip(graph.cost_ns, graph.inputs, graph.outputs, strict=True)

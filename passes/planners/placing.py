@@ -109,17 +109,12 @@ def walks(graph: Graph, pool: CandidatePool, work: WorkLimit) -> Iterator[Candid
             return
 
 
-def _trimmed(graph: Graph, walked: Walked, budget_bytes: int) -> Candidate:
-    """A walk after reverse delete."""
-    schedule = Schedule(graph, walked.steps)
-    reverse_delete(schedule, max(budget_bytes, schedule.peak_bytes))
-    return Candidate.of(schedule)
-
-
 def _with_offsets(graph: Graph, walked: Walked, budget_bytes: int) -> Candidate:
     """A walk after reverse delete if best fit still places it, else the walk at its own offsets."""
-    raw = dataclasses.replace(Candidate.of(Schedule(graph, walked.steps)), offsets=walked.offsets)
-    shorter = _trimmed(graph, walked, budget_bytes)
+    schedule = Schedule(graph, walked.steps)
+    raw = dataclasses.replace(Candidate.of(schedule), offsets=walked.offsets)
+    reverse_delete(schedule, max(budget_bytes, schedule.peak_bytes))
+    shorter = Candidate.of(schedule)
     limit_bytes = max(budget_bytes, shorter.peak_bytes)
     placement = place_graph(graph, shorter.steps, limit_bytes)
     if placement.heap_bytes <= limit_bytes:

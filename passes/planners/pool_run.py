@@ -45,10 +45,7 @@ class PoolRun(abc.ABC):
         self.graph = graph
         self.pool = Pool(capacity_bytes, graph.argument_bytes)
         self.present = [p < 0 for p in graph.producer]
-        self.readers: list[list[int]] = [[] for _ in graph.nbytes]
-        for op, inputs in enumerate(graph.inputs):
-            for b in inputs:
-                self.readers[b].append(op)
+        self.readers = graph.readers()
         self.pins: Counter[int] = Counter()
         self.slot = 0
         self.steps: list[int] = []
@@ -66,9 +63,8 @@ class PoolRun(abc.ABC):
             self.bring(op)
             self._passed(op)
         self.slot = len(graph.cost_ns)
-        wanted = [b for b in graph.program.outputs if graph.producer[b] >= 0]
-        self.pins.update(wanted)
-        for b in wanted:
+        self.pins.update(graph.results)
+        for b in graph.results:
             if not self.present[b]:
                 self.bring(graph.producer[b])
         return Walked(steps=tuple(self.steps), offsets=tuple(self.offsets))

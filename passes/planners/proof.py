@@ -49,8 +49,7 @@ def _targets(graph: Graph) -> list[int]:
         targets.append((-graph.local_bytes[t], t, mask_of((*graph.inputs[t], *held))))
         if not op.recomputable or op.deadline is not None:
             pinned.extend(graph.outputs[t])
-    wanted = [b for b in graph.program.outputs if graph.producer[b] >= 0]
-    targets.append((-sum(graph.nbytes[b] for b in wanted), len(ops), mask_of(wanted)))
+    targets.append((-sum(graph.nbytes[b] for b in graph.results), len(ops), mask_of(graph.results)))
     return [mask for _, _, mask in sorted(targets)]
 
 

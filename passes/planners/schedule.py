@@ -21,6 +21,7 @@ HOLE = -1
 # Positions this close to the peak are all but equal (`benchmarks.planners`).
 NEARLY_RATIO = 0.002
 SHORT = 1 << 16
+DELETE_ROUNDS = 3
 
 
 class Order:
@@ -352,12 +353,12 @@ def prune(schedule: Schedule) -> None:
             schedule.try_delete(position, schedule.peak_bytes)
 
 
-def reverse_delete(schedule: Schedule, limit_bytes: int, rounds: int = 3) -> int:
+def reverse_delete(schedule: Schedule, limit_bytes: int) -> int:
     """Take out recomputes, costliest first, while the peak stays in the limit; returns how often it tried."""
     prune(schedule)
     cost_ns = schedule.graph.cost_ns
     tried = 0
-    for _ in range(rounds):
+    for _ in range(DELETE_ROUNDS):
         order = sorted(schedule.recompute_positions(), key=lambda p: (-cost_ns[schedule.steps[p]], p))
         tried += len(order)
         deleted = [schedule.try_delete(p, limit_bytes) for p in order]

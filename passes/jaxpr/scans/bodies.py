@@ -121,8 +121,7 @@ def _second_segment(pair: ScanPair, segments: Segments) -> Second:
 
 def without(eqn: JaxprEqn, kept: Collection[Var]) -> JaxprEqn:
     """`eqn` not defining what is kept."""
-    changed: JaxprEqn = eqn.replace(outvars=[compat.fresh_var(v) if v in kept else v for v in eqn.outvars])
-    return changed
+    return compat.replaced(eqn, outvars=[compat.fresh_var(v) if v in kept else v for v in eqn.outvars])
 
 
 def at_hand(

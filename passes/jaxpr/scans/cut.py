@@ -21,7 +21,7 @@ from passes.jaxpr import compat
 from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
 from passes.jaxpr.flops import flops_per_element, iterations_of
 from passes.jaxpr.lift import SLICE_PASSES, lift
-from passes.jaxpr.primitives import Kind
+from passes.jaxpr.primitives import FUSING, Kind
 from passes.jaxpr.purity import has_effect, kernel_kind
 from passes.jaxpr.rewrite import defined
 from passes.jaxpr.scans.choice import Choice, MadeInside
@@ -34,8 +34,6 @@ from passes.reach import reached
 
 # What the last value's byte costs more than the first one's.
 TILT_RATIO = 0.1
-# Kernels that compute their operands.
-_FUSING = (Kind.FUSIBLE, Kind.VIEW, Kind.REDUCTION)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +195,7 @@ def _ops(
     whole = {
         v
         for eqn in joined.eqns
-        if kernel_kind(eqn, weight.device.platform) not in _FUSING
+        if kernel_kind(eqn, weight.device.platform) not in FUSING
         for v in compat.variables(eqn.invars)
     }
     ops: list[Producer] = []

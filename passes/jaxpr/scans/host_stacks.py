@@ -25,7 +25,7 @@ from passes.jaxpr.compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.flops import iterations_of
 from passes.jaxpr.primitives import CONTROL_FLOW
 from passes.jaxpr.purity import is_on_host
-from passes.jaxpr.rewrite import bodies_of, splice, with_bodies
+from passes.jaxpr.rewrite import bodies_of, readers_of, splice, with_bodies
 from passes.jaxpr.values import names_in
 from passes.outcome import Paged
 from passes.saved import OFFLOADED
@@ -125,11 +125,7 @@ def _moved(
 
 def _places(eqns: Sequence[JaxprEqn], outvars: Sequence[Atom], at: Key, iterations: int) -> list[_Place]:
     """Stacks that only scans read, slice by slice."""
-    readers: dict[Var, list[int]] = {}
-    for i, eqn in enumerate(eqns):
-        for v in filter(compat.is_variable, eqn.invars):
-            readers.setdefault(v, []).append(i)
-    places = []
+    readers, places = readers_of(eqns), []
     for i, eqn in enumerate(eqns):
         if eqn.primitive.name != "scan":
             continue
@@ -221,8 +217,7 @@ def _reading(scan: JaxprEqn, old: Atom, new: Atom, like_slice: Atom) -> JaxprEqn
     outvars = [compat.renamed(v, rename) for v in body.outvars]
     written = compat.rebuild(body, eqns=eqns, outvars=outvars, invars=invars)
     new_invars = [new if v is old else v for v in scan.invars]
-    reading: JaxprEqn = _with_body(scan, written).replace(invars=new_invars)
-    return reading
+    return compat.replaced(_with_body(scan, written), invars=new_invars)
 
 
 def _with_body(scan: JaxprEqn, body: Jaxpr) -> JaxprEqn:

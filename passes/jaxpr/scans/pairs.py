@@ -24,9 +24,9 @@ from dataclasses import dataclass, replace
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.flops import iterations_of
-from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.inline import flat_body
 from passes.jaxpr.primitives import CONTROL_FLOW
-from passes.jaxpr.rewrite import bodies_of, consts_as_literals, renewed
+from passes.jaxpr.rewrite import bodies_of, readers_of, renewed
 from passes.jaxpr.scans.sink import sink_into_scans
 from passes.jaxpr.scans.views import view_inside_scans
 
@@ -131,11 +131,7 @@ def find_pairs(jaxpr: Jaxpr) -> list[ScanPair]:
     Of the pairs that could be, those that pass most bytes come first.
     """
     producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-    readers: dict[Var, list[int]] = {}
-    for i, eqn in enumerate(jaxpr.eqns):
-        for v in filter(compat.is_variable, eqn.invars):
-            readers.setdefault(v, []).append(i)
-    results = {v for v in jaxpr.outvars if compat.is_variable(v)}
+    readers, results = readers_of(jaxpr.eqns), {*compat.variables(jaxpr.outvars)}
     possible = [
         (nbytes, second, first)
         for second, eqn in enumerate(jaxpr.eqns)
@@ -185,7 +181,7 @@ def body_of(eqn: JaxprEqn) -> Body:
 
 def _flat(body: Jaxpr) -> Jaxpr:
     """A closed body as an open jaxpr, calls inlined, constants written in, what comes from little sunk."""
-    return sink_into_scans(view_inside_scans(consts_as_literals(inline_calls(body))))
+    return sink_into_scans(view_inside_scans(flat_body(body)))
 
 
 def _pair(

@@ -11,14 +11,13 @@ from collections.abc import Mapping, Sequence
 
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
-from passes.jaxpr.inline import inline_calls
-from passes.jaxpr.primitives import Kind, kind_of
+from passes.jaxpr.inline import flat_body
+from passes.jaxpr.primitives import INSIDE, kind_of
 from passes.jaxpr.purity import has_effect
 from passes.jaxpr.rewrite import (
     bodies_of,
     body_consts,
     carried_inputs,
-    consts_as_literals,
     renewed,
     run_scan,
     splice,
@@ -71,16 +70,12 @@ def _chain(jaxpr: Jaxpr, v: Atom, producer: dict[Var, int]) -> set[int]:
         if u is not v and compat.aval_nbytes(u.aval) <= limit:
             continue
         i = compat.of_variable(producer, u)
-        if i is None or has_effect(jaxpr.eqns[i]) or not _is_cheap(jaxpr.eqns[i]):
+        if i is None or has_effect(jaxpr.eqns[i]) or kind_of(jaxpr.eqns[i].primitive.name) not in INSIDE:
             return set()
         if i not in chain:
             chain.add(i)
             pending.extend(x for x in jaxpr.eqns[i].invars if compat.is_variable(x))
     return chain if limit else set()
-
-
-def _is_cheap(eqn: JaxprEqn) -> bool:
-    return kind_of(eqn.primitive.name) in (Kind.FUSIBLE, Kind.VIEW)
 
 
 def with_moved(
@@ -94,7 +89,7 @@ def with_moved(
     """
     first, end = body_consts(loop)
     (closed,) = bodies_of(loop)
-    body = renewed(consts_as_literals(inline_calls(closed)))
+    body = renewed(flat_body(closed))
     operands, variables = loop.invars[first:end], body.invars[: end - first]
     made = {v for eqn in moved for v in eqn.outvars}
     outside = dict.fromkeys(x for eqn in moved for x in eqn.invars if compat.is_variable(x) and x not in made)

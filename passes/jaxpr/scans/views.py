@@ -17,9 +17,9 @@ import jax
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
-from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.inline import flat_body
 from passes.jaxpr.purity import has_effect
-from passes.jaxpr.rewrite import consts_as_literals, renewed, run_scan, splice
+from passes.jaxpr.rewrite import renewed, run_scan, splice
 from passes.saved import is_saved
 
 Slicewise = Callable[[Any], Any]
@@ -101,7 +101,7 @@ def _with_views(
 ) -> tuple[list[JaxprEqn], list[Atom]]:
     """Equations of `scan` with the end of each chain as further stacks, and all its results."""
     n_consts, n_carry = compat.scan_sizes(scan)
-    body = renewed(consts_as_literals(inline_calls(scan.params["jaxpr"])))
+    body = renewed(flat_body(scan.params["jaxpr"]))
     closed = compat.close_jaxpr(body, [])
     places = [list(stacks).index(compat.variables(chain[0].invars)[0]) for chain in chains]
 

@@ -58,7 +58,7 @@ def _steps(graph: Graph, peak: int, kept: list[bool]) -> list[int]:
     present = list(kept)
     for op in range(peak + 1, len(graph.cost_ns) + 1):
         is_end = op == len(graph.cost_ns)
-        needs = [b for b in graph.program.outputs if graph.producer[b] >= 0] if is_end else graph.inputs[op]
+        needs = graph.results if is_end else graph.inputs[op]
         recomputed: set[int] = set()
         stack = [b for b in needs if not present[b]]
         while stack:

@@ -41,10 +41,7 @@ class Delta:
         self.steps: list[int] = []
         self.pages: list[Page] = []
         self.slot = self.clock_ns = 0
-        self._readers = [0] * len(graph.nbytes)
-        for inputs in graph.inputs:
-            for b in inputs:
-                self._readers[b] += 1
+        self._readers = [len(ops) for ops in graph.readers()]
 
     def run(self) -> tuple[list[int], list[Page]]:
         """Steps and pages.
@@ -60,9 +57,8 @@ class Delta:
             for b in [b for b in self.ranges if not self._readers[b] and not self.graph.is_output[b]]:
                 del self.ranges[b]
         self.slot = len(self.graph.cost_ns)
-        for b, is_output in enumerate(self.graph.is_output):
-            if is_output and self.graph.producer[b] >= 0 and not self._is_here(b):
-                raise DeltaError
+        if not all(map(self._is_here, self.graph.results)):
+            raise DeltaError
         return self.steps, self.pages
 
     def _is_here(self, buffer: int) -> bool:
@@ -96,18 +92,13 @@ class Delta:
     def _swap_in(self, buffer: int) -> None:
         live_range, now = self.ranges[buffer], len(self.steps)
         assert live_range.out_done is not None, "only what is away comes back"
-        page = Page(
-            buffer=BufferId(buffer),
-            run=live_range.run,
-            out_done=live_range.out_done,
-            in_start=now,
-            in_done=now,
+        out_done, live_range.out_done = live_range.out_done, None
+        self.pages.append(
+            Page(buffer=BufferId(buffer), run=live_range.run, out_done=out_done, in_start=now, in_done=now)
         )
-        self.pages.append(page)
-        live_range.out_done = None
 
     def _forget(self, buffer: int) -> None:
-        if buffer in self.ranges and self.ranges[buffer].out_done is not None:
+        if self._is_away(buffer):
             raise DeltaError
         self.ranges.pop(buffer, None)
 

@@ -23,7 +23,6 @@ POLICIES: dict[str, Callable[[Graph], Policy]] = {
     "dte": lambda graph: scores.Dte(),
     "coop-online": lambda graph: scores.CoopOnline(_middle(graph)),
 }
-BASELINES = (*POLICIES, "chen")
 
 
 def plan(program: Program, budget_bytes: int, config: PlannerConfig) -> Plan:
@@ -36,11 +35,12 @@ def plan(program: Program, budget_bytes: int, config: PlannerConfig) -> Plan:
     begin, name = time.perf_counter(), config.planner
     graph = Graph.of(program)
     outcome = _chen(graph, budget_bytes) if name == "chen" else _replay(graph, budget_bytes, name)
-    timeline = simulate_graph(graph, outcome.steps if outcome else range(len(program.ops)))
+    steps = outcome.steps if outcome else range(len(program.ops))
+    timeline = simulate_graph(graph, steps)
     impossible = working_set_bytes(program) > budget_bytes
     missed = Status.INFEASIBLE if impossible else Status.UNKNOWN
     return Plan(
-        steps=tuple(OpId(op) for op in (outcome.steps if outcome else range(len(program.ops)))),
+        steps=tuple(map(OpId, steps)),
         peak_bytes=timeline.peak_bytes,
         budget_bytes=budget_bytes,
         overhead_ratio=timeline.overhead_ratio,
@@ -65,7 +65,7 @@ def plan_delta(program: Program, budget_bytes: int, config: PlannerConfig) -> Pl
         steps, pages = Delta(graph, budget_bytes, host_bytes, link).run()
     except DeltaError:
         steps, pages = list(range(len(program.ops))), []
-    wrapped = tuple(OpId(op) for op in steps)
+    wrapped = tuple(map(OpId, steps))
     timeline = simulate_graph(graph, steps, pages)
     moved = traffic(program, wrapped, pages, link)
     base_ns = program.cost_ns

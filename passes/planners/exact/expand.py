@@ -37,7 +37,7 @@ def steps_of(
         wanted = [op for op in range(frame.slots(block)[0]) if (block, op) in recompute]
         slots = frame.slots(block)
         for slot in slots:
-            needs = list(graph.inputs[slot]) if slot < len(graph.cost_ns) else _final(graph)
+            needs = graph.inputs[slot] if slot < len(graph.cost_ns) else graph.results
             roots = [graph.producer[b] for b in needs if not present[b]]
             if slot == slots[-1]:
                 roots += [op for op in wanted if any((block + 1, b) in kept for b in graph.outputs[op])]
@@ -87,10 +87,6 @@ def hint_of(frame: Frame, steps: list[int]) -> tuple[set[tuple[int, int]], set[t
         stop = len(steps) + 1 if to_end else ranges.stop[live_range]
         kept |= {(k, b) for k in range(1, frame.n_blocks) if ranges.start[live_range] < begins[k] < stop}
     return recompute, kept
-
-
-def _final(graph: Graph) -> list[int]:
-    return [b for b in graph.program.outputs if graph.producer[b] >= 0]
 
 
 def _make(graph: Graph, op: int, present: list[bool]) -> None:

@@ -191,9 +191,8 @@ def add_variables(made: _Model) -> None:
             model.add(made.there(i, b) <= 1)
             for event in ("gone", "start", "back", "kept") if graph.arrays.pageable[b] else ():
                 made.event[event, i, b] = model.new_bool_var(f"{b} {event} at {i}")
-    for b, is_output in enumerate(graph.is_output):
-        if is_output and graph.producer[b] >= 0:
-            model.add(made.at("device", made.end, b) + made.at("leaving", made.end, b) == 1)
+    for b in graph.results:
+        model.add(made.at("device", made.end, b) + made.at("leaving", made.end, b) == 1)
 
 
 def add_changes(made: _Model) -> None:
@@ -402,7 +401,7 @@ def _pages_of(
                     in_start=index[start],
                     in_done=index[i],
                 )
-                returned.append((start, _end_of(made, solver, buffer, start), page))
+                returned.append((start, int(solver.value(made.ends[start, buffer])), page))
         if i < made.end and on[i] and buffer in made.graph.outputs[made.axis.steps[i]]:
             run = i
     return returned
@@ -419,8 +418,3 @@ def _is_used(made: _Model, buffer: int, on: list[bool], moments: range) -> bool:
         if on[i] and buffer in made.graph.outputs[op]:
             return False
     return False
-
-
-def _end_of(made: _Model, solver: cp_model.CpSolver, buffer: int, moment: int) -> int:
-    """When the copy that starts to come back in a moment is there."""
-    return int(solver.value(made.ends[moment, buffer]))

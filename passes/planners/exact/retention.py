@@ -138,7 +138,7 @@ def add_recompute_memory(made: Retention) -> None:
             for b, passing in through[block].items()
             if b not in own
         ]
-        least = _local_units(made.frame.graph, made, op)
+        least = _local_units(made, op)
         made.model.add(sum(held) + least * literal <= made.capacity)
 
 
@@ -185,7 +185,8 @@ def surely_saved(made: Retention, op: int) -> dict[int, int]:
     return {inp: made.size(min(graph.nbytes[out], graph.nbytes[inp])) for out, inp in pairs}
 
 
-def _local_units(graph: Graph, made: Retention, op: int) -> int:
+def _local_units(made: Retention, op: int) -> int:
+    graph = made.frame.graph
     own = sorted({*graph.inputs[op], *graph.outputs[op]})
     total = sum(made.size(graph.nbytes[b]) for b in own) + made.size(graph.workspace_bytes[op])
     return max(0, total - sum(most_saved(made, op).values()))

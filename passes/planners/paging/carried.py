@@ -82,11 +82,11 @@ def relieved(schedule: Schedule, pages: tuple[Page, ...]) -> Graph:
     nbytes = graph.arrays.nbytes.copy()
     slack_bytes = np.zeros(len(graph.cost_ns) + 1, dtype=np.int64)
     change = np.zeros(len(graph.cost_ns) + 1, dtype=np.int64)
-    last = _last_steps(graph)
+    last = last_needs(graph)
     for (run, buffer), own in pages_by_range(pages).items():
         nbytes[buffer] = 0
         starts = [run, *(page.in_start for page in own)]
-        stops = [*(page.out_done for page in own), last[buffer] + 1]
+        stops = [*(page.out_done for page in own), min(last[buffer] + 1, len(graph.cost_ns))]
         np.add.at(change, starts, graph.nbytes[buffer])
         np.subtract.at(change, stops, graph.nbytes[buffer])
     slack_bytes[:-1] = np.cumsum(change[:-1])
@@ -120,8 +120,3 @@ def first_pages(schedule: Schedule, pages: tuple[Page, ...]) -> tuple[Page, ...]
             )
         )
     return tuple(first)
-
-
-def _last_steps(graph: Graph) -> list[int]:
-    """The last op that needs every buffer; for outputs the last of all."""
-    return [min(last, len(graph.cost_ns) - 1) for last in last_needs(graph)]

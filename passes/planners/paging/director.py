@@ -102,11 +102,6 @@ class Prices:
     limit_ns: float = math.inf
 
     @classmethod
-    def of_time(cls, graph: Graph) -> Prices:
-        """Nanoseconds."""
-        return cls(op=graph.cost_ns, waiting=1)
-
-    @classmethod
     def of_energy(cls, program: Program, link: Link, limit_ns: float) -> Prices:
         """Picojoules; waiting costs time only: idle power is not in the model."""
         op_pj = [op.energy_pj for op in program.ops]
@@ -124,7 +119,7 @@ class Director:
         self, graph: Graph, budget_bytes: int, host: Host, work: WorkLimit, prices: Prices | None = None
     ) -> None:
         self.graph, self.budget_bytes, self.host, self.work = graph, budget_bytes, host, work
-        self.prices = Prices.of_time(graph) if prices is None else prices
+        self.prices = prices or Prices(op=graph.cost_ns, waiting=1)
         self.start = Candidate.of(Schedule(graph, range(len(graph.cost_ns))))
         self.pager = Pager(graph, self.start.steps, host)
         self.best: Mixed | None = None

@@ -47,7 +47,8 @@ def plan_energy(program: Program, budget_bytes: int, config: PlannerConfig) -> P
     kept = [made for made in tried if made.status.found and time_ns(program, made) <= limit_ns]
     best = min(kept, key=lambda made: made.energy_pj, default=None)
     if best is None:
-        best = dataclasses.replace(tried[0], status=_missed(tried[0]))
+        missed = Status.UNKNOWN if tried[0].status.found else tried[0].status
+        best = dataclasses.replace(tried[0], status=missed)
     status = Status.FEASIBLE if best.status is Status.OPTIMAL else best.status
     seconds = time.perf_counter() - begin
     return dataclasses.replace(
@@ -59,10 +60,6 @@ def plan_energy(program: Program, budget_bytes: int, config: PlannerConfig) -> P
 def time_ns(program: Program, made: Plan) -> int:
     """Estimated time of a plan, its waiting for copies included."""
     return round(program.cost_ns * (1 + made.overhead_ratio))
-
-
-def _missed(quickest: Plan) -> Status:
-    return Status.UNKNOWN if quickest.status.found else quickest.status
 
 
 def _frugal_alone(program: Program, budget_bytes: int, config: PlannerConfig) -> Plan:

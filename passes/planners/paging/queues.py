@@ -31,7 +31,6 @@ class Traffic:
     Attributes:
         total_ns: time of the whole program, waiting included.
         waiting_ns: how long kernels stand still for the link.
-        start_ns: when each step starts, and the end of the program; shape (steps + 1,).
         waits_ns: waiting just before each step and at the end; shape (steps + 1,).
         host_bytes: bytes on the host in the moment before each step and at the end; shape (steps + 1,).
         host_peak_bytes: their maximum.
@@ -40,7 +39,6 @@ class Traffic:
 
     total_ns: int
     waiting_ns: int
-    start_ns: IntArray
     waits_ns: IntArray
     host_bytes: IntArray
     host_peak_bytes: int
@@ -68,7 +66,6 @@ def replay(
         raise ValueError(f"there are {len(pages)} pages, but no link that could carry them")
     events = _Events(pages, len(cost_ns))
     waits_ns = [0] * (len(cost_ns) + 1)
-    start_ns = [0] * (len(cost_ns) + 1)
     out_free = in_free = clock = 0
     arrival: dict[int, int] = {}
     returned: dict[int, int] = {}
@@ -83,7 +80,6 @@ def replay(
         for k in events.in_done.get(step, ()):
             clock = max(clock, returned[k])
         waits_ns[step] = clock - before
-        start_ns[step] = clock
         if step < len(cost_ns):
             clock += cost_ns[step]
         for k in events.made.get(step, ()):
@@ -97,7 +93,6 @@ def replay(
     return Traffic(
         total_ns=clock,
         waiting_ns=sum(waits_ns),
-        start_ns=np.asarray(start_ns, dtype=np.int64),
         waits_ns=np.asarray(waits_ns, dtype=np.int64),
         host_bytes=host,
         host_peak_bytes=int(host.max()),
