@@ -33,7 +33,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from coop_jax import counting, relowering, tries, tuning
-from coop_jax.known import Known, Memory, is_answer
+from coop_jax.known import Known, Memory, cheapest_first, is_answer, least_above, with_alone
 from coop_jax.progress import progress
 from coop_jax.record import UNLIMITED_BYTES, Record, with_hlo
 from coop_jax.registry import Choice
@@ -113,16 +113,16 @@ class OtherWays:
         with progress() as tell:
             search = _Search(ways=self, record=least_asked, tell=tell)
             search.explore(outcome)
-            search.ask_for_the_least(outcome)
+            search.find_the_least(outcome)
             search = _Search(ways=self, record=record, tell=tell)
         return search.named(dataclasses.replace(outcome, least_total_bytes=None))
 
-    def learn(self, asked: Wish, way: Choice | Variant, *, counted: bool = False) -> None:
+    def learn(self, asked: Wish, way: Choice | Variant, counted_bytes: int | None = None) -> None:
         """Remember what keeps its budget, or what would keep a larger one."""
         outcome = hlo_of(way)
         if outcome.status.found:
-            total_bytes, price = outcome.planned_total_bytes, price_of(way)
-            MEMORY.learn(self.key, Known(wish=asked, total_bytes=total_bytes, price=price, counted=counted))
+            found = Known(wish=asked, total_bytes=outcome.planned_total_bytes, price=price_of(way))
+            MEMORY.learn(self.key, dataclasses.replace(found, counted_bytes=counted_bytes))
         elif outcome.least_total_bytes is not None:
             least = outcome.least_total_bytes
             larger = dataclasses.replace(asked, budget_bytes=least)
@@ -281,8 +281,8 @@ class _Search:
             counted_bytes = plain.memory.total_bytes
         if counted_bytes is None:
             return found
+        self.ways.learn(asked, found, counted_bytes)
         counted = tries.as_counted(found, counted_bytes)
-        self.ways.learn(asked, counted, counted=True)
         self.kept += [(asked, counted)] if counted_bytes <= self.record.budget_bytes else []
         return counted
 
@@ -299,7 +299,7 @@ class _Search:
         found = self._first(tries.as_it_is(self.record)) or self.by_count(met or first)
         found = found or self._first(self._deeper(refused), than=met)
         if met is None and found is None:
-            self.ask_for_the_least(refused)
+            self.find_the_least(refused)
             found = self._first((k.wish for k in self._known() if k not in known), known=True)
         refusal = Choice(record=with_hlo(self.record, self.named(refused)))
         return min(filter(None, (met, found)), key=rank, default=refusal)
@@ -315,16 +315,21 @@ class _Search:
         tried = (self._try(asked, known=known, than=than) for asked in wishes)
         return next(map(self._choice, filter(None, tried)), None)
 
-    def ask_for_the_least(self, refused: StageOutcome) -> None:
+    def find_the_least(self, refused: StageOutcome) -> None:
+        """Find out what a refusal should name: what is met when it is asked for, by XLA's count, too."""
+        self._ask_for_the_least(refused)
+        counting.count_the_least(self.record, self._least, look=self._look, count=self._counted)
+
+    def _ask_for_the_least(self, refused: StageOutcome) -> None:
         """Ask for a byte less than the least that is known, as a request would, until that is not met.
 
         What is looked at depends on the budget, which may leave no deeper plans. What kept none is known.
         """
         for _ in range(TRIES.most_asked):
-            least = min(self._totals(), default=None)
-            if least is None or (refused.least_proved and least == refused.least_total_bytes):
+            least = self._least()
+            if least is None or (refused.least_proved and least.sure_bytes == refused.least_total_bytes):
                 return
-            record = dataclasses.replace(self.record, budget_bytes=least - 1)
+            record = dataclasses.replace(self.record, budget_bytes=least.sure_bytes - 1)
             seen = {(plan, record.budget_bytes) for plan, _ in self.seen}
             request = dataclasses.replace(self, record=record, seen=seen, kept=[], looks=0, asked=0)
             request.explore(refused)
@@ -333,13 +338,13 @@ class _Search:
             self.looks += request.looks
             kept = {plan_key(variant.record, asked) for asked, variant in request.kept}
             self.seen |= {(plan, budget) for plan, budget in request.seen if plan not in kept}
-            if min(self._totals()) >= least:
+            if (found := self._least()) is None or found.sure_bytes >= least.sure_bytes:
                 return
 
     def named(self, refused: StageOutcome) -> StageOutcome:
         """The refusal with the least budget that is known to be met when it is asked for."""
         own = refused.least_total_bytes
-        least = min(self._totals(), default=own)
+        least = own if (known := self._least()) is None else known.sure_bytes
         proved = refused.least_proved and least == own
         sure = proved or refused.fixed_bytes > self.record.budget_bytes
         status = refused.status if sure else Status.UNKNOWN
@@ -354,21 +359,17 @@ class _Search:
             if not self.kept:
                 self._look(asked)
 
-    def _totals(self) -> list[int]:
-        known = (k.total_bytes for k in self._all_known() if not k.counted)
-        return [total for total in known if total > self.record.budget_bytes]
+    def _least(self) -> Known | None:
+        """What needs the least of all that is known to need more than the budget."""
+        return least_above(self._all_known(), self.record.budget_bytes)
 
-    def _all_known(self) -> Iterator[Known]:
+    def _all_known(self) -> list[Known]:
         """What is known of the program, and of the same without host memory, which is always a way, too."""
-        yield from MEMORY.of(self.ways.key)
-        for known in MEMORY.of(self.ways.alone) if self.ways.alone else ():
-            if not known.wish.plain:
-                yield dataclasses.replace(known, wish=dataclasses.replace(known.wish, alone=True))
+        return with_alone(MEMORY.of(self.ways.key), MEMORY.of(self.ways.alone))
 
     def _known(self) -> list[Known]:
         """What keeps the budget, cheapest first."""
-        known = [k for k in self._all_known() if k.total_bytes <= self.record.budget_bytes]
-        return sorted(known, key=lambda k: (k.price is None, k.price or (), k.total_bytes))
+        return cheapest_first(k for k in self._all_known() if k.needed_bytes <= self.record.budget_bytes)
 
     def _try(self, asked: Wish, *, known: bool, than: Choice | None = None) -> Variant | None:
         """The program as it is with a wish, if that keeps the budget; `known`: though it looks seen."""
@@ -397,10 +398,9 @@ class _Search:
             if fit is None:
                 return None
             variant = dataclasses.replace(variant, module=fit)
-        counted_bytes = MEMORY.counted(self.ways.key, asked)
-        if counted_bytes is not None:
+        self.ways.learn(asked, variant)
+        if (counted_bytes := MEMORY.counted(self.ways.key, asked)) is not None:
             variant = tries.as_counted(variant, counted_bytes)
-        self.ways.learn(asked, variant, counted=counted_bytes is not None)
         if tries.keeps(variant, self.record.budget_bytes):
             self.kept.append((asked, variant))
         return variant

@@ -158,7 +158,8 @@ def _for_budget(choice: Choice, budget_bytes: int) -> Choice:
     hlo, more_bytes = choice.record.hlo, budget_bytes - choice.record.budget_bytes
     assert hlo is not None, "the enforcing stage has spoken"
     if more_bytes and hlo.least_total_bytes is not None:
-        least_bytes = hlo.least_total_bytes + more_bytes
+        is_counted = hlo.least_total_bytes > budget_bytes
+        least_bytes = hlo.least_total_bytes + (0 if is_counted else more_bytes)
         hlo = dataclasses.replace(hlo, least_total_bytes=least_bytes, least_proved=False)
     hlo = dataclasses.replace(hlo, budget_bytes=budget_bytes)
     record = dataclasses.replace(choice.record, budget_bytes=budget_bytes, hlo=hlo)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from coop_jax.relowering import PLAIN, Wish
@@ -20,15 +21,25 @@ class Known:
 
     Attributes:
         wish: how to get it again.
-        total_bytes: what it needs.
+        total_bytes: what it was foreseen to need.
         price: of its kernels, by the objective; None where nobody looked.
-        counted: True if XLA counted the bytes, and a prediction does not say so.
+        counted_bytes: what XLA counted, where it was compiled to the end.
     """
 
     wish: Wish
     total_bytes: int
     price: Price | None = None
-    counted: bool = False
+    counted_bytes: int | None = None
+
+    @property
+    def needed_bytes(self) -> int:
+        """What it needs, as far as is known."""
+        return self.total_bytes if self.counted_bytes is None else self.counted_bytes
+
+    @property
+    def sure_bytes(self) -> int:
+        """What it needs by every count: another process may know the prediction alone."""
+        return max(self.total_bytes, self.needed_bytes)
 
 
 class Memory:
@@ -45,12 +56,21 @@ class Memory:
 
     def counted(self, program: str, asked: Wish) -> int | None:
         """XLA's count of one way to write a program; None where it was not asked for."""
-        return next((k.total_bytes for k in self.of(program) if k.counted and k.wish == asked), None)
+        return next((k.counted_bytes for k in self.of(program) if k.wish == asked), None)
 
     def learn(self, program: str, found: Known) -> None:
-        """Remember one more way; those that another one beats in bytes and in cost are forgotten."""
+        """Remember one more way; those that another one beats in bytes and in cost are forgotten.
+
+        What XLA counted of a way stays known.
+        """
+        counted_bytes = self.counted(program, found.wish)
+        if found.counted_bytes is None and counted_bytes is not None:
+            found = dataclasses.replace(found, counted_bytes=counted_bytes)
         with self._lock:
-            kept = [k for k in self._known.pop(program, ()) if not _beats(found, k)]
+            known = self._known.pop(program, ())
+            if found.counted_bytes is not None:
+                known = tuple(k for k in known if k.wish != found.wish)
+            kept = [k for k in known if not _beats(found, k)]
             if not any(_beats(k, found) for k in kept):
                 kept.append(found)
             self._known[program] = tuple(kept[-MOST_KNOWN:])
@@ -63,12 +83,30 @@ class Memory:
             self._known.clear()
 
 
+def with_alone(known: Sequence[Known], without: Iterable[Known]) -> list[Known]:
+    """What is known of a program with host memory, and `without`, as ways to write it with that memory."""
+    ways = [dataclasses.replace(k, wish=dataclasses.replace(k.wish, alone=True)) for k in without]
+    asked = [k.wish for k in known]
+    return [*known, *(k for k in ways if not k.wish.plain and k.wish not in asked)]
+
+
+def cheapest_first(known: Iterable[Known]) -> list[Known]:
+    """By price, where it is known, and then by bytes."""
+    return sorted(known, key=lambda k: (k.price is None, k.price or (), k.needed_bytes))
+
+
+def least_above(known: Iterable[Known], budget_bytes: int) -> Known | None:
+    """What needs the least of all that needs more than a budget."""
+    larger = (k for k in known if k.sure_bytes > budget_bytes)
+    return min(larger, key=lambda k: k.sure_bytes, default=None)
+
+
 def is_answer(known: Iterable[Known], budget_bytes: int) -> bool:
     """True if this very budget was asked for before, or named by a refusal, or is kept without a plan."""
-    return any(k.wish == PLAIN or budget_bytes in (k.wish.budget_bytes, k.total_bytes) for k in known)
+    return any(k.wish == PLAIN or budget_bytes in (k.wish.budget_bytes, k.sure_bytes) for k in known)
 
 
 def _beats(one: Known, other: Known) -> bool:
-    if one.total_bytes > other.total_bytes or (one.counted and not other.counted):
+    if one.needed_bytes > other.needed_bytes or one.sure_bytes > other.sure_bytes:
         return False
     return other.price is None or (one.price is not None and one.price <= other.price)

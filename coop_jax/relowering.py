@@ -22,7 +22,7 @@ import jax
 from jax.stages import Compiled, Lowered
 
 from coop_jax import aot, mark, module
-from coop_jax.errors import CoopError
+from coop_jax.errors import BudgetExceededError, CoopError
 from coop_jax.record import UNLIMITED_BYTES, Record, with_hlo
 from coop_jax.replacing import Calls, signature
 from passes.cost import DEVICES
@@ -191,6 +191,8 @@ def count(program: BeingLowered, asked: Wish, record: Record) -> int | None:
     """XLA's count of the program of a wish, whose variant has this record; None where XLA refuses it."""
     try:
         return aot.memory(compiled(program, asked, record)).total_bytes
+    except BudgetExceededError as over:
+        return over.compiled_bytes if over.memory == "device" else None
     except (jax.errors.JaxRuntimeError, CoopError):
         return None
 

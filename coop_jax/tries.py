@@ -35,6 +35,7 @@ class TriesConfig:
         most_looks: how often a program is compiled once more after the first plan.
         most_looks_if_kept: the same, if that kept the budget.
         most_asked: how often a byte less is asked for than a refusal would name, to name what that gives.
+        most_counted: how often what a refusal would name is compiled to the end, for XLA's own count.
     """
 
     paged_ratios: tuple[float, ...] = (0.65, 0.4)
@@ -45,6 +46,7 @@ class TriesConfig:
     most_looks: int = 3
     most_looks_if_kept: int = 1
     most_asked: int = 8
+    most_counted: int = 2
 
 
 TRIES = TriesConfig()

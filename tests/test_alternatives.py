@@ -626,6 +626,21 @@ def test_before_a_refusal_xlas_own_count_is_asked_for_and_it_is_not_named(
         assert choice.record.hlo.least_total_bytes == 2000
 
 
+@pytest.mark.parametrize(("record", "named"), [(RECORD, 2000), (TPU, 2300)])
+def test_a_refusal_names_what_xla_counts_of_the_least_where_that_is_more_than_predicted(
+    monkeypatch: pytest.MonkeyPatch, record: Record, named: int
+) -> None:
+    """A Llama on a v5p was refused what a refusal had named: XLA counted 2 MB more, for copies."""
+    met = dataclasses.replace(OUTCOME, planned_temp_bytes=2000 - FIXED)
+    asked_of(monkeypatch, lambda w: met if w.budget_bytes == 2000 else REFUSED)
+    compiled = counted_as(monkeypatch, lambda w: 2300 if w.budget_bytes == 2000 else None)
+    for _ in range(2):
+        choice = ways().choose(record, REFUSED, MODULE)
+        assert choice.record.hlo is not None
+        assert choice.record.hlo.least_total_bytes == named
+    assert (2000 in [w.budget_bytes for w in compiled]) == (record is TPU)
+
+
 @pytest.mark.parametrize("record", [RECORD, TPU])
 def test_nothing_is_compiled_to_the_end_where_xla_counts_as_predicted_or_little_is_won(
     monkeypatch: pytest.MonkeyPatch, record: Record
@@ -645,6 +660,17 @@ def test_what_others_beat_in_bytes_and_in_time_is_forgotten() -> None:
     assert [(k.total_bytes, k.price) for k in memory.of("p")] == [(800, (False, 50))]
     memory.learn("p", Known(wish=PLAIN, total_bytes=1200, price=(False, 40)))
     assert len(memory.of("p")) == 2
+
+
+def test_what_xla_counted_of_a_way_stays_known() -> None:
+    memory = alternatives.Memory()
+    way = Known(wish=PLAIN, total_bytes=1000, price=(False, 50))
+    for more_bytes in (-100, 100):
+        memory.learn("p", dataclasses.replace(way, counted_bytes=1000 + more_bytes))
+        memory.learn("p", way)
+        assert memory.counted("p", PLAIN) == 1000 + more_bytes
+        (known,) = memory.of("p")
+        assert (known.needed_bytes, known.sure_bytes) == (1000 + more_bytes, max(1000, 1000 + more_bytes))
 
 
 def test_the_memory_is_bounded() -> None:

@@ -196,11 +196,15 @@ def _gathers(x: Any, y: Any, at: Any, weight: Any) -> Any:
     return jnp.sum(first * second)
 
 
-def test_two_gathers_of_a_sparse_core_share_scratch_and_have_tables_of_their_own(
-    v5e: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("chip", ["v6e", "v5p"])
+def test_two_gathers_of_sparse_cores_share_scratch_and_have_tables_of_their_own(
+    v5e: str, monkeypatch: pytest.MonkeyPatch, chip: str
 ) -> None:
-    """Once 128 KiB were added to what was predicted, however many there were: two have 160 KiB."""
-    monkeypatch.setitem(h._DEVICE, "tpu", "v6e")
+    """Once 128 KiB were added to what was predicted, however many there were: two have 160 KiB on a v6e.
+
+    Each core has 32 KiB; these run on all of them, of which a v6e has two, a v5p four.
+    """
+    monkeypatch.setitem(h._DEVICE, "tpu", chip)
     wide, index, weight = h.spec(8192, 512), h.spec(8192, dtype=jnp.int32), h.spec(512, 512)
     example = h.Example(name="gathers", fn=jax.grad(_gathers), args=(wide, wide, index, weight))
     data, compiled = h.scheduled(example, "tpu")

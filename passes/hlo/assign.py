@@ -9,6 +9,7 @@ core does part of the work is that core's scratch memory.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -59,6 +60,12 @@ def offloaded(module: graph.Module) -> list[tuple[graph.Computation, graph.Instr
     """What starts work of a core of another kind, and where; slices to and from the host are copies."""
     instructions = ((c, i) for c in module.computations.values() for i in c.by_id.values())
     return [(c, i) for c, i in instructions if i.opcode == "async-start" and host_transfer(module, i) is None]
+
+
+def _cores(instruction: graph.Instruction) -> int:
+    """How many cores of another kind an operation runs on: a v6e has two to a chip, a v5p four."""
+    config = json.loads(instruction.proto.backend_config or b"{}")
+    return len(config.get("sparse_core_config", {}).get("core_ids", ()))
 
 
 def _between(start: int, end: int) -> int:
@@ -160,12 +167,13 @@ class Assigner:
     def _with_scratch(self) -> list[Allocation]:
         """The memory in which cores of another kind work, and the tables that each such operation gets.
 
-        It is held from the first of what a computation runs after its parameters, where XLA starts the
-        operation, until that is done. Before and afterwards values are there.
+        There is as much as the operation asks for that most cores run. It is held from the first of what a
+        computation runs after its parameters, where XLA starts the operation, until that is done. Before and
+        afterwards values are there.
         """
         if not self._offloaded:
             return []
-        scratch = Allocation(self.backend.scratch_bytes, "scratch")
+        scratch = Allocation(0, "scratch")
         called = reached([c for _, i in self._offloaded for c in i.called], self._called)
         tables = sum(v.is_tuple and self._is_offloaded(v) for v in self.flow.values)
         for computation, instruction in self._offloaded:
@@ -174,8 +182,14 @@ class Assigner:
                 begin = max(given, default=self.ticks.span[computation.id][0])
                 started = self.flow.trees[computation.id, instruction.id][()]
                 scratch.held |= _between(begin, self.ranges[started].end)
+                scratch.nbytes = max(scratch.nbytes, _cores(instruction) * self.backend.scratch_bytes)
                 tables -= _TABLES
         return [scratch, *(Allocation(self.backend.table_bytes or 0, "tuple") for _ in range(-tables))]
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What the other cores' scratch memory takes; 0 if there is none."""
+        return sum(allocation.nbytes for allocation in self._scratch)
 
     @property
     def scratch_held(self) -> int:

@@ -195,7 +195,7 @@ def _without_scratch(assigner: Assigner) -> Assigner:
     made = proto.copy(module.proto)
     _renumber(made, entry.id)
     writer = _Writer(made)
-    writer.between(entry.id, after[0] + _FIRST, after[-1] + _FIRST, assigner.backend.scratch_bytes)
+    writer.between(entry.id, after[0] + _FIRST, after[-1] + _FIRST, assigner.scratch_bytes)
     writer.finish()
     return Assigner(graph.read(writer.module), assigner.backend.name, old_rules=assigner.old_rules)
 
