@@ -40,7 +40,7 @@ from coop_jax.registry import Choice
 from coop_jax.relowering import Plain, Variant, Wish
 from coop_jax.replacing import Calls, in_place_of, signature
 from coop_jax.tries import TRIES, cost_ns_of, hlo_of, is_cheaper, plan_key, price_of, rank
-from passes.ir import Status
+from coop_jax.verdict import named
 from passes.jaxpr.calibration import UNCALIBRATED
 from passes.jaxpr.compat import BeingLowered
 from passes.outcome import StageOutcome
@@ -83,10 +83,11 @@ class OtherWays:
         first = Choice(record=with_hlo(record, outcome))
         if relowering.wish() is not None or self.settings != self.program.settings():
             return first
+        first = search.as_packed(tries.at_once(record), first)
         best = self._cheapest(search, first)
         return (
             search.fastest(best)
-            if record.tune and hlo_of(best).status.found and tries.is_changed(best.record)
+            if record.tune and hlo_of(best).status.found and best.record.is_changed
             else best
         )
 
@@ -255,7 +256,7 @@ class _Search:
         """
         price = price_of(first)
         known = [k.wish for k in self._known() if k.price is not None and is_cheaper(k.price, price)]
-        if known and not tries.is_changed(first.record):
+        if known and not first.record.is_changed:
             plain = self._plain()
             if plain is not None and plain.memory.total_bytes <= self.record.budget_bytes:
                 is_worth_it = is_cheaper(tries.price_of_plain(plain, self.record.objective), price)
@@ -273,18 +274,24 @@ class _Search:
 
     def _counted(self, asked: Wish, found: Variant) -> Variant:
         """What was looked at, with XLA's count of it, unless XLA refuses it."""
-        self.tell("compiling to the end, for XLA's own count")
-        self.looks += 1
-        if tries.is_changed(found.record) or (plain := self._plain()) is None:
-            counted_bytes = relowering.count(self.ways.program, asked, found.record)
-        else:
-            counted_bytes = plain.memory.total_bytes
+        counted_bytes = self._count(asked, found)
         if counted_bytes is None:
             return found
         self.ways.learn(asked, found, counted_bytes)
         counted = tries.as_counted(found, counted_bytes)
         self.kept += [(asked, counted)] if counted_bytes <= self.record.budget_bytes else []
         return counted
+
+    def _count(self, asked: Wish, found: Choice | Variant) -> int | None:
+        if (known_bytes := MEMORY.counted(self.ways.key, asked)) is not None:
+            return known_bytes
+        self.tell("compiling to the end, for XLA's own count")
+        self.looks += 1
+        return relowering.count(self.ways.program, asked, found.record)
+
+    def as_packed[W: (Choice, Variant)](self, asked: Wish, way: W) -> W:
+        """A way as XLA packs it, where it keeps its budget by a packing that is steered."""
+        return counting.as_packed(self.record, asked, way, count=self._count, learn=self.ways.learn)
 
     def instead_of(self, first: Choice) -> Choice:
         """A way that keeps the budget, else the refusal with the least budget that is known."""
@@ -343,12 +350,8 @@ class _Search:
 
     def named(self, refused: StageOutcome) -> StageOutcome:
         """The refusal with the least budget that is known to be met when it is asked for."""
-        own = refused.least_total_bytes
-        least = own if (known := self._least()) is None else known.sure_bytes
-        proved = refused.least_proved and least == own
-        sure = proved or refused.fixed_bytes > self.record.budget_bytes
-        status = refused.status if sure else Status.UNKNOWN
-        return dataclasses.replace(refused, least_total_bytes=least, least_proved=proved, status=status)
+        known = self._least()
+        return named(refused, self.record.budget_bytes, None if known is None else known.sure_bytes)
 
     def explore(self, refused: StageOutcome) -> None:
         """Look at what a request looks at, until it is kept; own kernels say what there is as it is."""
@@ -398,6 +401,7 @@ class _Search:
             if fit is None:
                 return None
             variant = dataclasses.replace(variant, module=fit)
+        variant = self.as_packed(asked, variant)
         self.ways.learn(asked, variant)
         if (counted_bytes := MEMORY.counted(self.ways.key, asked)) is not None:
             variant = tries.as_counted(variant, counted_bytes)
@@ -432,16 +436,10 @@ class _Search:
 
     def _is_planned_before(self, asked: Wish) -> bool:
         """True if a wish is planned as something that was looked at; nothing is compiled for the answer."""
-        planned: set[tuple[Hashable, int]] = set()
-
-        def skip(record: Record) -> bool:
-            planned.add((plan_key(record, asked), record.budget_bytes))
-            return True
-
         self.tell("planning for as little as can be")
         record = dataclasses.replace(self.record, jaxpr=None, budget_bytes=asked.budget_bytes)
-        relowering.variant(self.ways.program, asked, record, skip=skip)
-        return bool(planned & self.seen)
+        planned = relowering.planned(self.ways.program, asked, record)
+        return planned is not None and (plan_key(planned, asked), planned.budget_bytes) in self.seen
 
     def _choice(self, variant: Variant) -> Choice:
         """A way with the words of the user's own request."""

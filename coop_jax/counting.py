@@ -12,14 +12,16 @@ are too large for it, XLA counts more than is predicted: 1.9 MB of 17.4 GiB of a
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from coop_jax import tries
 from coop_jax.known import Known
-from coop_jax.record import Record
+from coop_jax.record import Record, with_hlo
 from coop_jax.registry import Choice
 from coop_jax.relowering import Variant, Wish
 from coop_jax.tries import TRIES, hlo_of, price_of
+from passes.ir import Status
 
 
 def by_count(
@@ -38,7 +40,7 @@ def by_count(
         count: the same way with XLA's count of it, as far as it can be had.
     """
     more_bytes = tries.backend_of(record).fast_bytes
-    if not more_bytes or (hlo_of(made).status.found and not tries.is_changed(made.record)):
+    if not more_bytes or (hlo_of(made).status.found and not made.record.is_changed):
         return None
     larger_bytes = record.budget_bytes + more_bytes
     for aim_bytes in (larger_bytes, record.budget_bytes):
@@ -81,3 +83,35 @@ def count_the_least(
         if found is None:
             return
         count(known.wish, found)
+
+
+def as_packed[W: (Choice, Variant)](
+    record: Record,
+    asked: Wish,
+    way: W,
+    *,
+    count: Callable[[Wish, W], int | None],
+    learn: Callable[[Wish, W, int], None],
+) -> W:
+    """A way that keeps its budget only where XLA's packing is steered, by XLA's count, else refused.
+
+    What is moved to the chip's memory changes the holes that buffers were made for.
+
+    Args:
+        record: of the request.
+        count: XLA's count of a way, as far as it can be had.
+        learn: remembers it.
+    """
+    hlo = hlo_of(way)
+    if not hlo.status.found or hlo.unsteered_bytes is None or not tries.backend_of(record).fast_bytes:
+        return way
+    if (counted_bytes := count(asked, way)) is None:
+        return way
+    if counted_bytes <= max(asked.budget_bytes, record.budget_bytes):
+        learn(asked, way, counted_bytes)
+        return tries.as_counted(way, counted_bytes)
+    refused = dataclasses.replace(
+        hlo, changed=False, status=Status.UNKNOWN, planned_temp_bytes=hlo.before_temp_bytes,
+        recompute_ns=0, recompute_pj=0, recomputed=(), paged=(), least_total_bytes=hlo.unsteered_bytes,
+    )  # fmt: skip
+    return dataclasses.replace(way, record=with_hlo(way.record, refused))

@@ -214,16 +214,11 @@ def promises_no_less(planned: Record, than: Choice | None) -> bool:
     return cost_ns_of(new) * hlo.cost_ns >= cost_ns_of(old) * cost_ns_of(hlo)
 
 
-def as_counted(variant: Variant, total_bytes: int) -> Variant:
+def as_counted[W: (Choice, Variant)](way: W, total_bytes: int) -> W:
     """A way with XLA's own count in the place of what was predicted."""
-    temp_bytes = total_bytes - hlo_of(variant).fixed_bytes
-    counted = dataclasses.replace(hlo_of(variant), planned_temp_bytes=temp_bytes)
-    return dataclasses.replace(variant, record=with_hlo(variant.record, counted))
-
-
-def is_changed(record: Record) -> bool:
-    """True if one of both stages changed the program."""
-    return any(stage is not None and stage.changed for stage in (record.jaxpr, record.hlo))
+    temp_bytes = total_bytes - hlo_of(way).fixed_bytes
+    counted = dataclasses.replace(hlo_of(way), planned_temp_bytes=temp_bytes)
+    return dataclasses.replace(way, record=with_hlo(way.record, counted))
 
 
 def cost_ns_of(outcome: StageOutcome) -> int:

@@ -196,6 +196,7 @@ def _changed(request: EnforceRequest, outcome: StageOutcome, found: _Found) -> S
         waiting_ns=waiting_ns,
         planned_temp_bytes=written.needed_bytes - task.fixed_bytes + constant_bytes,
         needs_pinning=written.prediction.total_bytes > request.budget_bytes,
+        unsteered_bytes=written.unsteered_bytes,
     )
 
 
@@ -311,6 +312,9 @@ def _refusal(request: EnforceRequest, found: _Found, before: HeapPrediction, beg
     bound = task.fixed_bytes + task.bound_bytes(program)
     proved = not loops and bound > task.budget_bytes
     least_bytes = min(least.needed_bytes, before.total_bytes)
+    if least.unsteered_bytes is not None and task.lifted.assigner.backend.fast_bytes:
+        # Passes that follow move values: a steered packing may not hold when it is asked for.
+        least_bytes = min(least.unsteered_bytes, before.total_bytes)
     outcome = _outcome(request, before, before, program.cost_ns, program.energy_pj, begin)
     return replace(
         outcome,
