@@ -31,9 +31,10 @@ import dataclasses
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from coop_jax import counting, relowering, tries, tuning
-from coop_jax.known import Known, Memory, cheapest_first, is_answer, least_above, with_alone
+from coop_jax.known import Known, Memory, cheapest_first, is_answer, least_above
 from coop_jax.progress import progress
 from coop_jax.record import UNLIMITED_BYTES, Record, with_hlo
 from coop_jax.registry import Choice
@@ -124,8 +125,8 @@ class OtherWays:
         if outcome.status.found:
             found = Known(wish=asked, total_bytes=outcome.planned_total_bytes, price=price_of(way))
             MEMORY.learn(self.key, dataclasses.replace(found, counted_bytes=counted_bytes))
-        elif outcome.least_total_bytes is not None:
-            least = outcome.least_total_bytes
+            return
+        for least in filter(None, (outcome.least_total_bytes, outcome.unsteered_bytes)):
             larger = dataclasses.replace(asked, budget_bytes=least)
             MEMORY.learn(self.key, Known(wish=larger, total_bytes=least))
 
@@ -142,6 +143,7 @@ class _Search:
         looks: how often something was compiled.
         asked: how often it was planned.
         limited: True if something was not looked at, since that would have taken too long.
+        steering: whether a packing that is steered is "counted" by XLA, "trusted", or "failed" once.
     """
 
     ways: OtherWays
@@ -153,6 +155,7 @@ class _Search:
     looks: int = 0
     asked: int = 0
     limited: bool = False
+    steering: Literal["counted", "trusted", "failed"] = "counted"
 
     def may_look(self, best: Choice) -> bool:
         """Whether one more look takes no longer than the compile that it is for, with those before it."""
@@ -235,18 +238,11 @@ class _Search:
                 self._look(asked)
         found = sorted(self.kept, key=lambda way: rank(way[1]))[:most]
         self.tell(f"running {len(found)} programs")
-        timed = tuning.run_times([self._candidate(*way) for way in found])
+        timed = tuning.run_times([tries.candidate(self.ways.program, *way) for way in found])
         order = sorted(range(len(found)), key=lambda k: (timed[k].run_ns, k))
         taken = self._choice(found[order[0]][1])
         record = dataclasses.replace(taken.record, timed=tuple(timed[k] for k in order))
         return dataclasses.replace(taken, record=record)
-
-    def _candidate(self, asked: Wish, found: Variant) -> tuning.Candidate:
-        return tuning.Candidate(
-            build=lambda: relowering.compiled(self.ways.program, asked, found.record),
-            estimated_ns=cost_ns_of(hlo_of(found)),
-            total_bytes=hlo_of(found).planned_total_bytes,
-        )
 
     def cheaper_than(self, first: Choice) -> Choice | None:
         """What is known to keep the budget for less time, if anything is.
@@ -291,7 +287,15 @@ class _Search:
 
     def as_packed[W: (Choice, Variant)](self, asked: Wish, way: W) -> W:
         """A way as XLA packs it, where it keeps its budget by a packing that is steered."""
-        return counting.as_packed(self.record, asked, way, count=self._count, learn=self.ways.learn)
+        if self.steering == "trusted" or not counting.is_steered(self.record, way):
+            return way
+        counted_bytes = self._count(asked, way) if self.steering == "counted" else UNLIMITED_BYTES
+        if counted_bytes is None or counted_bytes <= max(asked.budget_bytes, self.record.budget_bytes):
+            self.ways.learn(asked, way, counted_bytes)
+            return way if counted_bytes is None else tries.as_counted(way, counted_bytes)
+        self.steering = "failed"
+        MEMORY.forget(self.ways.key, asked)
+        return counting.unsteered(way)
 
     def instead_of(self, first: Choice) -> Choice:
         """A way that keeps the budget, else the refusal with the least budget that is known."""
@@ -339,6 +343,7 @@ class _Search:
             record = dataclasses.replace(self.record, budget_bytes=least.sure_bytes - 1)
             seen = {(plan, record.budget_bytes) for plan, _ in self.seen}
             request = dataclasses.replace(self, record=record, seen=seen, kept=[], looks=0, asked=0)
+            request.steering = "trusted"  # what is named is counted
             request.explore(refused)
             if not request.kept and self.ways.alone:
                 request._look(dataclasses.replace(tries.at_once(record), alone=True))
@@ -364,15 +369,12 @@ class _Search:
 
     def _least(self) -> Known | None:
         """What needs the least of all that is known to need more than the budget."""
-        return least_above(self._all_known(), self.record.budget_bytes)
-
-    def _all_known(self) -> list[Known]:
-        """What is known of the program, and of the same without host memory, which is always a way, too."""
-        return with_alone(MEMORY.of(self.ways.key), MEMORY.of(self.ways.alone))
+        return least_above(MEMORY.of(self.ways.key, self.ways.alone), self.record.budget_bytes)
 
     def _known(self) -> list[Known]:
         """What keeps the budget, cheapest first."""
-        return cheapest_first(k for k in self._all_known() if k.needed_bytes <= self.record.budget_bytes)
+        known = MEMORY.of(self.ways.key, self.ways.alone)
+        return cheapest_first(k for k in known if k.needed_bytes <= self.record.budget_bytes)
 
     def _try(self, asked: Wish, *, known: bool, than: Choice | None = None) -> Variant | None:
         """The program as it is with a wish, if that keeps the budget; `known`: though it looks seen."""

@@ -148,8 +148,11 @@ def _enforced(data: bytes, attributes: Mapping[str, str], platform: str) -> byte
     if state.alternatives is not None and state.pin is PinMode.NONE:
         held = dataclasses.replace(record, budget_bytes=held_bytes)
         choice = _for_budget(state.alternatives.choose(held, outcome, returned), record.budget_bytes)
-        if choice.module is None and choice.record.hlo and choice.record.hlo.status.found:
+        is_kept = choice.record.hlo is not None and choice.record.hlo.status.found
+        if choice.module is None and is_kept:
             REGISTRY.update(record, alternatives=None)
+        elif outcome.status.found:  # XLA does not pack as it was steered to: the program is left as it came
+            returned = data
     return _taken(choice, returned, data, platform)
 
 
@@ -176,8 +179,7 @@ def _taken(choice: Choice, returned: bytes, data: bytes, platform: str) -> bytes
     _THREAD.compiling = record
     if choice.module is not None:  # the program keeps the mark that it came with, whatever is returned
         return with_attributes(choice.module, read_attributes(data))
-    is_refused_as_steered = outcome.unsteered_bytes is not None and not outcome.status.found
-    return None if returned is data or is_refused_as_steered else returned
+    return None if returned is data else returned
 
 
 def _on_fragmentation(record: Record, platform: str, *, pinned: bool) -> OnFragmentation:

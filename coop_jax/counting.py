@@ -82,34 +82,22 @@ def count_the_least(
         found = look(known.wish, known=True)
         if found is None:
             return
-        count(known.wish, found)
+        if hlo_of(found).status.found:
+            count(known.wish, found)
 
 
-def as_packed[W: (Choice, Variant)](
-    record: Record,
-    asked: Wish,
-    way: W,
-    *,
-    count: Callable[[Wish, W], int | None],
-    learn: Callable[[Wish, W, int], None],
-) -> W:
-    """A way that keeps its budget only where XLA's packing is steered, by XLA's count, else refused.
+def is_steered(record: Record, way: Choice | Variant) -> bool:
+    """True if a way keeps its budget only where XLA's packing is steered, and may be packed otherwise.
 
     What is moved to the chip's memory changes the holes that buffers were made for.
-
-    Args:
-        record: of the request.
-        count: XLA's count of a way, as far as it can be had.
-        learn: remembers it.
     """
+    hlo, moves = hlo_of(way), tries.backend_of(record).fast_bytes > 0
+    return moves and hlo.status.found and hlo.unsteered_bytes is not None
+
+
+def unsteered[W: (Choice, Variant)](way: W) -> W:
+    """The refusal of a way whose steered packing does not hold."""
     hlo = hlo_of(way)
-    if not hlo.status.found or hlo.unsteered_bytes is None or not tries.backend_of(record).fast_bytes:
-        return way
-    if (counted_bytes := count(asked, way)) is None:
-        return way
-    if counted_bytes <= max(asked.budget_bytes, record.budget_bytes):
-        learn(asked, way, counted_bytes)
-        return tries.as_counted(way, counted_bytes)
     refused = dataclasses.replace(
         hlo, changed=False, status=Status.UNKNOWN, planned_temp_bytes=hlo.before_temp_bytes,
         recompute_ns=0, recompute_pj=0, recomputed=(), paged=(), least_total_bytes=hlo.unsteered_bytes,

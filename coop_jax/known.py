@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from coop_jax.relowering import PLAIN, Wish
@@ -49,10 +49,13 @@ class Memory:
         self._lock = threading.Lock()
         self._known: OrderedDict[str, tuple[Known, ...]] = OrderedDict()
 
-    def of(self, program: str) -> tuple[Known, ...]:
-        """All that is known of a program, by its key."""
+    def of(self, program: str, alone: str = "") -> tuple[Known, ...]:
+        """All that is known of a program, by its key, and of the same `alone`, without host memory."""
         with self._lock:
-            return self._known.get(program, ())
+            known, without = self._known.get(program, ()), self._known.get(alone, ())
+        asked = [k.wish for k in known]
+        ways = (dataclasses.replace(k, wish=dataclasses.replace(k.wish, alone=True)) for k in without)
+        return (*known, *(k for k in ways if not k.wish.plain and k.wish not in asked))
 
     def counted(self, program: str, asked: Wish) -> int | None:
         """XLA's count of one way to write a program; None where it was not asked for."""
@@ -77,17 +80,17 @@ class Memory:
             while len(self._known) > MOST_PROGRAMS:
                 self._known.popitem(last=False)
 
+    def forget(self, program: str, asked: Wish) -> None:
+        """Forget one way to write a program, which turned out to be otherwise."""
+        with self._lock:
+            kept = [k for k in self._known.get(program, ()) if k.wish != asked]
+            if program in self._known:
+                self._known[program] = tuple(kept)
+
     def clear(self) -> None:
         """Forget every program."""
         with self._lock:
             self._known.clear()
-
-
-def with_alone(known: Sequence[Known], without: Iterable[Known]) -> list[Known]:
-    """What is known of a program with host memory, and `without`, as ways to write it with that memory."""
-    ways = [dataclasses.replace(k, wish=dataclasses.replace(k.wish, alone=True)) for k in without]
-    asked = [k.wish for k in known]
-    return [*known, *(k for k in ways if not k.wish.plain and k.wish not in asked)]
 
 
 def cheapest_first(known: Iterable[Known]) -> list[Known]:

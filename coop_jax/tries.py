@@ -9,13 +9,16 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
+from coop_jax import relowering
 from coop_jax.record import Record, with_hlo
 from coop_jax.registry import Choice
 from coop_jax.relowering import PLAIN, Plain, Variant, Wish
 from coop_jax.text import format_bytes
+from coop_jax.tuning import Candidate
 from passes.backend import BACKENDS, Backend
 from passes.cost import DEVICES
 from passes.jaxpr.calibration import ROUNDED, STRICT
+from passes.jaxpr.compat import BeingLowered
 from passes.objective import LEAST_TIME, Objective, Price
 from passes.outcome import StageOutcome, changes
 
@@ -46,7 +49,7 @@ class TriesConfig:
     most_looks: int = 3
     most_looks_if_kept: int = 1
     most_asked: int = 8
-    most_counted: int = 2
+    most_counted: int = 3
 
 
 TRIES = TriesConfig()
@@ -219,6 +222,15 @@ def as_counted[W: (Choice, Variant)](way: W, total_bytes: int) -> W:
     temp_bytes = total_bytes - hlo_of(way).fixed_bytes
     counted = dataclasses.replace(hlo_of(way), planned_temp_bytes=temp_bytes)
     return dataclasses.replace(way, record=with_hlo(way.record, counted))
+
+
+def candidate(program: BeingLowered, asked: Wish, found: Variant) -> Candidate:
+    """A way as one of those that are run."""
+    return Candidate(
+        build=lambda: relowering.compiled(program, asked, found.record),
+        estimated_ns=cost_ns_of(hlo_of(found)),
+        total_bytes=hlo_of(found).planned_total_bytes,
+    )
 
 
 def cost_ns_of(outcome: StageOutcome) -> int:

@@ -312,9 +312,7 @@ def _refusal(request: EnforceRequest, found: _Found, before: HeapPrediction, beg
     bound = task.fixed_bytes + task.bound_bytes(program)
     proved = not loops and bound > task.budget_bytes
     least_bytes = min(least.needed_bytes, before.total_bytes)
-    if least.unsteered_bytes is not None and task.lifted.assigner.backend.fast_bytes:
-        # Passes that follow move values: a steered packing may not hold when it is asked for.
-        least_bytes = min(least.unsteered_bytes, before.total_bytes)
+    unsteered_bytes = None if least.unsteered_bytes == least_bytes else least.unsteered_bytes
     outcome = _outcome(request, before, before, program.cost_ns, program.energy_pj, begin)
     return replace(
         outcome,
@@ -324,4 +322,5 @@ def _refusal(request: EnforceRequest, found: _Found, before: HeapPrediction, beg
         tightest=tightest_values(program, least.plan.steps),
         least_total_bytes=least_bytes,
         least_proved=not loops and least_bytes <= bound,
+        unsteered_bytes=unsteered_bytes,
     )
