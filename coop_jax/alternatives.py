@@ -31,16 +31,17 @@ import dataclasses
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from coop_jax import counting, relowering, tries, tuning
-from coop_jax.known import Known, Memory, is_answer
+from coop_jax.known import Known, Memory, cheapest_first, is_answer, least_above
 from coop_jax.progress import progress
 from coop_jax.record import UNLIMITED_BYTES, Record, with_hlo
 from coop_jax.registry import Choice
 from coop_jax.relowering import Plain, Variant, Wish
 from coop_jax.replacing import Calls, in_place_of, signature
 from coop_jax.tries import TRIES, cost_ns_of, hlo_of, is_cheaper, plan_key, price_of, rank
-from passes.ir import Status
+from coop_jax.verdict import named
 from passes.jaxpr.calibration import UNCALIBRATED
 from passes.jaxpr.compat import BeingLowered
 from passes.outcome import StageOutcome
@@ -83,10 +84,11 @@ class OtherWays:
         first = Choice(record=with_hlo(record, outcome))
         if relowering.wish() is not None or self.settings != self.program.settings():
             return first
+        first = search.as_packed(tries.at_once(record), first)
         best = self._cheapest(search, first)
         return (
             search.fastest(best)
-            if record.tune and hlo_of(best).status.found and tries.is_changed(best.record)
+            if record.tune and hlo_of(best).status.found and best.record.is_changed
             else best
         )
 
@@ -113,18 +115,18 @@ class OtherWays:
         with progress() as tell:
             search = _Search(ways=self, record=least_asked, tell=tell)
             search.explore(outcome)
-            search.ask_for_the_least(outcome)
+            search.find_the_least(outcome)
             search = _Search(ways=self, record=record, tell=tell)
         return search.named(dataclasses.replace(outcome, least_total_bytes=None))
 
-    def learn(self, asked: Wish, way: Choice | Variant, *, counted: bool = False) -> None:
+    def learn(self, asked: Wish, way: Choice | Variant, counted_bytes: int | None = None) -> None:
         """Remember what keeps its budget, or what would keep a larger one."""
         outcome = hlo_of(way)
         if outcome.status.found:
-            total_bytes, price = outcome.planned_total_bytes, price_of(way)
-            MEMORY.learn(self.key, Known(wish=asked, total_bytes=total_bytes, price=price, counted=counted))
-        elif outcome.least_total_bytes is not None:
-            least = outcome.least_total_bytes
+            found = Known(wish=asked, total_bytes=outcome.planned_total_bytes, price=price_of(way))
+            MEMORY.learn(self.key, dataclasses.replace(found, counted_bytes=counted_bytes))
+            return
+        for least in filter(None, (outcome.least_total_bytes, outcome.unsteered_bytes)):
             larger = dataclasses.replace(asked, budget_bytes=least)
             MEMORY.learn(self.key, Known(wish=larger, total_bytes=least))
 
@@ -141,6 +143,7 @@ class _Search:
         looks: how often something was compiled.
         asked: how often it was planned.
         limited: True if something was not looked at, since that would have taken too long.
+        steering: whether a packing that is steered is "counted" by XLA, "trusted", or "failed" once.
     """
 
     ways: OtherWays
@@ -152,6 +155,7 @@ class _Search:
     looks: int = 0
     asked: int = 0
     limited: bool = False
+    steering: Literal["counted", "trusted", "failed"] = "counted"
 
     def may_look(self, best: Choice) -> bool:
         """Whether one more look takes no longer than the compile that it is for, with those before it."""
@@ -234,18 +238,11 @@ class _Search:
                 self._look(asked)
         found = sorted(self.kept, key=lambda way: rank(way[1]))[:most]
         self.tell(f"running {len(found)} programs")
-        timed = tuning.run_times([self._candidate(*way) for way in found])
+        timed = tuning.run_times([tries.candidate(self.ways.program, *way) for way in found])
         order = sorted(range(len(found)), key=lambda k: (timed[k].run_ns, k))
         taken = self._choice(found[order[0]][1])
         record = dataclasses.replace(taken.record, timed=tuple(timed[k] for k in order))
         return dataclasses.replace(taken, record=record)
-
-    def _candidate(self, asked: Wish, found: Variant) -> tuning.Candidate:
-        return tuning.Candidate(
-            build=lambda: relowering.compiled(self.ways.program, asked, found.record),
-            estimated_ns=cost_ns_of(hlo_of(found)),
-            total_bytes=hlo_of(found).planned_total_bytes,
-        )
 
     def cheaper_than(self, first: Choice) -> Choice | None:
         """What is known to keep the budget for less time, if anything is.
@@ -255,7 +252,7 @@ class _Search:
         """
         price = price_of(first)
         known = [k.wish for k in self._known() if k.price is not None and is_cheaper(k.price, price)]
-        if known and not tries.is_changed(first.record):
+        if known and not first.record.is_changed:
             plain = self._plain()
             if plain is not None and plain.memory.total_bytes <= self.record.budget_bytes:
                 is_worth_it = is_cheaper(tries.price_of_plain(plain, self.record.objective), price)
@@ -273,18 +270,32 @@ class _Search:
 
     def _counted(self, asked: Wish, found: Variant) -> Variant:
         """What was looked at, with XLA's count of it, unless XLA refuses it."""
-        self.tell("compiling to the end, for XLA's own count")
-        self.looks += 1
-        if tries.is_changed(found.record) or (plain := self._plain()) is None:
-            counted_bytes = relowering.count(self.ways.program, asked, found.record)
-        else:
-            counted_bytes = plain.memory.total_bytes
+        counted_bytes = self._count(asked, found)
         if counted_bytes is None:
             return found
+        self.ways.learn(asked, found, counted_bytes)
         counted = tries.as_counted(found, counted_bytes)
-        self.ways.learn(asked, counted, counted=True)
         self.kept += [(asked, counted)] if counted_bytes <= self.record.budget_bytes else []
         return counted
+
+    def _count(self, asked: Wish, found: Choice | Variant) -> int | None:
+        if (known_bytes := MEMORY.counted(self.ways.key, asked)) is not None:
+            return known_bytes
+        self.tell("compiling to the end, for XLA's own count")
+        self.looks += 1
+        return relowering.count(self.ways.program, asked, found.record)
+
+    def as_packed[W: (Choice, Variant)](self, asked: Wish, way: W) -> W:
+        """A way as XLA packs it, where it keeps its budget by a packing that is steered."""
+        if self.steering == "trusted" or not counting.is_steered(self.record, way):
+            return way
+        counted_bytes = self._count(asked, way) if self.steering == "counted" else UNLIMITED_BYTES
+        if counted_bytes is None or counted_bytes <= max(asked.budget_bytes, self.record.budget_bytes):
+            self.ways.learn(asked, way, counted_bytes)
+            return way if counted_bytes is None else tries.as_counted(way, counted_bytes)
+        self.steering = "failed"
+        MEMORY.forget(self.ways.key, asked)
+        return counting.unsteered(way)
 
     def instead_of(self, first: Choice) -> Choice:
         """A way that keeps the budget, else the refusal with the least budget that is known."""
@@ -299,7 +310,7 @@ class _Search:
         found = self._first(tries.as_it_is(self.record)) or self.by_count(met or first)
         found = found or self._first(self._deeper(refused), than=met)
         if met is None and found is None:
-            self.ask_for_the_least(refused)
+            self.find_the_least(refused)
             found = self._first((k.wish for k in self._known() if k not in known), known=True)
         refusal = Choice(record=with_hlo(self.record, self.named(refused)))
         return min(filter(None, (met, found)), key=rank, default=refusal)
@@ -315,35 +326,37 @@ class _Search:
         tried = (self._try(asked, known=known, than=than) for asked in wishes)
         return next(map(self._choice, filter(None, tried)), None)
 
-    def ask_for_the_least(self, refused: StageOutcome) -> None:
+    def find_the_least(self, refused: StageOutcome) -> None:
+        """Find out what a refusal should name: what is met when it is asked for, by XLA's count, too."""
+        self._ask_for_the_least(refused)
+        counting.count_the_least(self.record, self._least, look=self._look, count=self._counted)
+
+    def _ask_for_the_least(self, refused: StageOutcome) -> None:
         """Ask for a byte less than the least that is known, as a request would, until that is not met.
 
         What is looked at depends on the budget, which may leave no deeper plans. What kept none is known.
         """
         for _ in range(TRIES.most_asked):
-            least = min(self._totals(), default=None)
-            if least is None or (refused.least_proved and least == refused.least_total_bytes):
+            least = self._least()
+            if least is None or (refused.least_proved and least.sure_bytes == refused.least_total_bytes):
                 return
-            record = dataclasses.replace(self.record, budget_bytes=least - 1)
+            record = dataclasses.replace(self.record, budget_bytes=least.sure_bytes - 1)
             seen = {(plan, record.budget_bytes) for plan, _ in self.seen}
             request = dataclasses.replace(self, record=record, seen=seen, kept=[], looks=0, asked=0)
+            request.steering = "trusted"  # what is named is counted
             request.explore(refused)
             if not request.kept and self.ways.alone:
                 request._look(dataclasses.replace(tries.at_once(record), alone=True))
             self.looks += request.looks
             kept = {plan_key(variant.record, asked) for asked, variant in request.kept}
             self.seen |= {(plan, budget) for plan, budget in request.seen if plan not in kept}
-            if min(self._totals()) >= least:
+            if (found := self._least()) is None or found.sure_bytes >= least.sure_bytes:
                 return
 
     def named(self, refused: StageOutcome) -> StageOutcome:
         """The refusal with the least budget that is known to be met when it is asked for."""
-        own = refused.least_total_bytes
-        least = min(self._totals(), default=own)
-        proved = refused.least_proved and least == own
-        sure = proved or refused.fixed_bytes > self.record.budget_bytes
-        status = refused.status if sure else Status.UNKNOWN
-        return dataclasses.replace(refused, least_total_bytes=least, least_proved=proved, status=status)
+        known = self._least()
+        return named(refused, self.record.budget_bytes, None if known is None else known.sure_bytes)
 
     def explore(self, refused: StageOutcome) -> None:
         """Look at what a request looks at, until it is kept; own kernels say what there is as it is."""
@@ -354,21 +367,14 @@ class _Search:
             if not self.kept:
                 self._look(asked)
 
-    def _totals(self) -> list[int]:
-        known = (k.total_bytes for k in self._all_known() if not k.counted)
-        return [total for total in known if total > self.record.budget_bytes]
-
-    def _all_known(self) -> Iterator[Known]:
-        """What is known of the program, and of the same without host memory, which is always a way, too."""
-        yield from MEMORY.of(self.ways.key)
-        for known in MEMORY.of(self.ways.alone) if self.ways.alone else ():
-            if not known.wish.plain:
-                yield dataclasses.replace(known, wish=dataclasses.replace(known.wish, alone=True))
+    def _least(self) -> Known | None:
+        """What needs the least of all that is known to need more than the budget."""
+        return least_above(MEMORY.of(self.ways.key, self.ways.alone), self.record.budget_bytes)
 
     def _known(self) -> list[Known]:
         """What keeps the budget, cheapest first."""
-        known = [k for k in self._all_known() if k.total_bytes <= self.record.budget_bytes]
-        return sorted(known, key=lambda k: (k.price is None, k.price or (), k.total_bytes))
+        known = MEMORY.of(self.ways.key, self.ways.alone)
+        return cheapest_first(k for k in known if k.needed_bytes <= self.record.budget_bytes)
 
     def _try(self, asked: Wish, *, known: bool, than: Choice | None = None) -> Variant | None:
         """The program as it is with a wish, if that keeps the budget; `known`: though it looks seen."""
@@ -397,10 +403,10 @@ class _Search:
             if fit is None:
                 return None
             variant = dataclasses.replace(variant, module=fit)
-        counted_bytes = MEMORY.counted(self.ways.key, asked)
-        if counted_bytes is not None:
+        variant = self.as_packed(asked, variant)
+        self.ways.learn(asked, variant)
+        if (counted_bytes := MEMORY.counted(self.ways.key, asked)) is not None:
             variant = tries.as_counted(variant, counted_bytes)
-        self.ways.learn(asked, variant, counted=counted_bytes is not None)
         if tries.keeps(variant, self.record.budget_bytes):
             self.kept.append((asked, variant))
         return variant
@@ -432,16 +438,10 @@ class _Search:
 
     def _is_planned_before(self, asked: Wish) -> bool:
         """True if a wish is planned as something that was looked at; nothing is compiled for the answer."""
-        planned: set[tuple[Hashable, int]] = set()
-
-        def skip(record: Record) -> bool:
-            planned.add((plan_key(record, asked), record.budget_bytes))
-            return True
-
         self.tell("planning for as little as can be")
         record = dataclasses.replace(self.record, jaxpr=None, budget_bytes=asked.budget_bytes)
-        relowering.variant(self.ways.program, asked, record, skip=skip)
-        return bool(planned & self.seen)
+        planned = relowering.planned(self.ways.program, asked, record)
+        return planned is not None and (plan_key(planned, asked), planned.budget_bytes) in self.seen
 
     def _choice(self, variant: Variant) -> Choice:
         """A way with the words of the user's own request."""

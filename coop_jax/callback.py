@@ -148,8 +148,11 @@ def _enforced(data: bytes, attributes: Mapping[str, str], platform: str) -> byte
     if state.alternatives is not None and state.pin is PinMode.NONE:
         held = dataclasses.replace(record, budget_bytes=held_bytes)
         choice = _for_budget(state.alternatives.choose(held, outcome, returned), record.budget_bytes)
-        if choice.module is None and outcome.status.found:
+        is_kept = choice.record.hlo is not None and choice.record.hlo.status.found
+        if choice.module is None and is_kept:
             REGISTRY.update(record, alternatives=None)
+        elif outcome.status.found:  # XLA does not pack as it was steered to: the program is left as it came
+            returned = data
     return _taken(choice, returned, data, platform)
 
 
@@ -158,7 +161,8 @@ def _for_budget(choice: Choice, budget_bytes: int) -> Choice:
     hlo, more_bytes = choice.record.hlo, budget_bytes - choice.record.budget_bytes
     assert hlo is not None, "the enforcing stage has spoken"
     if more_bytes and hlo.least_total_bytes is not None:
-        least_bytes = hlo.least_total_bytes + more_bytes
+        is_counted = hlo.least_total_bytes > budget_bytes
+        least_bytes = hlo.least_total_bytes + (0 if is_counted else more_bytes)
         hlo = dataclasses.replace(hlo, least_total_bytes=least_bytes, least_proved=False)
     hlo = dataclasses.replace(hlo, budget_bytes=budget_bytes)
     record = dataclasses.replace(choice.record, budget_bytes=budget_bytes, hlo=hlo)

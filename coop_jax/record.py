@@ -83,6 +83,11 @@ class Record:
     tune: int = 0
     timed: tuple[Timed, ...] = ()
 
+    @property
+    def is_changed(self) -> bool:
+        """True if one of both stages changed the program."""
+        return any(stage is not None and stage.changed for stage in (self.jaxpr, self.hlo))
+
 
 def with_hlo(record: Record, outcome: StageOutcome) -> Record:
     """The record with what the enforcing stage did."""

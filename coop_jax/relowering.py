@@ -22,7 +22,7 @@ import jax
 from jax.stages import Compiled, Lowered
 
 from coop_jax import aot, mark, module
-from coop_jax.errors import CoopError
+from coop_jax.errors import BudgetExceededError, CoopError
 from coop_jax.record import UNLIMITED_BYTES, Record, with_hlo
 from coop_jax.replacing import Calls, signature
 from passes.cost import DEVICES
@@ -176,6 +176,18 @@ def variant(
     return Variant(record=with_hlo(record, trial.outcome), module=trial.module, calls=calls)
 
 
+def planned(program: BeingLowered, asked: Wish, plain_record: Record | None) -> Record | None:
+    """The record of the program as it is with a wish; nothing is compiled for it. None as for `variant`."""
+    records: list[Record] = []
+
+    def skip(record: Record) -> bool:
+        records.append(record)
+        return True
+
+    variant(program, asked, plain_record, skip=skip)
+    return records[0] if records else None
+
+
 def compiled(program: BeingLowered, asked: Wish, record: Record) -> Compiled:
     """The program of a wish, whose variant has this record, compiled to the end.
 
@@ -184,13 +196,24 @@ def compiled(program: BeingLowered, asked: Wish, record: Record) -> Compiled:
     """
     lowered = _lowered(program, asked)
     assert lowered is not None, "it was lowered so when it was looked at"
+    return _alone(lowered, record)
+
+
+def _alone(lowered: Lowered, record: Record) -> Compiled:
     return _quietly(lambda: mark.compile_alone(lowered, dataclasses.replace(record, hlo=None)))
 
 
 def count(program: BeingLowered, asked: Wish, record: Record) -> int | None:
-    """XLA's count of the program of a wish, whose variant has this record; None where XLA refuses it."""
+    """XLA's count of the program of a wish, whose variant has this record; None where it cannot be had."""
+    if not record.is_changed and (plain := plain_program(program, record.device_name)) is not None:
+        return plain.memory.total_bytes
+    lowered = _lowered(program, asked)
+    if lowered is None:
+        return None
     try:
-        return aot.memory(compiled(program, asked, record)).total_bytes
+        return aot.memory(_alone(lowered, record)).total_bytes
+    except BudgetExceededError as over:
+        return over.compiled_bytes if over.memory == "device" else None
     except (jax.errors.JaxRuntimeError, CoopError):
         return None
 

@@ -9,13 +9,16 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
+from coop_jax import relowering
 from coop_jax.record import Record, with_hlo
 from coop_jax.registry import Choice
 from coop_jax.relowering import PLAIN, Plain, Variant, Wish
 from coop_jax.text import format_bytes
+from coop_jax.tuning import Candidate
 from passes.backend import BACKENDS, Backend
 from passes.cost import DEVICES
 from passes.jaxpr.calibration import ROUNDED, STRICT
+from passes.jaxpr.compat import BeingLowered
 from passes.objective import LEAST_TIME, Objective, Price
 from passes.outcome import StageOutcome, changes
 
@@ -35,6 +38,7 @@ class TriesConfig:
         most_looks: how often a program is compiled once more after the first plan.
         most_looks_if_kept: the same, if that kept the budget.
         most_asked: how often a byte less is asked for than a refusal would name, to name what that gives.
+        most_counted: how often what a refusal would name is compiled to the end, for XLA's own count.
     """
 
     paged_ratios: tuple[float, ...] = (0.65, 0.4)
@@ -45,6 +49,7 @@ class TriesConfig:
     most_looks: int = 3
     most_looks_if_kept: int = 1
     most_asked: int = 8
+    most_counted: int = 3
 
 
 TRIES = TriesConfig()
@@ -215,16 +220,20 @@ def promises_no_less(planned: Record, than: Choice | None) -> bool:
     return cost_ns_of(new) * hlo.cost_ns >= cost_ns_of(old) * cost_ns_of(hlo)
 
 
-def as_counted(variant: Variant, total_bytes: int) -> Variant:
+def as_counted[W: (Choice, Variant)](way: W, total_bytes: int) -> W:
     """A way with XLA's own count in the place of what was predicted."""
-    temp_bytes = total_bytes - hlo_of(variant).fixed_bytes
-    counted = dataclasses.replace(hlo_of(variant), planned_temp_bytes=temp_bytes)
-    return dataclasses.replace(variant, record=with_hlo(variant.record, counted))
+    temp_bytes = total_bytes - hlo_of(way).fixed_bytes
+    counted = dataclasses.replace(hlo_of(way), planned_temp_bytes=temp_bytes)
+    return dataclasses.replace(way, record=with_hlo(way.record, counted))
 
 
-def is_changed(record: Record) -> bool:
-    """True if one of both stages changed the program."""
-    return any(stage is not None and stage.changed for stage in (record.jaxpr, record.hlo))
+def candidate(program: BeingLowered, asked: Wish, found: Variant) -> Candidate:
+    """A way as one of those that are run."""
+    return Candidate(
+        build=lambda: relowering.compiled(program, asked, found.record),
+        estimated_ns=cost_ns_of(hlo_of(found)),
+        total_bytes=hlo_of(found).planned_total_bytes,
+    )
 
 
 def cost_ns_of(outcome: StageOutcome) -> int:

@@ -34,6 +34,16 @@ def of_the_program(outcome: StageOutcome) -> StageOutcome:
     return dataclasses.replace(outcome, status=Status.UNKNOWN, least_proved=False)
 
 
+def named(refused: StageOutcome, budget_bytes: int, least_bytes: int | None) -> StageOutcome:
+    """The refusal of a budget with the least one that is known to be met; None for what the stage names."""
+    own = refused.least_total_bytes
+    least = own if least_bytes is None else least_bytes
+    proved = refused.least_proved and least == own
+    sure = proved or refused.fixed_bytes > budget_bytes
+    status = refused.status if sure else Status.UNKNOWN
+    return dataclasses.replace(refused, least_total_bytes=least, least_proved=proved, status=status)
+
+
 def over_budget(record: Record, total_bytes: int, held_bytes: int | None = None) -> CoopError:
     """What to say of a program that needs more than its budget by XLA's count.
 

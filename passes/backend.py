@@ -36,7 +36,7 @@ class Backend:
             temporaries' where it is not 0.
         scalar_space: that of scalars that are computed by themselves, likewise.
         small_space: that of small arrays, in which XLA has put them before it calls back.
-        scratch_bytes: what a core of another kind gets to work in, a TPU's sparse core.
+        scratch_bytes: what each core of another kind gets to work in, a TPU's sparse cores.
         fast_bytes: what passes that follow may take off, since they move values to a memory of the chip. What
             is predicted is then an upper bound, and XLA's own count decides where only that is over.
         library: the package whose shared library compiles for it.
@@ -113,7 +113,7 @@ CUDA = Backend(
 TPU = Backend(
     name="tpu", alignment=16384, host_alignment=4096, host_multiple=4096, heap="in time order",
     sharing="elementwise or reduced", reuses_results=False, table_bytes=512, context_space=2, scalar_space=6,
-    small_space=4, scratch_bytes=64 << 10, fast_bytes=128 << 20, runs_as_scheduled=False,
+    small_space=4, scratch_bytes=32 << 10, fast_bytes=128 << 20, runs_as_scheduled=False,
     temps_are_the_rest=True, limits_memory=True, fuses_results=True, rounds_products=True,
     runs_free_early=True, library="libtpu", default_device="v5e", looks=3,
 )  # fmt: skip

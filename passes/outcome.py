@@ -100,6 +100,8 @@ class StageOutcome:
             `status` is not found, else None. The enforcing stage meets it if it is asked for.
         least_proved: True if no plan of this stage's program goes below `least_total_bytes`.
         needs_pinning: True if the budget is kept only after the temporaries are packed anew.
+        unsteered_bytes: where XLA's packing was steered, for the budget or the least, the least total
+            without that; else None.
         constraints: what the user asked about single values, such as "save=('h',)".
         kernels_ns: the least that the program is expected to take with its own kernels, some of them run
             again, within the budget; None where that is not known, or not possible.
@@ -124,6 +126,7 @@ class StageOutcome:
     least_total_bytes: int | None = None
     least_proved: bool = False
     needs_pinning: bool = False
+    unsteered_bytes: int | None = None
     constraints: str = ""
     looks: int = 0
     limited: bool = False

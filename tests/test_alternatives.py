@@ -626,6 +626,58 @@ def test_before_a_refusal_xlas_own_count_is_asked_for_and_it_is_not_named(
         assert choice.record.hlo.least_total_bytes == 2000
 
 
+@pytest.mark.parametrize(("record", "named"), [(RECORD, 2000), (TPU, 2300)])
+def test_a_refusal_names_what_xla_counts_of_the_least_where_that_is_more_than_predicted(
+    monkeypatch: pytest.MonkeyPatch, record: Record, named: int
+) -> None:
+    """A Llama on a v5p was refused what a refusal had named: XLA counted 2 MB more, for copies."""
+    met = dataclasses.replace(OUTCOME, planned_temp_bytes=2000 - FIXED)
+    asked_of(monkeypatch, lambda w: met if w.budget_bytes == 2000 else REFUSED)
+    compiled = counted_as(monkeypatch, lambda w: 2300 if w.budget_bytes == 2000 else None)
+    for _ in range(2):
+        choice = ways().choose(record, REFUSED, MODULE)
+        assert choice.record.hlo is not None
+        assert choice.record.hlo.least_total_bytes == named
+    assert (2000 in [w.budget_bytes for w in compiled]) == (record is TPU)
+
+
+STEERED = dataclasses.replace(OUTCOME, unsteered_bytes=1500)
+
+
+@pytest.mark.parametrize(("counted", "total"), [(BUDGET - 5, BUDGET - 5), (None, 1000)])
+def test_a_packing_that_is_steered_is_taken_where_xla_counts_no_more(
+    monkeypatch: pytest.MonkeyPatch, counted: int | None, total: int
+) -> None:
+    """Once the check found that it did not hold, and the program was compiled up to three times."""
+    asked_of(monkeypatch, of_larger_budgets)
+    compiled = counted_as(monkeypatch, lambda w: counted if w.aim_bytes == BUDGET else None)
+    choice = ways().choose(TPU, STEERED, MODULE)
+    assert choice.module is None
+    assert choice.record.hlo is not None
+    assert choice.record.hlo.planned_total_bytes == total
+    assert compiled[0] == Wish(budget_bytes=BUDGET, aim_bytes=BUDGET)
+
+
+def test_a_packing_that_xla_does_not_follow_is_refused_and_named_without_buffers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked_of(monkeypatch, lambda w: REFUSED)
+    counted_as(monkeypatch, lambda w: BUDGET + 50 if w.budget_bytes == BUDGET else None)
+    refused = ways().choose(TPU, STEERED, MODULE).record.hlo
+    assert refused is not None
+    assert (refused.status, refused.changed) == (Status.UNKNOWN, False)
+    assert refused.least_total_bytes == STEERED.unsteered_bytes
+
+
+def test_where_nothing_moves_values_after_the_callback_a_steered_packing_is_as_predicted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked_of(monkeypatch)
+    compiled = counted_as(monkeypatch, lambda _: BUDGET)
+    assert ways().choose(RECORD, STEERED, MODULE).record.hlo is not None
+    assert compiled == []
+
+
 @pytest.mark.parametrize("record", [RECORD, TPU])
 def test_nothing_is_compiled_to_the_end_where_xla_counts_as_predicted_or_little_is_won(
     monkeypatch: pytest.MonkeyPatch, record: Record
@@ -645,6 +697,17 @@ def test_what_others_beat_in_bytes_and_in_time_is_forgotten() -> None:
     assert [(k.total_bytes, k.price) for k in memory.of("p")] == [(800, (False, 50))]
     memory.learn("p", Known(wish=PLAIN, total_bytes=1200, price=(False, 40)))
     assert len(memory.of("p")) == 2
+
+
+def test_what_xla_counted_of_a_way_stays_known() -> None:
+    memory = alternatives.Memory()
+    way = Known(wish=PLAIN, total_bytes=1000, price=(False, 50))
+    for more_bytes in (-100, 100):
+        memory.learn("p", dataclasses.replace(way, counted_bytes=1000 + more_bytes))
+        memory.learn("p", way)
+        assert memory.counted("p", PLAIN) == 1000 + more_bytes
+        (known,) = memory.of("p")
+        assert (known.needed_bytes, known.sure_bytes) == (1000 + more_bytes, max(1000, 1000 + more_bytes))
 
 
 def test_the_memory_is_bounded() -> None:

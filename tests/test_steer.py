@@ -13,8 +13,8 @@ from passes.hlo.assign import Assigner
 from passes.hlo.heap import HeapPrediction, predict_assigned
 from passes.hlo.steer import steered
 
-F32, SLOT = 11, 16384
-TENFOLD = (320, 128)  # ten slots
+F32, TUPLE, SLOT = 11, 13, 16384
+TENFOLD, TWOFOLD, SINGLE = (320, 128), (64, 128), (32, 128)  # ten slots, two, one
 
 
 def _module(rows: list[tuple[int, str, list[int], tuple[int, ...]]]) -> Any:
@@ -70,6 +70,40 @@ def test_a_statistic_no_longer_spoils_the_hole_of_a_large_value() -> None:
     assert module is not None
     # The call that ends the buffers has 4 KiB for that moment.
     assert _predicted(graph.read(module)).temp_bytes == 21 * SLOT + 4096
+    assert _operations(module) == _operations(view.proto)
+
+
+def _twins() -> graph.Module:
+    """Of a kernel's two results of one size the second is placed first, in the lower of two equal holes.
+
+    second.13 | first.12                                         second.13 is dead when the others are there
+    single.15 | 9 slots | first.12 | twofold.14 | large.16       best fit
+    first.12 | large.16 | twofold.14                             where second.13 was above first.12
+    """
+    rows: list[tuple[int, str, list[int], tuple[int, ...]]] = [
+        (10, "parameter", [], (128,)), (11, "custom-call", [10], ()),
+        (12, "get-tuple-element", [11], TENFOLD), (13, "get-tuple-element", [11], TENFOLD),
+        (14, "custom-call", [13], TWOFOLD), (15, "custom-call", [10], SINGLE),
+        (16, "custom-call", [12, 14, 15], TENFOLD), (17, "custom-call", [10, 16], (128,)),
+    ]  # fmt: skip
+    module = _module(rows)
+    by_id = {i.id: i for i in module.computations[0].instructions}
+    by_id[13].tuple_index = 1
+    made = by_id[11].shape
+    made.Clear()
+    made.element_type = TUPLE
+    made.tuple_shapes.extend((by_id[12].shape, by_id[13].shape))
+    return graph.read(module)
+
+
+def test_of_two_results_of_one_kernel_each_finds_its_own_hole() -> None:
+    view = _twins()
+    before = _predicted(view)
+    assert (before.live_bytes, before.temp_bytes) == (23 * SLOT + 512, 33 * SLOT)
+    module = steered(Assigner(view, "tpu"))
+    assert module is not None
+    # Two slots keep the holes apart, and the call that ends the buffers has 4 KiB.
+    assert _predicted(graph.read(module)).temp_bytes == 25 * SLOT + 4096
     assert _operations(module) == _operations(view.proto)
 
 

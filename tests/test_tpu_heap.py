@@ -18,6 +18,7 @@ from passes.hlo.assign import Assigner
 from passes.hlo.inplace import Sharing
 from passes.jaxpr import compat
 from passes.offsets.xla_heap import Interval, pack_in_time
+from tests.nightly_pages import example_of
 
 BF16, F32, PRED = 16, 11, 1
 # With the names of `tests.hlo_support`: steps with donated states, and gradients.
@@ -196,16 +197,31 @@ def _gathers(x: Any, y: Any, at: Any, weight: Any) -> Any:
     return jnp.sum(first * second)
 
 
-def test_two_gathers_of_a_sparse_core_share_scratch_and_have_tables_of_their_own(
-    v5e: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("chip", ["v6e", "v5p"])
+def test_two_gathers_of_sparse_cores_share_scratch_and_have_tables_of_their_own(
+    v5e: str, monkeypatch: pytest.MonkeyPatch, chip: str
 ) -> None:
-    """Once 128 KiB were added to what was predicted, however many there were: two have 160 KiB."""
-    monkeypatch.setitem(h._DEVICE, "tpu", "v6e")
+    """Once 128 KiB were added to what was predicted, however many there were: two have 160 KiB on a v6e.
+
+    Each core has 32 KiB; these run on all of them, of which a v6e has two, a v5p four.
+    """
+    monkeypatch.setitem(h._DEVICE, "tpu", chip)
     wide, index, weight = h.spec(8192, 512), h.spec(8192, dtype=jnp.int32), h.spec(512, 512)
     example = h.Example(name="gathers", fn=jax.grad(_gathers), args=(wide, wide, index, weight))
     data, compiled = h.scheduled(example, "tpu")
     module = graph.read(proto.parse(data))
     assert len([i for i in module.entry.by_id.values() if i.opcode == "async-start"]) == 2
+    found, stats = h.predict(proto.parse(data), "tpu"), compiled.memory_analysis()
+    assert found.total_bytes == stats.total_allocation_bytes
+
+
+@pytest.mark.parametrize("seed", [2032, 2055, 2063, 2073])
+def test_tables_and_heap_are_assigned_in_the_order_in_which_they_begin(v5e: str, seed: int) -> None:
+    """Branches without results have tables of no bytes, for which 16 KiB were predicted, up to 64 in all."""
+    drawn = example_of(seed)
+    specs = jax.eval_shape(lambda: drawn.args)
+    example = h.Example(name=drawn.name, fn=drawn.fn, args=specs, donate=drawn.donate)
+    data, compiled = h.scheduled(example, "tpu")
     found, stats = h.predict(proto.parse(data), "tpu"), compiled.memory_analysis()
     assert found.total_bytes == stats.total_allocation_bytes
 

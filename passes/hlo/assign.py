@@ -2,13 +2,15 @@
 
 The order of decisions is XLA's BufferAssigner (public source, `buffer_assignment.cc`): arguments, constants
 and tables of pointers get allocations of their own; a temporary that fits into an output's (or a donated
-argument's) allocation while that is free goes there; what is left is packed. What XLA:TPU does after its
-callback counts: scalars move to a memory of their own, and the first thing of a computation in which another
-core does part of the work is that core's scratch memory.
+argument's) allocation while that is free goes there; what is left is packed. XLA:TPU decides in the order of
+time, the others begin with the largest. What XLA:TPU does after its callback counts: scalars move to a memory
+of their own, and the first thing of a computation in which another core does part of the work is that core's
+scratch memory.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -61,6 +63,12 @@ def offloaded(module: graph.Module) -> list[tuple[graph.Computation, graph.Instr
     return [(c, i) for c, i in instructions if i.opcode == "async-start" and host_transfer(module, i) is None]
 
 
+def _cores(instruction: graph.Instruction) -> int:
+    """How many cores of another kind an operation runs on: a v6e has two to a chip, a v5p four."""
+    config = json.loads(instruction.proto.backend_config or b"{}")
+    return len(config.get("sparse_core_config", {}).get("core_ids", ()))
+
+
 def _between(start: int, end: int) -> int:
     """A bit for each time from `start` to `end`, both included."""
     return ((1 << (end - start + 1)) - 1) << start
@@ -102,7 +110,8 @@ class Assigner:
         self.ranges: list[Range] = live_ranges(self.flow, self.ticks, old_rules=old_rules)
         if self.backend.table_bytes is not None:
             for value in self.flow.values:
-                value.nbytes = self.backend.table_bytes if value.is_tuple else value.nbytes
+                is_table = value.is_tuple and value.nbytes  # that of no elements takes nothing
+                value.nbytes = self.backend.table_bytes if is_table else value.nbytes
         self.sharing = Sharing(module, self.backend)
         self.allocations: list[Allocation] = []
         self.home: dict[int, Allocation] = {}
@@ -120,8 +129,9 @@ class Assigner:
         self._sizes = [max(self.flow.values[v].nbytes for v in g) for g in self.flow.classes]
         self._spaces = [self._space(g) for g in self.flow.classes]
         added = self._with_scratch()
+        held = added[0].held if added else 0
         for group in self._sorted():
-            while added and added[0].nbytes >= self._sizes[group]:
+            while added and self._begin(group) >= (held & -held).bit_length() - 1:
                 self._add(added.pop(0))
             self._assign(group)
         for allocation in added:
@@ -145,8 +155,9 @@ class Assigner:
         return self.backend.scalar_space if self._is_lone_scalar(value, instruction) else 0
 
     def _is_lone_scalar(self, value: Value, instruction: graph.Instruction) -> bool:
-        """True for a scalar that is computed by itself, and read by kernels alone."""
-        if instruction.shape.is_tuple or instruction.shape.dims or not is_elementwise(instruction):
+        """True for a single number that is computed by itself, and read by kernels alone."""
+        shape = instruction.shape
+        if shape.is_tuple or shape.count != 1 or not is_elementwise(instruction):
             return False
         group = self.flow.class_of[value.id]
         if instruction.opcode == "constant" or group in self._outputs or len(self.flow.classes[group]) > 1:
@@ -164,12 +175,13 @@ class Assigner:
     def _with_scratch(self) -> list[Allocation]:
         """The memory in which cores of another kind work, and the tables that each such operation gets.
 
-        It is held from the first of what a computation runs after its parameters, where XLA starts the
-        operation, until that is done. Before and afterwards values are there.
+        There is as much as the operation asks for that most cores run. It is held from the first of what a
+        computation runs after its parameters, where XLA starts the operation, until that is done. Before and
+        afterwards values are there.
         """
         if not self._offloaded:
             return []
-        scratch = Allocation(self.backend.scratch_bytes, "scratch")
+        scratch = Allocation(0, "scratch")
         called = reached([c for _, i in self._offloaded for c in i.called], self._called)
         tables = sum(v.is_tuple and self._is_offloaded(v) for v in self.flow.values)
         for computation, instruction in self._offloaded:
@@ -178,8 +190,14 @@ class Assigner:
                 begin = max(given, default=self.ticks.span[computation.id][0])
                 started = self.flow.trees[computation.id, instruction.id][()]
                 scratch.held |= _between(begin, self.ranges[started].end)
+                scratch.nbytes = max(scratch.nbytes, _cores(instruction) * self.backend.scratch_bytes)
                 tables -= _TABLES
         return [scratch, *(Allocation(self.backend.table_bytes or 0, "tuple") for _ in range(-tables))]
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What the other cores' scratch memory takes; 0 if there is none."""
+        return sum(allocation.nbytes for allocation in self._scratch)
 
     @property
     def scratch_held(self) -> int:
@@ -194,6 +212,10 @@ class Assigner:
         return next((s for v in members if (s := self.flow.values[v].memory_space)), 0)
 
     def _sorted(self) -> list[int]:
+        """Alias classes in the order in which XLA assigns them: the largest first, or each when it begins."""
+        groups = range(len(self.flow.classes))
+        if self.backend.heap == "in time order":
+            return sorted(groups, key=self._begin)
         place = self._positions()
 
         def key(group: int) -> tuple[int, bool, int, int]:
@@ -201,7 +223,18 @@ class Assigner:
             first = min(place[home.computation, home.instruction] for home in homes)
             return -self._sizes[group], group not in self._outputs, first, group
 
-        return sorted(range(len(self.flow.classes)), key=key)
+        return sorted(groups, key=key)
+
+    def _begin(self, group: int) -> int:
+        """When the first value of an alias class begins; what a program is given, and its constants, are
+        there before all others."""
+        begins = []
+        for v in self.flow.classes[group]:
+            home = self.flow.values[v].home
+            is_given = self.flow.instruction(home).opcode in ("parameter", "constant")
+            is_there = is_given and home.computation == self.module.entry.id
+            begins.append(-1 if is_there else self.ranges[v].start)
+        return min(begins)
 
     def _positions(self) -> dict[tuple[int, int], int]:
         """XLA's post-order over the whole module, callers before callees."""

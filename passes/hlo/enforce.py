@@ -196,6 +196,7 @@ def _changed(request: EnforceRequest, outcome: StageOutcome, found: _Found) -> S
         waiting_ns=waiting_ns,
         planned_temp_bytes=written.needed_bytes - task.fixed_bytes + constant_bytes,
         needs_pinning=written.prediction.total_bytes > request.budget_bytes,
+        unsteered_bytes=written.unsteered_bytes,
     )
 
 
@@ -310,6 +311,7 @@ def _refusal(request: EnforceRequest, found: _Found, before: HeapPrediction, beg
     bound = task.fixed_bytes + task.bound_bytes(program)
     proved = not loops and bound > task.budget_bytes
     least_bytes = min(least.needed_bytes, before.total_bytes)
+    unsteered_bytes = None if least.unsteered_bytes == least_bytes else least.unsteered_bytes
     outcome = _outcome(request, before, before, program.cost_ns, program.energy_pj, begin)
     return replace(
         outcome,
@@ -319,4 +321,5 @@ def _refusal(request: EnforceRequest, found: _Found, before: HeapPrediction, beg
         tightest=tightest_values(program, least.plan.steps),
         least_total_bytes=least_bytes,
         least_proved=not loops and least_bytes <= bound,
+        unsteered_bytes=unsteered_bytes,
     )

@@ -58,6 +58,7 @@ class Written:
         view: of the module.
         needed_bytes: the program's total: as XLA packs it, or as it is after pinning if that will follow.
         displaced: values that XLA kept inside results before, and that now need room in the heap.
+        unsteered_bytes: where its packing was steered, the least total of a plan that was not; else None.
     """
 
     plan: Plan
@@ -65,6 +66,7 @@ class Written:
     prediction: HeapPrediction
     needed_bytes: int
     displaced: frozenset[int]
+    unsteered_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -209,8 +211,9 @@ def fit(task: Task) -> Written:
 def _packed(task: Task, tried: list[Written]) -> Written:
     """The cheapest of the plans whose packing alone is over the budget, packed tighter, else the smallest."""
     best = tried[-1]
+    unsteered_bytes = min(written.needed_bytes for written in tried)
     for written in sorted(tried, key=task.price):
-        found = task.steered(written)
+        found = replace(task.steered(written), unsteered_bytes=unsteered_bytes)
         if not task.is_over(found):
             return found
         best = min(best, found, key=task.size)

@@ -16,7 +16,7 @@ fill what they were made for: XLA's count decides, as always.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from passes.hlo import graph, proto
@@ -24,7 +24,7 @@ from passes.hlo.assign import Assigner
 from passes.hlo.emit import Cloner
 from passes.hlo.heap import Moment, moments
 from passes.offsets.tight import pack_tight
-from passes.offsets.xla_heap import Holes, Interval, best_fit
+from passes.offsets.xla_heap import Holes, Interval, pack_in_time
 
 _F32 = 11
 _FIRST = 2
@@ -51,11 +51,13 @@ class _Goal:
         nbytes: of every group.
         zone_bytes: as many slots as are alive at once.
         places: of the groups that are larger.
+        rooms: how large the holes are that these find there.
     """
 
     nbytes: dict[int, int]
     zone_bytes: int
     places: dict[int, int]
+    rooms: dict[int, int]
 
     def allows(self, group: int, start: int) -> bool:
         """True if a group may be there."""
@@ -125,18 +127,23 @@ class _Follower:
         """All that is free but for the places of the results, as best fit fills it: small holes first."""
         heap = self.heap
         large = [g for g in moment.defined if g in self.goal.places]
-        wanted = {self.goal.places[g]: heap.aligned(self.goal.nbytes[g]) for g in large}
+        wanted = {self.goal.places[g]: self.goal.rooms[g] for g in large}
         wanted |= dict.fromkeys(self._slots(len(moment.defined) - len(large)), heap.alignment)
         ranges = sorted(heap.holes, key=lambda hole: (hole[1] - hole[0], hole[0]))
         ranges.append((heap.tail, max([heap.tail, *(at + room for at, room in wanted.items())])))
         return [piece for start, stop in ranges for piece in _cut(start, stop, wanted)]
 
     def _slots(self, count: int) -> list[int]:
-        """The lowest free slots of the zone."""
+        """The lowest free slots of the zone, whole ones."""
         heap = self.heap
         ranges = [*heap.holes, (heap.tail, self.goal.zone_bytes)]
-        free = [at for start, stop in ranges for at in range(start, stop, heap.alignment)[:count]]
+        free = [at for start, stop in ranges for at in _whole(start, stop, heap.alignment)[:count]]
         return sorted(free)[:count]
+
+
+def _whole(start: int, stop: int, nbytes: int) -> range:
+    """Where pieces of as many bytes start from `start` to `stop`."""
+    return range(start, stop - nbytes + 1, nbytes)
 
 
 def _cut(start: int, stop: int, wanted: dict[int, int]) -> Iterator[_Piece]:
@@ -176,10 +183,12 @@ def steered(assigner: Assigner) -> Any | None:
     """
     assigner = _without_scratch(assigner)
     intervals, ticks = moments(assigner)
-    follower = _Follower(assigner.backend.alignment, _goal(intervals, assigner.backend.alignment))
-    if not all(follower.follow(moment) for moment in ticks):
-        return None
-    return _written(assigner, follower.steered)
+    alignment = assigner.backend.alignment
+    for apart in ({}, _later_results(ticks)):
+        follower = _Follower(alignment, _goal(intervals, alignment, apart))
+        if all(follower.follow(moment) for moment in ticks):
+            return _written(assigner, follower.steered)
+    return None
 
 
 def _without_scratch(assigner: Assigner) -> Assigner:
@@ -195,7 +204,7 @@ def _without_scratch(assigner: Assigner) -> Assigner:
     made = proto.copy(module.proto)
     _renumber(made, entry.id)
     writer = _Writer(made)
-    writer.between(entry.id, after[0] + _FIRST, after[-1] + _FIRST, assigner.backend.scratch_bytes)
+    writer.between(entry.id, after[0] + _FIRST, after[-1] + _FIRST, assigner.scratch_bytes)
     writer.finish()
     return Assigner(graph.read(writer.module), assigner.backend.name, old_rules=assigner.old_rules)
 
@@ -212,19 +221,47 @@ def _renumber(module: Any, computation: int) -> None:
     sequence.instruction_ids[:] = [i + _FIRST for i in sequence.instruction_ids]
 
 
-def _goal(intervals: Sequence[Interval], alignment: int) -> _Goal:
-    """A tight packing of all values larger than a slot, above a zone for the others."""
+def _later_results(ticks: Sequence[Moment]) -> dict[int, tuple[int, ...]]:
+    """Each result of a kernel but the first, and all of them."""
+    return {group: moment.defined for moment in ticks for group in moment.defined[1:]}
+
+
+def _goal(intervals: Sequence[Interval], alignment: int, apart: dict[int, tuple[int, ...]]) -> _Goal:
+    """A tight packing of all values larger than a slot, above a zone for the others.
+
+    Args:
+        apart: results whose holes are to be larger by a slot, and all that are placed with each. The first
+            result takes the smallest hole, the lowest of equal ones. So that this is its own, those of the
+            others are larger, and a buffer in one more slot is between.
+    """
     nbytes: dict[int, int] = {}
     for i in intervals:
         nbytes[i.group] = max(nbytes.get(i.group, 0), i.nbytes)
     small = [i for i in intervals if nbytes[i.group] <= alignment]
-    zone_bytes = best_fit(small, alignment, sorted((i for i in small if i.leads), key=lambda i: i.start)).size
+    zone_bytes = pack_in_time(small, alignment).size
     zone_bytes = -(-zone_bytes // alignment) * alignment
     large = [i for i in intervals if nbytes[i.group] > alignment]
-    offsets = pack_tight(large, alignment).offsets
-    return _Goal(
-        nbytes=nbytes, zone_bytes=zone_bytes, places={g: zone_bytes + at for g, at in offsets.items()}
-    )
+    rooms = {i.group: -(-i.nbytes // alignment) * alignment for i in large if i.leads}
+    rooms = {g: room + alignment * (g in apart) for g, room in rooms.items()}
+    packed = pack_tight(list(_spread(large, rooms, apart, alignment)), alignment)
+    places = {g: zone_bytes + at for g, at in packed.offsets.items()}
+    return _Goal(nbytes=nbytes, zone_bytes=zone_bytes, places=places, rooms=rooms)
+
+
+def _spread(
+    large: Sequence[Interval], rooms: dict[int, int], apart: dict[int, tuple[int, ...]], slot_bytes: int
+) -> Iterator[Interval]:
+    """Intervals that have their rooms, and a slot between, while what they are to be apart from is placed."""
+    first = {i.group: i.start for i in large if i.leads}
+    for i in large:
+        placed = [first[g] for g in apart.get(i.group, ()) if g in first]
+        if not i.leads or not placed:
+            yield i
+            continue
+        end = placed[-1]
+        yield replace(i, nbytes=rooms[i.group] + slot_bytes, start=placed[0], end=end)
+        if end < i.end:
+            yield replace(i, start=end + 1, leads=False)
 
 
 def _written(assigner: Assigner, steered_ticks: dict[int, list[_Piece]]) -> Any | None:
