@@ -96,10 +96,10 @@ class OtherWays:
         record, outcome = search.record, hlo_of(first)
         first_wish = tries.at_once(record)
         search.is_seen(record, first_wish)
-        tuned = search.with_a_milder_plan(search.paged(search.tuned(first), outcome), outcome)
-        tuned = search.with_its_own_kernels(tuned)
+        tuned = search.paged(search.tuned(first), outcome)
         if not hlo_of(tuned).status.found:
             return search.instead_of(first)
+        tuned = search.with_its_own_kernels(search.with_a_milder_plan(tuned, outcome))
         taken = search.cheaper_than(tuned)
         if taken is None and tuned is first:
             self.learn(first_wish, first)
@@ -141,7 +141,7 @@ class _Search:
         seen: the plans that were looked at.
         kept: what was looked at and keeps the budget.
         looks: how often something was compiled.
-        asked: how often it was planned.
+        asked: how many looks were asked for once something kept the budget.
         limited: True if something was not looked at, since that would have taken too long.
         steering: whether a packing that is steered is "counted" by XLA, "trusted", or "failed" once.
     """
@@ -159,9 +159,10 @@ class _Search:
 
     def may_look(self, best: Choice) -> bool:
         """Whether one more look takes no longer than the compile that it is for, with those before it."""
-        allowed = not tries.is_kept(best) or self.asked < tries.backend_of(self.record).looks
-        self.limited |= not allowed
-        return allowed
+        kept = tries.is_kept(best)
+        limited = kept and self.asked >= tries.backend_of(self.record).looks
+        self.asked, self.limited = self.asked + kept, self.limited or limited
+        return not limited
 
     def tuned(self, first: Choice) -> Choice:
         """The best of the plans that follow one from the other from what XLA made of the first.
@@ -217,13 +218,13 @@ class _Search:
 
     def with_a_milder_plan(self, made: Choice, first: StageOutcome) -> Choice:
         """The mildest of the deeper plans, held to the budget, where one that is much deeper keeps it."""
-        if not hlo_of(made).status.found or not tries.is_much_deeper(made, self.record):
+        if not tries.is_much_deeper(made, self.record):
             return made
         return self._cheaper_of(made, tries.deeper(self.record, first)[0])
 
     def _cheaper_of(self, made: Choice, asked: Wish) -> Choice:
         variant = self._try(asked, known=True) if self.may_look(made) else None
-        if variant is None or rank(variant) >= rank(made):
+        if variant is None or price_of(variant) >= price_of(made):
             return made
         return self._choice(variant)
 
@@ -388,7 +389,6 @@ class _Search:
             return None
         record = dataclasses.replace(self.record, jaxpr=None, budget_bytes=asked.budget_bytes)
         self.tell(tries.said_of(asked, self.record.budget_bytes))
-        self.asked += 1
         variant = relowering.variant(
             self.ways.program, asked, record,
             skip=lambda r: tries.promises_no_less(r, than) or (not known and self.is_seen(r, asked)),

@@ -205,18 +205,15 @@ def is_much_deeper(made: Choice, first: Record) -> bool:
 
 def promises_no_less(planned: Record, than: Choice | None) -> bool:
     """True for a plan that takes as much longer than that of a way which keeps the budget as the enforcing
-    stage made that way take: it may win only by an estimate that is wrong. Where the way does not keep it,
-    true for a plan that promises much more than the program's own kernels, which are looked at first.
+    stage made that way take: it may win only by an estimate that is wrong.
 
     Before XLA all times are estimated alike too long or too short, so both are shares.
     """
     if than is None:
         return False
     new, old, hlo = planned.jaxpr, than.record.jaxpr, hlo_of(than)
-    if new is None or old is None or planned.objective != LEAST_TIME:
+    if new is None or old is None or not is_kept(than) or planned.objective != LEAST_TIME:
         return False
-    if not is_kept(than):
-        return old.kernels_ns is not None and cost_ns_of(new) >= TRIES.missed_ratio * old.kernels_ns
     return cost_ns_of(new) * hlo.cost_ns >= cost_ns_of(old) * cost_ns_of(hlo)
 
 

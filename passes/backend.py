@@ -48,6 +48,8 @@ class Backend:
         takes_thunks: True if XLA takes a compiled program's thunks into another program.
         pins_as_compiled: True if programs can be pinned by the compile that makes them.
         fuses_greedily: True if XLA's fusion is that of `passes.jaxpr.greedy_fusion`.
+        runs_branches_together: True if XLA schedules what does not depend on each other side by side, though
+            nothing is gained by that: kernels run as soon as what they read is there.
         rolls_random_bits: True if JAX makes random bits there in a loop (`passes.jaxpr.rolled_bits`).
         joined_row_bytes: rows at least so long are joined to longer ones by a kernel that does nothing else:
             XLA:CPU copies them whole, where a branch per element would cost more (0.11.2: only from 512).
@@ -89,6 +91,7 @@ class Backend:
     takes_thunks: bool = False
     pins_as_compiled: bool = False
     fuses_greedily: bool = False
+    runs_branches_together: bool = False
     rolls_random_bits: bool = False
     joined_row_bytes: int | None = None
     fuses_normalisation: bool = False
@@ -103,7 +106,7 @@ class Backend:
 CPU = Backend(
     name="cpu", alignment=64, sharing="elementwise", calls_share=True, library="jaxlib",
     default_device="cpu", pages=False, has_machines_memory=True, pins_as_compiled=True, fuses_greedily=True,
-    rolls_random_bits=True, joined_row_bytes=64, looks=2,
+    runs_branches_together=True, rolls_random_bits=True, joined_row_bytes=64, looks=2,
 )  # fmt: skip
 CUDA = Backend(
     name="cuda", aliases=("gpu", "rocm"), alignment=256, sharing="emitters",

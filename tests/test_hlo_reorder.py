@@ -12,7 +12,7 @@ import pytest
 
 from passes.hlo import proto
 from passes.hlo.emit import emit
-from passes.hlo.reorder import Reorder, reordered
+from passes.hlo.reorder import Reorder, depth_first, reordered
 from passes.ir import Buffer, BufferId, Op, OpId, Program
 from passes.simulate import simulate
 
@@ -158,21 +158,33 @@ def _deferred(params: Any, x: Any) -> Any:
     return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads)
 
 
+def _branches(params: Any, x: Any) -> Any:
+    """Four images, each through layers of its own copy: XLA:CPU runs the copies side by side."""
+
+    def layers(x: Any) -> Any:
+        for w in params:
+            x = jnp.tanh(x @ w) * x
+        return x @ params[0]
+
+    return [layers(x * k) for k in range(1, 5)]
+
+
 EXAMPLES = [
     h.example("gpt", "donated"),
     h.example("lstm", "donated"),
     h.example("scan", "donated"),
     h.Example(name="deferred", fn=_deferred, args=((h.spec(64, 64),) * 6, h.spec(32, 64)), donate=(0,)),
+    h.Example(name="branches", fn=_branches, args=((h.spec(64, 64),) * 4, h.spec(512, 64))),
 ]
 
 
-def _compiled(example: h.Example, platform: str) -> tuple[Any, int]:
+def _compiled(example: h.Example, platform: str, better: Any = reordered) -> tuple[Any, int]:
     """The example with its ops in a better order, and how many ops moved."""
     moved: list[int] = []
 
     def transform(data: bytes) -> bytes:
         before = h.lifted(data, platform)
-        order = reordered(before)
+        order = better(before)
         moved.append(0 if order is None else sum(op != k for k, op in enumerate(order)))
         if order is None:
             return data
@@ -185,15 +197,23 @@ def _compiled(example: h.Example, platform: str) -> tuple[Any, int]:
     return h.compile_with(example, transform, platform), moved[0]
 
 
+@pytest.mark.parametrize(("better", "moves"), [(reordered, "deferred"), (depth_first, "branches")])
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: e.name)
-def test_reordered_programs_give_the_same_bits(example: h.Example) -> None:
+def test_reordered_programs_give_the_same_bits(example: h.Example, better: Any, moves: str) -> None:
     args = h.data_for(example)
     _, plain = h.scheduled(example)
-    compiled, moved = _compiled(example, "cpu")
-    assert moved or example.name != "deferred"
+    compiled, moved = _compiled(example, "cpu", better)
+    assert moved or example.name != moves
     h.replayed(compiled)
     for a, b in zip(h.run(plain, args), h.run(compiled, args), strict=True):
         np.testing.assert_array_max_ulp(a, b, maxulp=2)
+
+
+def test_branches_one_after_the_other_take_less() -> None:
+    example = EXAMPLES[-1]
+    plain = h.scheduled(example)[1].memory_analysis().temp_size_in_bytes
+    compiled, _ = _compiled(example, "cpu", depth_first)
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.8 * plain
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: e.name)

@@ -12,6 +12,7 @@ must be XLA's total.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -28,8 +29,8 @@ from passes.hlo.heap import HeapPrediction, packing_saves, predict_assigned
 from passes.hlo.labels import forced_values
 from passes.hlo.lift import LiftedModule, lift
 from passes.hlo.loops import tightened
-from passes.hlo.reorder import reordered
-from passes.ir import Status
+from passes.hlo.reorder import depth_first, reordered
+from passes.ir import OpId, Status
 from passes.liveness import Graph
 from passes.objective import LEAST_TIME, Objective
 from passes.outcome import Recomputed, StageOutcome, paged_by, recomputed_by, tightest_values
@@ -109,7 +110,9 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
     # What the program brings from the host by itself is waited for without a plan, too.
     cost_ns = computation_ns(view, view.entry, request.device)
     energy_pj = computation_pj(view, view.entry, request.device)
-    lifted = _reordered(lifted, request.device)
+    if BACKENDS[request.platform].runs_branches_together:
+        lifted = _reordered(lifted, request.device, depth_first)
+    lifted = _reordered(lifted, request.device, reordered)
     if forced and prediction.host_bytes + (own := _forced_bytes(request, lifted)) > request.host_bytes:
         return module_bytes, _host_refusal(request, view, prediction, begin, own)
     found = _found(request, lifted)
@@ -200,9 +203,11 @@ def _changed(request: EnforceRequest, outcome: StageOutcome, found: _Found) -> S
     )
 
 
-def _reordered(lifted: LiftedModule, device: DeviceModel) -> LiftedModule:
+def _reordered(
+    lifted: LiftedModule, device: DeviceModel, new_order: Callable[[LiftedModule], tuple[OpId, ...] | None]
+) -> LiftedModule:
     """The module in an order that keeps values for a shorter time, if that is not packed worse."""
-    order = reordered(lifted)
+    order = new_order(lifted)
     if order is None:
         return lifted
     view = emit(lifted, order)

@@ -37,6 +37,41 @@ def reordered(lifted: LiftedModule) -> tuple[OpId, ...] | None:
     return tuple(work.order) if work.moved else None
 
 
+def depth_first(lifted: LiftedModule) -> tuple[OpId, ...] | None:
+    """The ops in an order in which what is made is read soon; None if no such order has a lower peak.
+
+    XLA:CPU runs what does not depend on each other side by side: four branches of a contrastive loss within
+    half of its bytes took 9.8 MiB of temporaries, one after the other 6.0. What may not be moved stays in
+    its order.
+    """
+    program, needs = lifted.program, [set(needed) for needed in _needs(lifted)]
+    last = None
+    for op, movable in zip(program.ops, _movable(lifted), strict=True):
+        if not movable:
+            needs[op.id].update(() if last is None else (last,))
+            last = op.id
+        if op.deadline is not None and op.deadline > op.id:
+            needs[op.deadline].add(op.id)
+    found = [_depth_first(needs, latest_first) for latest_first in (False, True)]
+    peaks = [simulate(program, order).peak_bytes for order in found]
+    lower = min(peaks) < simulate(program, [op.id for op in program.ops]).peak_bytes
+    return found[peaks.index(min(peaks))] if lower else None
+
+
+def _depth_first(needs: Sequence[Collection[OpId]], latest_first: bool) -> tuple[OpId, ...]:
+    """Each op right behind the last of those that it needs, which are run from the first on or the last."""
+    needed = {other for before in needs for other in before}
+    order: dict[OpId, None] = {}
+    stack = [OpId(k) for k in reversed(range(len(needs))) if k not in needed]
+    while stack:
+        missing = [other for other in needs[stack[-1]] if other not in order]
+        if missing:
+            stack.extend(sorted(missing, reverse=not latest_first))
+        else:
+            order[stack.pop()] = None
+    return tuple(order)
+
+
 def _movable(lifted: LiftedModule) -> list[bool]:
     """For every op whether it may run earlier or later than it does."""
     purity = Purity(lifted.module)
