@@ -26,9 +26,9 @@ emits kernels as the first four do equations.
 
 from __future__ import annotations
 
-from passes.collecting import uncollected
 from passes.counts import check
 from passes.hlo.enforce import enforce
+from passes.interpreter import roomy, uncollected
 from passes.jaxpr.candidate import JaxprRequest
 from passes.jaxpr.compat import ClosedJaxpr
 from passes.jaxpr.stage import Work, emit, lift, plan, prepare, prepare_parts
@@ -68,6 +68,7 @@ def plan_joint(
     return _walk(prepare_parts(forward, backward, n_outs), request)
 
 
+@roomy
 @uncollected()
 def _walk[Written](work: Work[Written], request: JaxprRequest) -> tuple[Written, StageOutcome]:
     with work.context():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import resource
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +17,9 @@ from coop_jax import aot
 from coop_jax.record import read_attributes
 from coop_jax.replacing import signature
 from passes import pipeline
-from passes.collecting import uncollected
 from passes.counts import MemoryBytes, Verdict, check
 from passes.hlo import proto
+from passes.interpreter import roomy, uncollected
 from passes.ir import Program
 from passes.simulate import simulate
 from passes.validate import validate
@@ -155,3 +156,23 @@ def test_the_collector_of_cycles_is_as_it_was_after_a_stage():
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_a_roomy_function_may_be_called_at_any_depth():
+    def faults(work: Callable[[], None], depth: int) -> int:
+        if depth:
+            return faults(work, depth - 1)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        work()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    def work() -> None:
+        for _ in range(1000):
+            bool_of(0)
+
+    def bool_of(n: int) -> bool:
+        return n > 0
+
+    if max(faults(work, depth) for depth in range(300)) < 1000:
+        pytest.skip("this Python keeps a chunk for the next call")
+    assert max(faults(roomy(work), depth) for depth in range(300)) < 100

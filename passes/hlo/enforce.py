@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from passes.backend import BACKENDS
-from passes.collecting import uncollected
 from passes.cost import DeviceModel
 from passes.hlo import graph, proto
 from passes.hlo.assign import Assigner
@@ -30,6 +29,7 @@ from passes.hlo.labels import forced_values
 from passes.hlo.lift import LiftedModule, lift
 from passes.hlo.loops import tightened
 from passes.hlo.reorder import depth_first, reordered
+from passes.interpreter import uncollected
 from passes.ir import OpId, Status
 from passes.liveness import Graph
 from passes.objective import LEAST_TIME, Objective

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeGuard
@@ -107,7 +107,14 @@ def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
 
 def source_line(eqn: JaxprEqn) -> str:
     """The user's line that an equation comes from, such as "model.py:41 (attention)"; "" if unknown."""
-    return str(source_info_util.summarize(eqn.source_info))
+    return _line_of(eqn.source_info.traceback)
+
+
+@lru_cache(maxsize=4096)
+def _line_of(traceback: Any) -> str:
+    return str(
+        source_info_util.summarize(source_info_util.SourceInfo(traceback, source_info_util.NameStack()))
+    )
 
 
 def called_from(caller: Any, info: Any) -> Any:
@@ -312,6 +319,8 @@ def without_refs(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 def side_effects(eqn: JaxprEqn) -> frozenset[Any]:
     """The effects of an equation that are no mere use of a mesh axis, as collectives have."""
+    if not eqn.effects:
+        return frozenset()
     return frozenset(e for e in eqn.effects if not isinstance(e, core.NamedAxisEffect))
 
 

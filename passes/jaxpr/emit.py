@@ -262,11 +262,13 @@ class _Emitter:
         body, first = self.lifted.bodies[op_id], len(self.eqns)
         local: dict[Var, Var] = {}
         for i in body[:-1]:
-            made = self._append_once(i, local)
-            self.made_at.setdefault(self._key(i), self.step)
+            made = self._append_once(i, self._operands(i, local))
+            if i in self.config.shared:
+                self.made_at.setdefault(self._key(i), self.step)
             local.update(zip(self.lifted.jaxpr.eqns[i].outvars, made, strict=True))
         root = body[-1]
-        outvars = self._append(root, local) if is_recompute else self._append_once(root, local)
+        append = self._append if is_recompute else self._append_once
+        outvars = append(root, self._operands(root, local))
         run: list[BufferId] = []
         for v, new in zip(self.lifted.jaxpr.eqns[root].outvars, outvars, strict=True):
             if not isinstance(v, compat.DropVar):
@@ -281,14 +283,13 @@ class _Emitter:
         if root in self.config.apart:
             self._barrier(list(self.lifted.program.ops[op_id].outputs))
 
-    def _append_once(self, i: int, local: dict[Var, Var]) -> list[Var]:
+    def _append_once(self, i: int, operands: list[Atom]) -> list[Var]:
         """Emit equation `i` unless it was emitted with the same operands."""
-        operands = compat.variables(self._operands(i, local))
-        return self.made.get((i, *operands)) or self._append(i, local)
+        return self.made.get((i, *compat.variables(operands))) or self._append(i, operands)
 
-    def _append(self, i: int, local: dict[Var, Var]) -> list[Var]:
-        """Emit equation `i` on the current copies; its first emission keeps its own variables."""
-        eqn, operands = self.lifted.jaxpr.eqns[i], self._operands(i, local)
+    def _append(self, i: int, operands: list[Atom]) -> list[Var]:
+        """Emit equation `i` on some operands; its first emission keeps its own variables."""
+        eqn = self.lifted.jaxpr.eqns[i]
         outvars = list(eqn.outvars)
         if i in self.used_original:
             outvars = [v if isinstance(v, compat.DropVar) else compat.fresh_var(v) for v in outvars]

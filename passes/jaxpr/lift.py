@@ -66,9 +66,20 @@ def lift(
 
     Complexity: linear in equations times the size of a kernel.
     """
-    jaxpr = as_known(jaxpr, device)
+    return lift_known(as_known(jaxpr, device), device, as_xla=as_xla, rounded=rounded, carried=carried)
+
+
+def lift_known(
+    jaxpr: Jaxpr,
+    device: DeviceModel,
+    *,
+    as_xla: bool,
+    rounded: bool = False,
+    carried: tuple[int, int] | None = None,
+) -> LiftedJaxpr:
+    """As `lift`, of what `as_known` returns."""
     lifted = _lift(jaxpr, device, as_xla, rounded, carried)
-    if not as_xla or (merged := without_repeats(jaxpr)) is jaxpr:
+    if not as_xla or (merged := _as_seen(jaxpr, device)) is jaxpr:
         return lifted
     return replace(lifted, merged=_lift(merged, device, as_xla, rounded, carried).program)
 
@@ -77,7 +88,7 @@ def lift_seen(
     jaxpr: Jaxpr, device: DeviceModel, *, rounded: bool = False, carried: tuple[int, int] | None = None
 ) -> LiftedJaxpr:
     """Lift what XLA sees of an open jaxpr: `seen` of `lift(..., as_xla=True)`."""
-    return _lift(without_repeats(as_known(jaxpr, device)), device, True, rounded, carried)
+    return _lift(_as_seen(as_known(jaxpr, device), device), device, True, rounded, carried)
 
 
 def as_known(jaxpr: Jaxpr, device: DeviceModel) -> Jaxpr:
@@ -90,6 +101,10 @@ def as_known(jaxpr: Jaxpr, device: DeviceModel) -> Jaxpr:
     if not BACKENDS[device.platform].fuses_greedily:
         return jaxpr
     return without_repeats(with_canonical_products(with_wide_operands(jaxpr)))
+
+
+def _as_seen(known: Jaxpr, device: DeviceModel) -> Jaxpr:
+    return known if BACKENDS[device.platform].fuses_greedily else without_repeats(known)
 
 
 def _lift(
@@ -145,7 +160,7 @@ class _Lift:
         results = result_storage(last_names, self.jaxpr, self.storage.producer, self.storage.readers)
         fixed = {*self.jaxpr.constvars, *self.jaxpr.invars, *results} - self.storage.slices
         nbytes = [0 if v in fixed else stored_bytes(v, self.device, self.rounded) for v in var_of]
-        buffers = tuple(Buffer(id=BufferId(b), nbytes=nbytes[b], name=str(v)) for b, v in enumerate(var_of))
+        buffers = tuple(Buffer(id=BufferId(b), nbytes=n) for b, n in enumerate(nbytes))
         leaves = tuple(
             tuple(sorted(buffer_of[leaf] for leaf in self.storage.eqn_reads(i)))
             for i in range(len(self.jaxpr.eqns))

@@ -71,7 +71,7 @@ def kernel_kind(eqn: JaxprEqn, platform: str) -> Kind:
 
 def has_effect(eqn: JaxprEqn) -> bool:
     """True for an equation that does something besides returning its results, as far as it declares it."""
-    return bool(compat.side_effects(eqn))
+    return bool(eqn.effects and compat.side_effects(eqn))
 
 
 def is_on_host(aval: Any) -> bool:

@@ -106,12 +106,18 @@ def without_repeats(jaxpr: Jaxpr) -> Jaxpr:
     """
     results = set(compat.variables(jaxpr.outvars))
     rename: dict[Var, Atom] = {}
+    # What an equation computes is dear to write down, and few have an outline in common.
+    outlines: dict[Hashable, JaxprEqn] = {}
     seen: dict[Hashable, JaxprEqn] = {}
     eqns = []
     for eqn in jaxpr.eqns:
         eqn = compat.rename_inputs(eqn, rename) if rename else eqn
-        key = None if results.intersection(eqn.outvars) else _computation(eqn)
-        first = eqn if key is None else seen.setdefault(key, eqn)
+        first = eqn
+        if results.isdisjoint(eqn.outvars):
+            like = outlines.setdefault((eqn.primitive, *compat.variables(eqn.invars)), eqn)
+            if like is not eqn:
+                seen.setdefault(_computation(like), like)
+                first = seen.setdefault(_computation(eqn), eqn)
         if first is eqn:
             eqns.append(eqn)
         else:
@@ -159,24 +165,25 @@ def _is_spread(v: Var, result: Var) -> bool:
     return same_rank and all(n in (1, m) for n, m in pairs) and any(n != m for n, m in pairs)
 
 
-def _computation(eqn: JaxprEqn) -> Hashable | None:
-    """Equal for two equations that compute the same; None for one that must stay, or that cannot be told."""
+def _computation(eqn: JaxprEqn) -> Hashable:
+    """Equal for two equations that compute the same; only an equation's own for one that must stay, or that
+    cannot be told."""
     if eqn_kind(eqn) in (Kind.OPAQUE, Kind.BARRIER) or compat.checkpoint_name_of(eqn) is not None:
-        return None
+        return eqn
     if any(isinstance(v, compat.DropVar) for v in eqn.outvars) or not compat.variables(eqn.invars):
-        return None
+        return eqn
     params = tuple((name, type(value), value) for name, value in sorted(eqn.params.items()))
     key = eqn.primitive, params, tuple(map(_operand, eqn.invars))
     try:
         hash(key)
     except TypeError:
-        return None
+        return eqn
     return key
 
 
 def _operand(atom: Atom) -> Hashable:
     if isinstance(atom, compat.Literal):
-        return str(atom.aval), np.asarray(atom.val).tobytes()
+        return atom.aval, np.asarray(atom.val).tobytes()
     return atom
 
 

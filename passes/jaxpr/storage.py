@@ -62,6 +62,7 @@ class Storage:
         self.original: dict[Var, Var] = {}
         self.reads = {v: {v: compat.aval_nbytes(v.aval)} for v in (*jaxpr.constvars, *jaxpr.invars)}
         self.copied: set[Var] = set()
+        self._kernel_reads: dict[int, dict[Var, int]] = {}
         # What kernels read which compute a variable themselves; `reads` where it is not here.
         self._inside_reads: dict[Var, dict[Var, int]] = {}
         self._backend, self._as_xla = BACKENDS[device.platform], as_xla
@@ -95,8 +96,10 @@ class Storage:
     def kernel_reads(self, i: int) -> dict[Var, int]:
         """The stored variables that the kernel of equation `i` reads, with the bytes of each: a slice as many
         as it gives."""
+        if i in self._kernel_reads:
+            return self._kernel_reads[i]
         eqn = self.jaxpr.eqns[i]
-        reads: dict[Var, int] = {}
+        reads = self._kernel_reads[i] = {}
         slices, updates = eqn.primitive.name in SLICING, self.is_update(eqn)
         for position, v in enumerate(eqn.invars):
             if isinstance(v, compat.Literal) or (updates and not position):

@@ -20,7 +20,7 @@ from passes.jaxpr.candidate import Candidate, JaxprRequest
 from passes.jaxpr.compat import Jaxpr
 from passes.jaxpr.emit import EmitConfig, emit
 from passes.jaxpr.freedom import emit_configs
-from passes.jaxpr.lift import as_known, lift, lift_seen
+from passes.jaxpr.lift import as_known, lift_known, lift_seen
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.objective import Objective
 from passes.planners import PlannerConfig, plan
@@ -69,7 +69,7 @@ _known = _kept(as_known)
 
 @_kept
 def _lifted_as_xla(known: Jaxpr, device: DeviceModel) -> LiftedJaxpr:
-    return lift(known, device, as_xla=True)
+    return lift_known(known, device, as_xla=True)
 
 
 def search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate:
@@ -86,13 +86,22 @@ def search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate
         _depths(as_is.jaxpr, device, request.planner, request.objective, rounded, as_xla)
         for as_xla in ((True, False) if BACKENDS[device.platform].fuses_greedily else (False,))
     ]
-    found = [_descend(base, as_is, request, target_bytes) for base in bases]
-    best = min(found, key=lambda c: (max(c.peak_bytes, target_bytes), c.cost_ns))
+    best = None
+    for base in bases:
+        best = _descend(base, as_is, request, target_bytes, than=best)
+    assert best is not None, "there is a base"
     return as_it_is(as_is) if len(best.emitted.eqns) == len(as_is.jaxpr.eqns) else best
 
 
-def _descend(depths: _Depths, as_is: LiftedJaxpr, request: JaxprRequest, target_bytes: int) -> Candidate:
-    """Evaluate candidates of growing depth until one fits; else the smallest.
+def _rank(candidate: Candidate, target_bytes: int) -> tuple[int, int]:
+    return max(candidate.peak_bytes, target_bytes), candidate.cost_ns
+
+
+def _descend(
+    depths: _Depths, as_is: LiftedJaxpr, request: JaxprRequest, target_bytes: int, *, than: Candidate | None
+) -> Candidate:
+    """Evaluate candidates of growing depth until one fits; else the smallest. What is found otherwise, if
+    that is better `than` it; deeper ones cost more, so that none is made where one costs no less already.
 
     The depths are steps of a fixed frontier below the peak without recomputes, whatever the budget is, so
     that a larger budget takes the same level or a higher one.
@@ -101,15 +110,18 @@ def _descend(depths: _Depths, as_is: LiftedJaxpr, request: JaxprRequest, target_
     ways = emit_configs(
         depths.lifted, as_is, request.device, strict=calibration.strict, deep=calibration.rounded
     )
-    best: Candidate | None = None
+    best, most_ns = than, math.inf
+    if than is not None and than.peak_bytes <= target_bytes:
+        most_ns = than.cost_ns
     level = _levels_down(target_bytes / max(peak_bytes, 1))
     for _ in range(CONFIG.most_candidates):
         made = depths.plan(level)
         tried = [depths.candidate(level, way) for way in ways]
         candidate = min(tried, key=lambda c: (c.peak_bytes > target_bytes, c.cost_ns))
-        if best is None or candidate.peak_bytes < best.peak_bytes:
+        if best is None or _rank(candidate, target_bytes) < _rank(best, target_bytes):
             best = candidate
-        if candidate.peak_bytes <= target_bytes or made.peak_bytes > made.budget_bytes:
+        is_last = candidate.peak_bytes <= target_bytes or made.peak_bytes > made.budget_bytes
+        if is_last or min(c.cost_ns for c in tried) >= most_ns:
             break
         # What XLA is expected to need beyond the plan changes little from level to level.
         beyond_bytes = candidate.peak_bytes - made.peak_bytes
@@ -157,7 +169,9 @@ class _Depths:
 def _depths(
     jaxpr: Jaxpr, device: DeviceModel, planner: str, objective: Objective, rounded: bool, as_xla: bool
 ) -> _Depths:
-    lifted = lift_as_xla(jaxpr, device) if as_xla else lift(jaxpr, device, as_xla=False, rounded=rounded)
+    lifted = (
+        lift_as_xla(jaxpr, device) if as_xla else lift_known(jaxpr, device, as_xla=False, rounded=rounded)
+    )
     program = lifted.program
     return _Depths(
         lifted=lifted,
