@@ -34,10 +34,12 @@ class StraightConfig:
     Attributes:
         level_ratio: the bytes of a depth as a share of those of the one above it.
         most_candidates: how many plans are evaluated for one budget.
+        near_overhead: what a plan may cost above the bound for the search to end. An estimate misses by more.
     """
 
     level_ratio: float = 0.97
     most_candidates: int = 8
+    near_overhead: float = 0.005
 
 
 CONFIG = StraightConfig()
@@ -176,7 +178,13 @@ def _depths(
     return _Depths(
         lifted=lifted,
         peak_bytes=simulate(program, _identity(program)).peak_bytes,
-        config=PlannerConfig(planner=planner, bound=False, quick=True, objective=objective.of(program)),
+        config=PlannerConfig(
+            planner=planner,
+            quick=True,
+            near_overhead=CONFIG.near_overhead,
+            bound=False,
+            objective=objective.of(program),
+        ),
         device=device,
         rounded=rounded,
     )

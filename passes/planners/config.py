@@ -53,6 +53,8 @@ class PlannerConfig:
             with pages, and 100 us an op from 2000 ops on). It ends sooner near the bound; far from it, or
             where the first search misses the budget, a few times as much is done in all.
         quick: whether someone waits for the plan, such as a compile.
+        near_overhead: neighbourhoods are searched until a plan costs no more above the bound than this share
+            of the program's cost.
         placed: whether the budget is for the plan placed at addresses, holes included, instead of its live
             bytes; the plan then carries offsets.
         bound: whether to prove a lower bound on the overhead beside the plan, and of a plan that misses its
@@ -75,6 +77,7 @@ class PlannerConfig:
     planner: str = "auto"
     work_limit: int | None = None
     quick: bool = False
+    near_overhead: float = 0.0
     placed: bool = False
     bound: bool = True
     strong_bound: bool = False

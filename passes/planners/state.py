@@ -117,10 +117,10 @@ class SearchState:
             self._bound = Bound(self.graph, n_cuts)
         return self._bound.ratio(budget_bytes)
 
-    def floor_ns(self, budget_bytes: int) -> int:
+    def floor_ns(self, budget_bytes: int, near_overhead: float = 0.0) -> int:
         """Cheap enough: a little above what no sequence within the budget can cost less than."""
         bound_ratio = self._cut_bound(budget_bytes)
-        near_ratio = SEARCH.near_overhead + SEARCH.near_bound * bound_ratio
+        near_ratio = max(near_overhead, SEARCH.near_overhead) + SEARCH.near_bound * bound_ratio
         if self.n_ops >= SEARCH.large_ops:
             near_ratio = max(near_ratio, SEARCH.large_near_overhead)
         return self.at_least_ns(bound_ratio + near_ratio)
@@ -129,9 +129,9 @@ class SearchState:
         """What every sequence costs at least."""
         return at_least_ns(self.start.cost_ns, bound_ratio)
 
-    def is_near(self, pool: CandidatePool) -> bool:
+    def is_near(self, pool: CandidatePool, near_overhead: float = 0.0) -> bool:
         """True if the best candidate keeps the budget and is cheap enough."""
-        return pool.keeps_budget and pool.best.cost_ns <= self.floor_ns(pool.budget_bytes)
+        return pool.keeps_budget and pool.best.cost_ns <= self.floor_ns(pool.budget_bytes, near_overhead)
 
     def is_impossible(self, budget_bytes: int) -> bool:
         """True if it is proved that no sequence keeps the budget."""

@@ -113,9 +113,10 @@ def relaxed(state: SearchState, pool: CandidatePool, work: WorkLimit) -> Iterato
 
 def neighbourhoods(state: SearchState, pool: CandidatePool, work: WorkLimit) -> Iterator[Candidate]:
     """Large neighbourhoods of the best candidates: some recomputes out, cuts to repair it."""
-    floor_ns = state.floor_ns(pool.budget_bytes)
+    near_overhead = state.config.near_overhead
+    floor_ns = state.floor_ns(pool.budget_bytes, near_overhead)
     for seed, start in enumerate((pool.best, *pool.others(CONFIG.restarts))):
-        if state.is_near(pool):
+        if state.is_near(pool, near_overhead) or not work.left:
             return
         yield improve(state.graph, start, pool.budget_bytes, floor_ns, work, state.kinds, seed)
 
