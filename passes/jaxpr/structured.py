@@ -80,7 +80,7 @@ def search_structured(
     )
     look_at = search_for.levels
     if request.inside:
-        return _next(look_at(_Levels(jaxpr, [()], request.device), WAYS), request).candidate
+        return _taken(look_at(_Levels(jaxpr, [()], request.device), WAYS), request)
     sunk = sink_into_scans(view_inside_scans(jaxpr))
     # What takes least energy may be too slow, so there are the levels of least time, too.
     weighed_by = dict.fromkeys(("time", request.objective.of(as_is.program).least))
@@ -93,7 +93,7 @@ def search_structured(
     if request.host_bytes:
         here = _next(looks, request)
         looks += [look for levels in frontiers for look in search_for.sent(levels, here)]
-    return _next(looks, request).candidate
+    return _taken(looks, request)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -358,6 +358,15 @@ class _Search:
 
     def _ratio(self, recipe: Recipe, estimated_bytes: int, prior_ratio: float) -> float:
         return self.request.calibration.expected_ratio(recipe, estimated_bytes, prior_ratio)
+
+
+def _taken(looks: Sequence[_Look], request: JaxprRequest) -> Candidate:
+    """What to compile, and whether something else may follow from what XLA makes of it."""
+    taken = _next(looks, request)
+    most_bytes = CONFIG.unknown_ratio * request.temp_budget_bytes
+    near = (look for look in looks if look.price < taken.price and not look.tried)
+    settled = not taken.over and all(look.expected_bytes > most_bytes for look in near)
+    return replace(taken.candidate, settled=settled)
 
 
 def _next(looks: Sequence[_Look], request: JaxprRequest) -> _Look:
