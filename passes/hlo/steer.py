@@ -184,8 +184,9 @@ def steered(assigner: Assigner) -> Any | None:
     assigner = _without_scratch(assigner)
     intervals, ticks = moments(assigner)
     alignment = assigner.backend.alignment
-    for apart in ({}, _later_results(ticks)):
-        follower = _Follower(alignment, _goal(intervals, alignment, apart))
+    together = _together(ticks)
+    for apart, spare in (({}, 0), (together, 0), (together, 1)):
+        follower = _Follower(alignment, _goal(intervals, alignment, apart, spare))
         if all(follower.follow(moment) for moment in ticks):
             return _written(assigner, follower.steered)
     return None
@@ -221,31 +222,48 @@ def _renumber(module: Any, computation: int) -> None:
     sequence.instruction_ids[:] = [i + _FIRST for i in sequence.instruction_ids]
 
 
-def _later_results(ticks: Sequence[Moment]) -> dict[int, tuple[int, ...]]:
-    """Each result of a kernel but the first, and all of them."""
-    return {group: moment.defined for moment in ticks for group in moment.defined[1:]}
+def _together(ticks: Sequence[Moment]) -> dict[int, tuple[int, ...]]:
+    """Each result of a kernel that has several, and all of them as they are placed."""
+    return {group: moment.defined for moment in ticks if moment.defined[1:] for group in moment.defined}
 
 
-def _goal(intervals: Sequence[Interval], alignment: int, apart: dict[int, tuple[int, ...]]) -> _Goal:
+def _goal(
+    intervals: Sequence[Interval], alignment: int, apart: dict[int, tuple[int, ...]], spare: int
+) -> _Goal:
     """A tight packing of all values larger than a slot, above a zone for the others.
 
     Args:
-        apart: results whose holes are to be larger by a slot, and all that are placed with each. The first
-            result takes the smallest hole, the lowest of equal ones. So that this is its own, those of the
-            others are larger, and a buffer in one more slot is between.
+        apart: results that need holes of their own, and all that are placed with each.
+        spare: slots of the zone, since what a value leaves of one may be lost while the next is taken.
     """
     nbytes: dict[int, int] = {}
     for i in intervals:
         nbytes[i.group] = max(nbytes.get(i.group, 0), i.nbytes)
     small = [i for i in intervals if nbytes[i.group] <= alignment]
-    zone_bytes = pack_in_time(small, alignment).size
-    zone_bytes = -(-zone_bytes // alignment) * alignment
+    slots = -(-pack_in_time(small, alignment).size // alignment) + spare
+    zone_bytes = slots * alignment
     large = [i for i in intervals if nbytes[i.group] > alignment]
-    rooms = {i.group: -(-i.nbytes // alignment) * alignment for i in large if i.leads}
-    rooms = {g: room + alignment * (g in apart) for g, room in rooms.items()}
+    rooms = _rooms(large, alignment, apart)
     packed = pack_tight(list(_spread(large, rooms, apart, alignment)), alignment)
     places = {g: zone_bytes + at for g, at in packed.offsets.items()}
     return _Goal(nbytes=nbytes, zone_bytes=zone_bytes, places=places, rooms=rooms)
+
+
+def _rooms(large: Sequence[Interval], slot_bytes: int, apart: dict[int, tuple[int, ...]]) -> dict[int, int]:
+    """How large a hole each value finds, in whole slots.
+
+    Of several results each takes the smallest that holds it, the lowest of equal ones. So that this is its
+    own, it is larger than the holes of those that are placed before it wherever it would hold one of them.
+    """
+    nbytes = {i.group: i.nbytes for i in large if i.leads}
+    rooms: dict[int, int] = {}
+    for group in (i.group for i in sorted(large, key=lambda i: i.start) if i.leads):
+        room = -(-nbytes[group] // slot_bytes) * slot_bytes
+        before = [g for g in apart.get(group, ()) if g in rooms]
+        while any(nbytes[g] <= room <= rooms[g] for g in before):
+            room += slot_bytes
+        rooms[group] = room
+    return rooms
 
 
 def _spread(
