@@ -192,7 +192,7 @@ def read(path: Path) -> list[Row]:
 
 
 def read_table(out: Path) -> list[Row]:
-    """The rows of the table that is there, where the lines that it was made of are not."""
+    """The rows of the table that is there: those of other lines, too."""
     path = out.with_suffix(".json")
     return [Row(**row) for row in json.loads(path.read_text())] if path.exists() else []
 
@@ -249,7 +249,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/tpu.md"))
     args = parser.parse_args()
     lines = args.out.with_suffix(".jsonl")
-    found = read(lines) or read_table(args.out)
+    found = list(dict.fromkeys([*read_table(args.out), *read(lines)]))
     for name in () if args.table else args.programs:
         model = PROGRAMS[name]()
         for chip in [c for c in model.sizes if c.partition(":")[0] in args.chips]:

@@ -75,15 +75,17 @@ def count_the_least(
         least: what needs the least of what is known.
         record, look, count: as in `by_count`.
     """
-    for _ in range(TRIES.most_counted if tries.backend_of(record).fast_bytes else 0):
+    left, before = TRIES.most_counted if tries.backend_of(record).fast_bytes else 0, None
+    while left:
         known = least()
-        if known is None or known.counted_bytes is not None or known.wish.plain:
+        if known is None or known == before or known.counted_bytes is not None or known.wish.plain:
             return
-        found = look(known.wish, known=True)
+        found, before = look(known.wish, known=True), known
         if found is None:
             return
-        if hlo_of(found).status.found:
+        if hlo_of(found).status.found:  # else it is forgotten: XLA does not pack as it was steered to
             count(known.wish, found)
+            left -= 1
 
 
 def is_steered(record: Record, way: Choice | Variant) -> bool:

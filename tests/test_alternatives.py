@@ -669,6 +669,23 @@ def test_a_packing_that_xla_does_not_follow_is_refused_and_named_without_buffers
     assert refused.least_total_bytes == STEERED.unsteered_bytes
 
 
+def test_a_refusal_names_no_steered_packing_once_one_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fourth of them was named uncounted: an unrolled GPT on a v6e was refused what was named for it."""
+
+    def outcome_of(wish: Wish) -> StageOutcome:
+        if not 2000 <= wish.budget_bytes <= 2500:
+            return REFUSED
+        met = dataclasses.replace(OUTCOME, planned_temp_bytes=wish.budget_bytes - FIXED)
+        is_steered = wish.budget_bytes < 2500
+        return dataclasses.replace(met, unsteered_bytes=wish.budget_bytes + 100 if is_steered else None)
+
+    asked_of(monkeypatch, outcome_of)
+    counted_as(monkeypatch, lambda w: 2600 if w.budget_bytes < 2500 else 2500)
+    refused = ways().choose(TPU, REFUSED, MODULE).record.hlo
+    assert refused is not None
+    assert refused.least_total_bytes == 2500
+
+
 def test_where_nothing_moves_values_after_the_callback_a_steered_packing_is_as_predicted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

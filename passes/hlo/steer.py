@@ -15,6 +15,7 @@ fill what they were made for: XLA's count decides, as always.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,12 +27,11 @@ from passes.hlo.heap import Moment, moments
 from passes.offsets.tight import pack_tight
 from passes.offsets.xla_heap import Holes, Interval, pack_in_time
 
-_F32 = 11
+_F32, _TUPLE = 11, 13
 _FIRST = 2
 """How many ids are made free for the buffer that has another core's memory, and the call that ends it."""
-_LANES, _ROWS = 128, 8
+_LANES = 128
 _ROW_BYTES = 4 * _LANES
-_TILE_BYTES = _ROWS * _ROW_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +45,12 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Goal:
-    """Where values should be: those of one slot anywhere in a zone below all others, which have their places.
+    """Where values should be: those without places anywhere in a zone below all others, in slots.
 
     Attributes:
         nbytes: of every group.
         zone_bytes: as many slots as are alive at once.
-        places: of the groups that are larger.
+        places: of the groups that have one.
         rooms: how large the holes are that these find there.
     """
 
@@ -98,7 +98,7 @@ class _Follower:
             if found is None and pieces:
                 # What is free at the end is no hole: a small result would be put into a larger one.
                 top = self.heap.aligned(max(p.start + p.nbytes for p in pieces))
-                pieces = [*pieces, _Piece(start=top, nbytes=_TILE_BYTES)]
+                pieces = [*pieces, _Piece(start=top, nbytes=_ROW_BYTES)]
                 found = self._after(moment, pieces)
             for piece in sorted(pieces, key=lambda p: -p.nbytes):
                 fewer = [p for p in pieces if p is not piece]
@@ -120,15 +120,15 @@ class _Follower:
         if any(heap.take(p.nbytes) != p.start for p in pieces):
             return None
         _end(heap, [p for p in pieces if p.opens])
-        places = {g: heap.take(n) if (n := self.goal.nbytes[g]) else 0 for g in moment.defined}
+        places = {g: heap.take(n) for g in moment.defined if (n := self.goal.nbytes[g])}
         return (heap, places) if all(self.goal.allows(*place) for place in places.items()) else None
 
     def _pieces(self, moment: Moment) -> list[_Piece]:
         """All that is free but for the places of the results, as best fit fills it: small holes first."""
-        heap = self.heap
-        large = [g for g in moment.defined if g in self.goal.places]
-        wanted = {self.goal.places[g]: self.goal.rooms[g] for g in large}
-        wanted |= dict.fromkeys(self._slots(len(moment.defined) - len(large)), heap.alignment)
+        heap, goal = self.heap, self.goal
+        defined = [g for g in moment.defined if goal.nbytes[g]]
+        wanted = {goal.places[g]: goal.rooms[g] for g in defined if g in goal.places}
+        wanted |= dict.fromkeys(self._slots(len(defined) - len(wanted)), heap.alignment)
         ranges = sorted(heap.holes, key=lambda hole: (hole[1] - hole[0], hole[0]))
         ranges.append((heap.tail, max([heap.tail, *(at + room for at, room in wanted.items())])))
         return [piece for start, stop in ranges for piece in _cut(start, stop, wanted)]
@@ -157,19 +157,16 @@ def _cut(start: int, stop: int, wanted: dict[int, int]) -> Iterator[_Piece]:
 
 
 def _piece(start: int, stop: int, *, opens: bool = False) -> Iterator[_Piece]:
-    """A buffer there, of whole tiles; none where there is no room for one."""
-    nbytes = (stop - start) // _TILE_BYTES * _TILE_BYTES
+    """A buffer there, of whole rows; none where there is no room for one."""
+    nbytes = (stop - start) // _ROW_BYTES * _ROW_BYTES
     if nbytes > 0:
         yield _Piece(start=start, nbytes=nbytes, opens=opens)
 
 
 def _end(heap: Holes, pieces: Sequence[_Piece]) -> None:
-    """Buffers die: the call that ends them has a slot of its own for that moment."""
-    if pieces:
-        slot = heap.take(_TILE_BYTES)
-        for piece in pieces:
-            heap.give(piece.start)
-        heap.give(slot)
+    """Buffers die: the call that ends them returns nothing."""
+    for piece in pieces:
+        heap.give(piece.start)
 
 
 def steered(assigner: Assigner) -> Any | None:
@@ -184,8 +181,9 @@ def steered(assigner: Assigner) -> Any | None:
     assigner = _without_scratch(assigner)
     intervals, ticks = moments(assigner)
     alignment = assigner.backend.alignment
-    for apart in ({}, _later_results(ticks)):
-        follower = _Follower(alignment, _goal(intervals, alignment, apart))
+    together = _together(ticks)
+    for small_bytes, apart in itertools.product((0, alignment), ({}, together)):
+        follower = _Follower(alignment, _goal(intervals, alignment, apart, small_bytes))
         if all(follower.follow(moment) for moment in ticks):
             return _written(assigner, follower.steered)
     return None
@@ -221,31 +219,50 @@ def _renumber(module: Any, computation: int) -> None:
     sequence.instruction_ids[:] = [i + _FIRST for i in sequence.instruction_ids]
 
 
-def _later_results(ticks: Sequence[Moment]) -> dict[int, tuple[int, ...]]:
-    """Each result of a kernel but the first, and all of them."""
-    return {group: moment.defined for moment in ticks for group in moment.defined[1:]}
+def _together(ticks: Sequence[Moment]) -> dict[int, tuple[int, ...]]:
+    """Each result of a kernel that has several, and all of them as they are placed."""
+    return {group: moment.defined for moment in ticks if moment.defined[1:] for group in moment.defined}
 
 
-def _goal(intervals: Sequence[Interval], alignment: int, apart: dict[int, tuple[int, ...]]) -> _Goal:
-    """A tight packing of all values larger than a slot, above a zone for the others.
+def _goal(
+    intervals: Sequence[Interval], alignment: int, apart: dict[int, tuple[int, ...]], small_bytes: int
+) -> _Goal:
+    """A tight packing of all that is not small, above a zone for what is.
+
+    A zone costs its slots where the others are at their peak. But of three small results the third would
+    take what the second leaves of a larger hole.
 
     Args:
-        apart: results whose holes are to be larger by a slot, and all that are placed with each. The first
-            result takes the smallest hole, the lowest of equal ones. So that this is its own, those of the
-            others are larger, and a buffer in one more slot is between.
+        apart: results that need holes of their own, and all that are placed with each.
+        small_bytes: no more than that is small.
     """
     nbytes: dict[int, int] = {}
     for i in intervals:
         nbytes[i.group] = max(nbytes.get(i.group, 0), i.nbytes)
-    small = [i for i in intervals if nbytes[i.group] <= alignment]
-    zone_bytes = pack_in_time(small, alignment).size
-    zone_bytes = -(-zone_bytes // alignment) * alignment
-    large = [i for i in intervals if nbytes[i.group] > alignment]
-    rooms = {i.group: -(-i.nbytes // alignment) * alignment for i in large if i.leads}
-    rooms = {g: room + alignment * (g in apart) for g, room in rooms.items()}
+    small = [i for i in intervals if nbytes[i.group] <= small_bytes]
+    zone_bytes = -(-pack_in_time(small, alignment).size // alignment) * alignment
+    large = [i for i in intervals if nbytes[i.group] > small_bytes]
+    rooms = _rooms(large, alignment, apart)
     packed = pack_tight(list(_spread(large, rooms, apart, alignment)), alignment)
     places = {g: zone_bytes + at for g, at in packed.offsets.items()}
     return _Goal(nbytes=nbytes, zone_bytes=zone_bytes, places=places, rooms=rooms)
+
+
+def _rooms(large: Sequence[Interval], slot_bytes: int, apart: dict[int, tuple[int, ...]]) -> dict[int, int]:
+    """How large a hole each value finds, in whole slots.
+
+    Of several results each takes the smallest that holds it, the lowest of equal ones. So that this is its
+    own, it is larger than the holes of those that are placed before it wherever it would hold one of them.
+    """
+    nbytes = {i.group: i.nbytes for i in large if i.leads}
+    rooms: dict[int, int] = {}
+    for group in (i.group for i in sorted(large, key=lambda i: i.start) if i.leads):
+        room = -(-nbytes[group] // slot_bytes) * slot_bytes
+        before = [g for g in apart.get(group, ()) if g in rooms]
+        while any(nbytes[g] <= room <= rooms[g] for g in before):
+            room += slot_bytes
+        rooms[group] = room
+    return rooms
 
 
 def _spread(
@@ -325,18 +342,24 @@ class _Writer:
             scope.instructions.extend(order)
 
     def _buffer(self, scope: Any, nbytes: int) -> Any:
-        made = type(scope.instructions[0])()
-        made.opcode, made.custom_call_target = "custom-call", "AllocateBuffer"
-        made.id, made.name = self.cloner.instruction_id(scope), self.cloner.name("reserved", "coop")
+        """A scalar in a tile of so many bytes: XLA moves no scalar to the chip's memory."""
+        made = self._made(scope)
         made.shape.element_type = _F32
-        made.shape.dimensions.extend((nbytes // _ROW_BYTES, _LANES))
+        made.shape.dimensions.extend((1, 1))
         made.shape.is_dynamic_dimension.extend((False, False))
         made.shape.layout.minor_to_major.extend((1, 0))
-        made.shape.layout.tiles.add().dimensions.extend((_ROWS, _LANES))
+        made.shape.layout.tiles.add().dimensions.extend((nbytes // _ROW_BYTES, _LANES))
         return made
 
     def _call(self, scope: Any, operands: Sequence[int]) -> Any:
-        made = self._buffer(scope, _TILE_BYTES)
+        made = self._made(scope)
+        made.shape.element_type = _TUPLE
         made.operand_ids.extend(operands)
         made.custom_call_has_side_effect = True
+        return made
+
+    def _made(self, scope: Any) -> Any:
+        made = type(scope.instructions[0])()
+        made.opcode, made.custom_call_target = "custom-call", "AllocateBuffer"
+        made.id, made.name = self.cloner.instruction_id(scope), self.cloner.name("reserved", "coop")
         return made
