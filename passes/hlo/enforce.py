@@ -110,9 +110,11 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
     # What the program brings from the host by itself is waited for without a plan, too.
     cost_ns = computation_ns(view, view.entry, request.device)
     energy_pj = computation_pj(view, view.entry, request.device)
+    orders = [lifted]
     if BACKENDS[request.platform].runs_branches_together:
-        lifted = _reordered(lifted, request.device, depth_first)
-    lifted = _reordered(lifted, request.device, reordered)
+        orders.append(_reordered(lifted, request.device, depth_first))
+    reorders = (_reordered(order, request.device, reordered) for order in dict.fromkeys(orders))
+    lifted = min(reorders, key=lambda order: order.prediction.total_bytes)
     if forced and prediction.host_bytes + (own := _forced_bytes(request, lifted)) > request.host_bytes:
         return module_bytes, _host_refusal(request, view, prediction, begin, own)
     found = _found(request, lifted)
