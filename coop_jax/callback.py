@@ -37,7 +37,7 @@ from passes.backend import BACKENDS
 from passes.cost import DEVICES
 from passes.counts import MemoryBytes, Verdict
 from passes.hlo.enforce import EnforceRequest, OnFragmentation
-from passes.interpreter import roomy
+from passes.interpreter import on_deep_stack
 from passes.jaxpr import compat
 from passes.outcome import changes
 
@@ -102,7 +102,7 @@ def _fell_short(record: Record, total_bytes: int) -> CoopError:
     return over_budget(record, total_bytes, record.budget_bytes - missed_bytes)
 
 
-@roomy
+@on_deep_stack
 def _callback(data: bytes, platform: str) -> bytes | None:
     """Enforce the budget of a scheduled module; None leaves it as it is."""
     if RECORD.encode() not in data:

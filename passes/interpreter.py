@@ -7,8 +7,8 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-# Eight bytes each; what is called in a roomy frame has as much at least.
-_ROOM_WORDS = 1 << 15
+# Eight bytes each; what is called has as much room at least.
+_STACK_WORDS = 1 << 15
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def roomy[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+def on_deep_stack[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     """`function` with room on Python's stack for all that it calls.
 
     Python keeps its frames in chunks of 16 KiB. Where a loop stands at the end of one, every call that it
@@ -38,5 +38,5 @@ def roomy[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         return function(*args, **kwargs)
 
-    call.__code__ = call.__code__.replace(co_stacksize=_ROOM_WORDS)
+    call.__code__ = call.__code__.replace(co_stacksize=_STACK_WORDS)
     return functools.wraps(function)(call)

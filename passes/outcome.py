@@ -105,7 +105,7 @@ class StageOutcome:
         constraints: what the user asked about single values, such as "save=('h',)".
         kernels_ns: the least that the program is expected to take with its own kernels, some of them run
             again, within the budget; None where that is not known, or not possible.
-        settled: True if no other plan was near that costs less.
+        unrivalled: True if no other plan was near that costs less.
     """
 
     stage: Stage
@@ -138,7 +138,7 @@ class StageOutcome:
     kernels_ns: int | None = None
     energy_pj: int = 0
     recompute_pj: int = 0
-    settled: bool = False
+    unrivalled: bool = False
 
     @property
     def fixed_bytes(self) -> int:

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from passes.counts import check
 from passes.hlo.enforce import enforce
-from passes.interpreter import roomy, uncollected
+from passes.interpreter import on_deep_stack, uncollected
 from passes.jaxpr.candidate import JaxprRequest
 from passes.jaxpr.compat import ClosedJaxpr
 from passes.jaxpr.stage import Work, emit, lift, plan, prepare, prepare_parts
@@ -68,7 +68,7 @@ def plan_joint(
     return _walk(prepare_parts(forward, backward, n_outs), request)
 
 
-@roomy
+@on_deep_stack
 @uncollected()
 def _walk[Written](work: Work[Written], request: JaxprRequest) -> tuple[Written, StageOutcome]:
     with work.context():

@@ -48,12 +48,12 @@ def test_a_plan_that_fits_or_is_repaired_cheaply_has_no_successor() -> None:
     assert UNCALIBRATED.after(PLANNED, needing(1100, found=True, repair_ns=cheap_ns + 1)) is not None
 
 
-def test_a_loop_that_is_settled_on_has_no_successor_unless_xla_makes_far_less_of_it() -> None:
+def test_a_loop_plan_without_a_rival_has_no_successor_unless_xla_makes_far_less_of_it() -> None:
     loop = replace(PLANNED, recipe=SCANS)
     assert UNCALIBRATED.after(loop, needing(900)) is not None
-    assert UNCALIBRATED.after(replace(loop, settled=True), needing(900)) is None
-    assert UNCALIBRATED.after(replace(loop, settled=True), needing(800)) is not None
-    assert UNCALIBRATED.after(replace(loop, settled=True), needing(1200)) is not None
+    assert UNCALIBRATED.after(replace(loop, unrivalled=True), needing(900)) is None
+    assert UNCALIBRATED.after(replace(loop, unrivalled=True), needing(800)) is not None
+    assert UNCALIBRATED.after(replace(loop, unrivalled=True), needing(1200)) is not None
 
 
 def test_a_plan_that_is_too_large_is_followed_by_one_for_fewer_bytes() -> None:

@@ -19,7 +19,7 @@ from coop_jax.replacing import signature
 from passes import pipeline
 from passes.counts import MemoryBytes, Verdict, check
 from passes.hlo import proto
-from passes.interpreter import roomy, uncollected
+from passes.interpreter import on_deep_stack, uncollected
 from passes.ir import Program
 from passes.simulate import simulate
 from passes.validate import validate
@@ -158,7 +158,7 @@ def test_the_collector_of_cycles_is_as_it_was_after_a_stage():
         gc.enable()
 
 
-def test_a_roomy_function_may_be_called_at_any_depth():
+def test_a_function_on_a_deep_stack_may_be_called_at_any_depth():
     def faults(work: Callable[[], None], depth: int) -> int:
         if depth:
             return faults(work, depth - 1)
@@ -175,4 +175,4 @@ def test_a_roomy_function_may_be_called_at_any_depth():
 
     if max(faults(work, depth) for depth in range(300)) < 1000:
         pytest.skip("this Python keeps a chunk for the next call")
-    assert max(faults(roomy(work), depth) for depth in range(300)) < 100
+    assert max(faults(on_deep_stack(work), depth) for depth in range(300)) < 100

@@ -26,7 +26,7 @@ class CalibrationConfig:
         strict_ratio: where XLA makes this much more of a plan than was planned, it is first left less
             freedom: LSTM steps, whose small dots it merges.
         stronger_ratio: every correction is at least so much stronger than the one before it.
-        settled_ratio: where XLA makes less of a plan than that share, others that were out of reach may fit:
+        unrivalled_ratio: where XLA makes less of a plan than that share, others out of reach before may fit:
             what is known is trusted so much more than what is not (`passes.jaxpr.structured.CONFIG`).
         same_ratio: what estimates of all devices' bytes differ by from one device's times their number.
     """
@@ -35,7 +35,7 @@ class CalibrationConfig:
     too_deep_ratio: float = 0.9
     strict_ratio: float = 1.5
     stronger_ratio: float = 1.05
-    settled_ratio: float = 1.05 / 1.25
+    unrivalled_ratio: float = 1.05 / 1.25
     same_ratio: float = 1e-3
 
 
@@ -121,7 +121,7 @@ class Calibration:
     def after(self, planned: StageOutcome, verdict: StageOutcome) -> Calibration | None:
         """With what the enforcing stage said of a plan; None if no other plan follows from that."""
         is_done = _is_cheaply_repaired(verdict) and not _is_too_deep(planned, verdict)
-        if is_done and (planned.recipe.scans is Scans.NONE or _is_settled(planned, verdict)):
+        if is_done and (planned.recipe.scans is Scans.NONE or _is_unrivalled(planned, verdict)):
             return None
         return replace(self, trials=(*self.trials, _trial(planned, verdict)))
 
@@ -146,10 +146,10 @@ def _is_cheaply_repaired(verdict: StageOutcome) -> bool:
     return verdict.status.found and verdict.recompute_ns <= CONFIG.cheap_repair_ratio * verdict.cost_ns
 
 
-def _is_settled(planned: StageOutcome, verdict: StageOutcome) -> bool:
+def _is_unrivalled(planned: StageOutcome, verdict: StageOutcome) -> bool:
     """True if no other plan is taken for what XLA makes of one."""
-    least_bytes = CONFIG.settled_ratio * planned.planned_temp_bytes
-    return planned.settled and verdict.before_temp_bytes >= least_bytes
+    least_bytes = CONFIG.unrivalled_ratio * planned.planned_temp_bytes
+    return planned.unrivalled and verdict.before_temp_bytes >= least_bytes
 
 
 def _is_too_deep(planned: StageOutcome, verdict: StageOutcome) -> bool:

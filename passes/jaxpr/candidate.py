@@ -69,7 +69,7 @@ class Candidate:
         rewritten: True if anything was done to it before it was planned.
         bodies: True if bodies of control flow were planned.
         paged: stacks of scans that wait on the host.
-        settled: True if nothing that was looked at costs less and is expected to need little more than fits.
+        unrivalled: True if nothing that was looked at costs less and is expected to need but little more.
     """
 
     lifted: LiftedJaxpr
@@ -84,7 +84,7 @@ class Candidate:
     rewritten: bool = False
     bodies: bool = False
     paged: tuple[Paged, ...] = ()
-    settled: bool = False
+    unrivalled: bool = False
 
     @property
     def changed(self) -> bool:

@@ -279,7 +279,7 @@ def _outcome(
         seconds=0.0,
         recomputed=recomputed,
         paged=candidate.paged,
-        settled=candidate.settled,
+        unrivalled=candidate.unrivalled,
         tightest=tightest_values(program, candidate.steps),
         least_total_bytes=None if fits else request.fixed_bytes + candidate.peak_bytes,
     )

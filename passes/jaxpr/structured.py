@@ -365,8 +365,8 @@ def _taken(looks: Sequence[_Look], request: JaxprRequest) -> Candidate:
     taken = _next(looks, request)
     most_bytes = CONFIG.unknown_ratio * request.temp_budget_bytes
     near = (look for look in looks if look.price < taken.price and not look.tried)
-    settled = not taken.over and all(look.expected_bytes > most_bytes for look in near)
-    return replace(taken.candidate, settled=settled)
+    unrivalled = not taken.over and all(look.expected_bytes > most_bytes for look in near)
+    return replace(taken.candidate, unrivalled=unrivalled)
 
 
 def _next(looks: Sequence[_Look], request: JaxprRequest) -> _Look:
