@@ -7,6 +7,7 @@ from typing import Any
 import hlo_support as h
 import jax
 import jax.numpy as jnp
+import pytest
 
 from passes.hlo import graph, proto
 from passes.hlo.assign import Assigner
@@ -156,4 +157,5 @@ def test_xla_packs_what_was_steered_as_foreseen(v5e: str) -> None:
         return made
 
     total_bytes = h.compile_with(example, steer, "tpu").memory_analysis().total_allocation_bytes
-    assert seen[0] == total_bytes
+    # With libtpu 0.0.52 it is exact; 0.0.50 counts .07 % more.
+    assert seen[0] == pytest.approx(total_bytes, rel=1e-3)
