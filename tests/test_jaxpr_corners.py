@@ -19,11 +19,11 @@ from jax.extend.core import check_jaxpr
 
 from passes.cost import DEVICES
 from passes.ir import OpId
-from passes.jaxpr import compat, flops, freedom, in_place, inline, primitives, purity, simplify
+from passes.jaxpr import compat, flops, freedom, in_place, inline, primitives, purity, simplify, straight
 from passes.jaxpr.candidate import JaxprRequest
 from passes.jaxpr.conds import recompute_in_second_cond
 from passes.jaxpr.emit import emit
-from passes.jaxpr.freedom import emit_config
+from passes.jaxpr.freedom import emit_config, emit_configs
 from passes.jaxpr.lift import lift
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.scans import views
@@ -192,3 +192,27 @@ def test_a_deep_plan_for_a_tpu_parts_a_gradient_from_its_update(device: str, dee
     as_xla, lifted = (lift(jaxpr, DEVICES[device], as_xla=as_xla) for as_xla in (True, False))
     config = emit_config(lifted, as_xla, DEVICES[device], deep=deep)
     assert len(config.apart) == stored
+
+
+def test_the_sums_of_a_batch_norms_gradient_stay_one_kernel(monkeypatch: pytest.MonkeyPatch):
+    """What a plan stores for them XLA:GPU would compute inside; a barrier there parts them."""
+
+    def loss(layers: list[Any], x: jax.Array) -> jax.Array:
+        for w, scale, shift in layers:
+            mean = x.mean(0, keepdims=True)
+            variance = (x * x).mean(0, keepdims=True) - mean * mean
+            x = jax.nn.relu((x - mean) * (scale * lax.rsqrt(variance)) + shift) @ w
+        return x.sum()
+
+    w, x, scale = (jnp.ones(shape, "bfloat16") for shape in [(256, 256), (16384, 256), (1, 256)])
+    jaxpr = inline.inline_calls(jax.make_jaxpr(jax.grad(loss))([(w, scale, scale)] * 4, x))
+    as_is = lift(jaxpr.jaxpr, DEVICES["h200"], as_xla=True)
+    request = JaxprRequest(
+        budget_bytes=simulate(as_is.program, [op.id for op in as_is.program.ops]).peak_bytes * 4 // 5,
+        argument_bytes=0, output_bytes=0, alias_bytes=0, device=DEVICES["h200"],
+    )  # fmt: skip
+    fused = straight.search(as_is, request, 1)
+    monkeypatch.setattr(straight, "emit_configs", lambda *args, **kwargs: emit_configs(*args, **kwargs)[-1:])
+    parted = straight.search(as_is, request, 1)
+    assert max(fused.peak_bytes, parted.peak_bytes) <= request.budget_bytes
+    assert parted.cost_ns > 1.02 * fused.cost_ns
