@@ -27,6 +27,7 @@ from passes.planners.proof import is_impossible
 from passes.planners.schedule import Schedule
 from passes.planners.search import Search
 from passes.planners.state import SEARCH
+from passes.planners.strategies import CONFIG as STRATEGIES
 from passes.simulate import simulate
 from passes.validate import validate
 
@@ -543,4 +544,6 @@ def test_a_call_that_fails_does_a_bounded_amount_of_work(limit: int):
     budget_bytes = search.working_set_bytes
     found = search.best(budget_bytes)
     assert found.peak_bytes > budget_bytes
-    assert limit < search.done < 2 * SEARCH.total_limits * limit
+    # The deepest plan has clocks of its own, and the last step of each clock goes over it.
+    deepest_limits = STRATEGIES.missed_cuts_limits + 4 / 3
+    assert limit < search.done < 1.2 * (SEARCH.total_limits + deepest_limits) * limit
