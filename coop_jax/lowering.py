@@ -35,13 +35,15 @@ from passes.jaxpr.compat import ClosedJaxpr
 from passes.jaxpr.constraints import constrain_pair, constrain_program
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.scans.host_stacks import offloaded_bytes, uses_host, with_host_stacks
-from passes.jaxpr.values import Constraints, ConstraintUnsupported, names_in
+from passes.jaxpr.values import Constraints, ConstraintUnsupported, keeps_marked, names_in
 from passes.objective import LEAST_TIME, Objective
 from passes.outcome import StageOutcome, scaled
 from passes.pipeline import plan_joint, plan_program
 from passes.saved import OFFLOADED
 
 compat.hide_frames(__file__)
+
+SAVED_INSIDE = "what a policy of `jax.checkpoint` inside it saves"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,12 +83,14 @@ class Planned:
         forward: the part without a plan, args -> (*outs, *residuals).
         backward: the part without a plan, (*residuals, *cotangents) -> gradients.
         n_outs: how many of forward's results are outs.
+        constraints: what holds about single values, for people.
     """
 
     outcome: StageOutcome
     forward: ClosedJaxpr
     backward: ClosedJaxpr
     n_outs: int
+    constraints: str
 
     def __repr__(self) -> str:
         return f"Planned({self.outcome.status}, {self.outcome.planned_temp_bytes} bytes)"
@@ -149,7 +153,7 @@ def _planned_and_marked(
         jaxpr=outcome,
         pin=config.pin,
         on_fragmentation=config.on_fragmentation,
-        constraints=str(config.constraints),
+        constraints=_constraints_text(config, constrained) if planned is None else planned.constraints,
         objective=config.objective,
         tune=config.tune,
         host_budget_bytes=_host_budget_bytes(config, facts, forced=forced),
@@ -282,7 +286,10 @@ def plan_pair(
         raise ConstraintError(str(impossible)) from None
 
     parts, outcome = plan_joint(*halves, n_outs, request)
-    return parts, Planned(outcome=outcome, forward=forward, backward=backward, n_outs=n_outs)
+    said = _constraints_text(config, *halves)
+    return parts, Planned(
+        outcome=outcome, forward=forward, backward=backward, n_outs=n_outs, constraints=said
+    )
 
 
 def _constrained(plain: ClosedJaxpr, config: RematConfig) -> ClosedJaxpr:
@@ -291,6 +298,19 @@ def _constrained(plain: ClosedJaxpr, config: RematConfig) -> ClosedJaxpr:
         return constrain_program(plain, config.constraints)
     except ConstraintUnsupported as impossible:
         raise ConstraintError(str(impossible)) from None
+
+
+def _constraints_text(config: RematConfig, *constrained: ClosedJaxpr | None) -> str:
+    """What holds about single values, for people: what was asked, and what a `jax.checkpoint` inside holds.
+
+    Args:
+        constrained: the program, or its parts, with everything that is kept marked.
+    """
+    asked = config.constraints
+    by_user = asked.save or asked.offload or asked.policy is not None
+    opened = [compat.open_jaxpr(part)[0] for part in constrained if part is not None]
+    inside = () if by_user or not any(map(keeps_marked, opened)) else (SAVED_INSIDE,)
+    return ", ".join((*filter(None, (str(asked),)), *inside))
 
 
 def _plan_whole(

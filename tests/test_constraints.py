@@ -225,7 +225,7 @@ def test_what_a_checkpoint_inside_saves_is_saved() -> None:
         assert aot.memory(held).total_bytes <= memory.total_bytes
         assert not {"name", "reduce_precision"} & recompute(held)
         same(held(WS, X), plain(WS, X))
-        with pytest.raises(InfeasibleBudgetError):
+        with pytest.raises(InfeasibleBudgetError, match=r"without what a policy of `jax\.checkpoint` inside"):
             compiled(way(checkpointed, budget=memory.fixed_bytes + 4 * X.nbytes))
     free = compiled(outside(loss, budget=memory.fixed_bytes + 5 * X.nbytes))
     assert recompute(free)

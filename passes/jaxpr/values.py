@@ -59,6 +59,11 @@ def names_in(jaxpr: Jaxpr) -> set[str]:
     return names.union(*(names_in(inner) for eqn in jaxpr.eqns for inner in compat.inner_jaxprs(eqn)))
 
 
+def keeps_marked(jaxpr: Jaxpr) -> bool:
+    """True if a value of an open jaxpr, or inside its equations, is marked as kept (`passes.saved`)."""
+    return any(map(is_saved, names_in(jaxpr)))
+
+
 class Values:
     """The values of straight-line equations.
 
