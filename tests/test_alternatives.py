@@ -302,9 +302,9 @@ def test_a_repair_counts_as_a_share_of_the_module_that_is_repaired(repair_ns: in
 
 
 @pytest.mark.parametrize(
-    ("device", "kernels_ns", "expected"), [("v5e", 950, True), ("v5e", 1000, False), ("cpu", 950, False)]
+    ("device", "kernels_ns", "expected"), [("v5e", 1150, True), ("v5e", 1160, False), ("cpu", 950, False)]
 )
-def test_where_xla_fuses_into_products_the_programs_own_kernels_need_only_promise_less(
+def test_where_xla_fuses_into_products_the_programs_own_kernels_may_promise_as_much_more_as_estimates_miss(
     device: str, kernels_ns: int, expected: bool
 ) -> None:
     record = dataclasses.replace(missed(kernels_ns=kernels_ns), device_name=device)
