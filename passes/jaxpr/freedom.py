@@ -32,8 +32,11 @@ def emit_configs(
 ) -> list[EmitConfig]:
     """The ways to write a plan for `lifted`: with all that has to be said to XLA, and without the barriers
     behind what its own kernels would compute inside of them, where those may do as well. A barrier also keeps
-    XLA from making one kernel of the sums of a batch norm's gradient: ResNet-50 on an H200."""
+    XLA from making one kernel of the sums of a batch norm's gradient: ResNet-50 on an H200. A strict or
+    deep plan for a TPU leaves no such freedom: it is there to take values out of the kernels of products."""
     written = emit_config(lifted, as_is, device, strict=strict, deep=deep)
+    if (strict or deep) and BACKENDS[device.platform].fuses_results:
+        return [written]
     free = emit_config(lifted, as_is, device, strict=strict, deep=deep, fused=True)
     return [written] if free == written else [free, written]
 
