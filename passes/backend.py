@@ -54,6 +54,7 @@ class Backend:
         joined_row_bytes: rows at least so long are joined to longer ones by a kernel that does nothing else:
             XLA:CPU copies them whole, where a branch per element would cost more (0.11.2: only from 512).
         fuses_normalisation: True if XLA makes one kernel of a softmax, its reductions included.
+        drops_rounding: True if XLA takes out what rounds values to the precision that they have.
         reads_together: True if XLA makes one kernel of several that read the same.
         looks: how often a program can be planned once more, and compiled as far as XLA's schedule, in the
             time of one compile (in `benchmarks.side_by_side` once took .1 to .35 of a compile's CPU time on a
@@ -95,6 +96,7 @@ class Backend:
     rolls_random_bits: bool = False
     joined_row_bytes: int | None = None
     fuses_normalisation: bool = False
+    drops_rounding: bool = False
     reads_together: bool = False
     fuses_results: bool = False
     rounds_products: bool = False
@@ -111,7 +113,8 @@ CPU = Backend(
 CUDA = Backend(
     name="cuda", aliases=("gpu", "rocm"), alignment=256, sharing="emitters",
     library="jax_plugins.xla_cuda13", default_device="h100", takes_thunks=True,
-    splits_small_dots=True, fuses_normalisation=True, reads_together=True, host_pool_bytes=64 << 30,
+    splits_small_dots=True, fuses_normalisation=True, drops_rounding=True, reads_together=True,
+    host_pool_bytes=64 << 30,
 )  # fmt: skip
 TPU = Backend(
     name="tpu", alignment=16384, host_alignment=4096, host_multiple=4096, heap="in time order",

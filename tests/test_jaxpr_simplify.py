@@ -15,7 +15,7 @@ from passes.cost import DEVICES
 from passes.jaxpr import compat
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.lift import lift, lift_seen
-from passes.jaxpr.simplify import gather_then_convert, scatter_in_place, without_repeats
+from passes.jaxpr.simplify import gather_then_convert, scatter_in_place, without_repeats, without_rounding
 from passes.jaxpr.stage import prepare
 from passes.jaxpr.straight import as_it_is
 
@@ -161,3 +161,30 @@ def test_repeats_are_no_bytes_and_no_time_of_a_program(device: str):
         assert lifted.seen == once.program
         assert len(once.program.ops) < len(lifted.program.ops)
     assert as_it_is(lifted).peak_bytes == as_it_is(once).peak_bytes
+
+
+def test_rounding_to_the_precision_of_a_value_is_taken_out_and_any_other_stays():
+    def saved(x: Any) -> Any:
+        kept = jax.lax.reduce_precision(x * 2, 8, 23)
+        return jax.lax.reduce_precision(kept + 1, 8, 7)
+
+    before, after = rewritten(saved, ROWS.astype(jnp.float32), by=without_rounding)
+    assert names(before).count("reduce-precision") == 2
+    assert names(after).count("reduce-precision") == 1
+    assert without_rounding(after) is after
+
+
+def test_what_a_checkpoint_saves_is_not_stored_once_more_on_a_gpu():
+    def block(x: Any, w: Any) -> Any:
+        return jnp.tanh(x @ w)
+
+    def loss(w: Any, x: Any) -> Any:
+        policy = jax.checkpoint_policies.dots_saveable
+        return jnp.sum(jax.checkpoint(block, policy=policy)(x, w))
+
+    wide = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
+    closed = inline_calls(jax.make_jaxpr(jax.grad(loss))(wide, wide))
+    jaxpr = compat.open_jaxpr(closed)[0]
+    assert "reduce-precision" in names(jaxpr)
+    stored = {op.name for op in lift(jaxpr, DEVICES["h200"], as_xla=True).program.ops}
+    assert "reduce_precision" not in stored

@@ -36,7 +36,12 @@ from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.primitives import CONTROL_FLOW, Kind
 from passes.jaxpr.purity import has_effect, moves_memory
 from passes.jaxpr.rolled_bits import moved_bytes, state_bytes
-from passes.jaxpr.simplify import with_wide_operands, without_literal_barriers, without_repeats
+from passes.jaxpr.simplify import (
+    with_wide_operands,
+    without_literal_barriers,
+    without_repeats,
+    without_rounding,
+)
 from passes.jaxpr.split_dots import split_bytes, split_ns
 from passes.jaxpr.storage import WHOLE, Storage
 from passes.jaxpr.stored import read_rounded, stored_bytes
@@ -97,9 +102,9 @@ def as_known(jaxpr: Jaxpr, device: DeviceModel) -> Jaxpr:
     Where all of XLA's fusion is, the broadcasts that equations imply are written out, and what is computed
     twice is computed once. Elsewhere repeats are planned apart: they are left out only of what is expected.
     """
-    jaxpr = without_literal_barriers(jaxpr)
-    if not BACKENDS[device.platform].fuses_greedily:
-        return jaxpr
+    jaxpr, backend = without_literal_barriers(jaxpr), BACKENDS[device.platform]
+    if not backend.fuses_greedily:
+        return without_rounding(jaxpr) if backend.drops_rounding else jaxpr
     return without_repeats(with_canonical_products(with_wide_operands(jaxpr)))
 
 

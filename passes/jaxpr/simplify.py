@@ -210,6 +210,25 @@ def without_literal_barriers(jaxpr: Jaxpr) -> Jaxpr:
     return compat.rebuild(jaxpr, eqns=eqns, outvars=[compat.renamed(v, rename) for v in jaxpr.outvars])
 
 
+def without_rounding(jaxpr: Jaxpr) -> Jaxpr:
+    """Rounding to the precision that a value has anyway, as `jax.checkpoint` writes it, gives that value.
+
+    Returns:
+        The same open jaxpr if nothing is rounded so.
+    """
+    rename: dict[Var, Atom] = {}
+    eqns = []
+    for eqn in jaxpr.eqns:
+        eqn = compat.rename_inputs(eqn, rename) if rename else eqn
+        if compat.is_full_precision(eqn) and compat.is_variable(eqn.invars[0]):
+            rename[eqn.outvars[0]] = eqn.invars[0]
+        else:
+            eqns.append(eqn)
+    if not rename:
+        return jaxpr
+    return compat.rebuild(jaxpr, eqns=eqns, outvars=[compat.renamed(v, rename) for v in jaxpr.outvars])
+
+
 def _scattered_term(
     eqn: JaxprEqn, producer: Mapping[Var, JaxprEqn], n_reads: Mapping[Var, int]
 ) -> tuple[JaxprEqn, Atom] | None:
