@@ -195,6 +195,17 @@ def test_sum_of_many_values_does_not_keep_them_all():
     assert peak_bytes <= 5 * NBYTES
 
 
+@pytest.mark.parametrize("device", ["h200", "v5e"])
+def test_the_gradient_of_a_gate_is_one_kernel_since_its_reader_reads_the_gate_anyway(device: str):
+    def gated(x: Any, a: Any, b: Any, c: Any) -> Any:
+        return jnp.sum((jax.nn.gelu(x @ a) * (x @ b)) @ c)
+
+    found = lifted(jax.grad(gated, argnums=(0, 1, 2, 3)), WIDE, WIDE, WIDE, WIDE, device=device)
+    wide = [name for name in names(found) if name in ("mul", "add", "add_any", "sub")]
+    # Of what is computed elementwise the product of the gate is stored, and the gradients of its two factors.
+    assert len(wide) <= 4, names(found)
+
+
 def test_an_update_is_computed_inside_the_weight_that_it_is_added_to():
     """Adam's moments are arguments, which are there anyway: stored, each update took a kernel more."""
 

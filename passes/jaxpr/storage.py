@@ -6,7 +6,7 @@ readers would move more bytes than storing it once. Every other value is **virtu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from passes.backend import BACKENDS
 from passes.cost import DeviceModel
@@ -20,10 +20,13 @@ from passes.jaxpr.purity import kernel_kind
 from passes.jaxpr.rewrite import readers_of
 from passes.jaxpr.softmax import DataflowGraph, inside_softmax
 
-# Set by `benchmarks.gpt12`. A value with several readers is stored if reading its leaves costs more than this
-# many times its own bytes; one with a single reader, which fuses it, only where a chain keeps many alive.
+# A value with several readers is stored if reading its leaves costs more than this many times its own bytes:
+# for two, as much as to write it once and to read it twice. One with a single reader, which fuses it, is
+# stored only where a chain keeps many alive (set by `benchmarks.gpt12`). What a reader reads anyway is free.
 SEVERAL_READERS_RATIO = 1.5
 ONE_READER_RATIO = 2.5
+# A kernel of more equations than that is looked at no further for what it reads anyway.
+MOST_INSIDE = 256
 # XLA:GPU stores an expensive value for several readers, unless reading its leaves is that much cheaper.
 SHARED_RATIO = 0.75
 # Kernels whose operands are in memory.
@@ -193,14 +196,35 @@ class Storage:
             return True
         if kind is Kind.VIEW or self._greedy is not None:
             return False
-        nbytes, traffic = max(compat.aval_nbytes(v.aval), 1), sum(reads.values())
-        if len(self._kernels.get(v, ())) > 1:
-            return self._shares(eqn, v, traffic) or traffic > SEVERAL_READERS_RATIO * nbytes
+        nbytes, kernels = max(compat.aval_nbytes(v.aval), 1), sorted(self._kernels.get(v, ()))
+        if len(kernels) > 1:
+            if self._shares(eqn, v, sum(reads.values())):
+                return True
+            more = (self._only_for(v, reads, kernel) for kernel in kernels)
+            return sum(sum(only.values()) for only in more) > SEVERAL_READERS_RATIO * nbytes * len(kernels)
         if self._as_xla:
             return False
         # Arguments are there anyway.
-        kept = [n for leaf, n in reads.items() if leaf in self.producer]
-        return len(kept) > 2 and sum(kept) > ONE_READER_RATIO * nbytes
+        kept = {leaf: n for leaf, n in reads.items() if leaf in self.producer}
+        if len(kept) <= 2 or sum(kept.values()) <= ONE_READER_RATIO * nbytes:
+            return False
+        only = self._only_for(v, kept, kernels[0]) if kernels else kept
+        return sum(only.values()) > ONE_READER_RATIO * nbytes
+
+    def _only_for(self, v: Var, reads: Mapping[Var, int], kernel: int) -> dict[Var, int]:
+        """What of `reads` the kernel of equation `kernel` reads only to compute `v`."""
+        only, stack, seen = dict(reads), [kernel], {kernel}
+        while stack and only and len(seen) < MOST_INSIDE:
+            for u in compat.variables(self.jaxpr.eqns[stack.pop()].invars):
+                if u is v:
+                    continue
+                if u in self.reads:
+                    for leaf in self.reads[u]:
+                        only.pop(leaf, None)
+                elif (i := self.producer[u]) not in seen and self.kinds[i] in INSIDE:
+                    seen.add(i)
+                    stack.append(i)
+        return only
 
     def _shares(self, eqn: JaxprEqn, v: Var, traffic: int) -> bool:
         """True if XLA by itself stores an elementwise value that several kernels read."""
