@@ -1,0 +1,58 @@
+"""The heap that is foreseen of a program that XLA has not scheduled yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from passes.backend import BACKENDS, CPU, TPU
+from passes.ir import Buffer, BufferId, Op, OpId, Program
+from passes.offsets.foreseen import holes_bytes
+from passes.simulate import simulate
+
+KIB = 1 << 10
+
+
+def program(reads: Sequence[tuple[int, ...]], kib: Sequence[int], outputs: Sequence[int]) -> Program:
+    """Ops in a row that each make one buffer of so many KiB."""
+    return Program.build(
+        name="test",
+        ops=tuple(
+            Op(id=OpId(i), inputs=tuple(map(BufferId, read)), outputs=(BufferId(i),), cost_ns=1)
+            for i, read in enumerate(reads)
+        ),
+        buffers=tuple(Buffer(id=BufferId(i), nbytes=n * KIB) for i, n in enumerate(kib)),
+        outputs=tuple(map(BufferId, outputs)),
+    )
+
+
+def holes(made: Program, backend: str = CPU.name) -> int:
+    timeline = simulate(made, [op.id for op in made.ops])
+    return holes_bytes(made, timeline, BACKENDS[backend])
+
+
+def test_a_chain_has_no_holes():
+    assert holes(program([(), (0,), (1,), (2,)], [64, 64, 64, 64], [3])) == 0
+
+
+def test_values_that_are_kept_lie_above_the_large_ones_that_come_and_go_meanwhile():
+    # 0 is kept past 1 (large) and 3; 4 past 3 and 6 (large): it fits neither below nor beside 0.
+    made = program([(), (), (1,), (2,), (3,), (0, 4), (5,), (4, 6)], [30, 150, 1, 100, 25, 1, 140, 1], [7])
+    timeline = simulate(made, [op.id for op in made.ops])
+    assert timeline.peak_bytes == 181 * KIB
+    # Placed longest first they end at 196 KiB, largest first at 205; XLA takes the smaller.
+    assert holes(made) == (196 - 181) * KIB
+
+
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+def test_scratch_memory_is_in_the_heap(backend: str):
+    one = program([(), (0,)], [64, 64], [1])
+    ops = (one.ops[0], Op(id=OpId(1), inputs=(BufferId(0),), outputs=(BufferId(1),), cost_ns=1,
+                          workspace_bytes=512 * KIB))  # fmt: skip
+    made = Program.build(name="scratch", ops=ops, buffers=one.buffers, outputs=one.outputs)
+    assert holes(made, backend) == 0
+
+
+def test_a_program_without_temporaries_has_none():
+    assert holes(program([()], [0], [0]), TPU.name) == 0
