@@ -42,7 +42,7 @@ class TriesConfig:
     """
 
     paged_ratios: tuple[float, ...] = (0.65, 0.4)
-    ratios: tuple[float, ...] = (0.85, 0.65, 0.5, 0.35, 0.25, 0.15, 0.08, 0.0)
+    ratios: tuple[float, ...] = (0.84, 0.63, 0.49, 0.34, 0.24, 0.15, 0.08, 0.0)
     cheaper_ratio: float = 0.999
     missed_ratio: float = 1.15
     counted_ratio: float = 0.95
