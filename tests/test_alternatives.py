@@ -141,7 +141,7 @@ def test_the_least_that_is_named_does_not_depend_on_the_budget_that_was_asked_fo
     """One that leaves nothing for temporaries has but one deeper plan; a milder one needs the least."""
 
     def outcome_of(asked: Wish) -> StageOutcome | None:
-        total = 1700 if asked.temp_ratio == 0.35 else 1900
+        total = 1700 if asked.temp_ratio == 0.34 else 1900
         if total <= asked.budget_bytes:
             return dataclasses.replace(OUTCOME, planned_temp_bytes=total - FIXED)
         return dataclasses.replace(REFUSED, least_total_bytes=total)
