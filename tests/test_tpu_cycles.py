@@ -1,10 +1,15 @@
-"""XLA's estimated cycles, read from the module that a TPU's program runs."""
+"""XLA's estimated cycles, read from the module that a TPU's program runs, and what a table says of them."""
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.cycles import program_cycles
+from benchmarks.promise import commit
 from benchmarks.tpu import Row, verdict
 from passes.hlo import proto
 
@@ -54,3 +59,22 @@ def test_a_verdict_counts_what_is_refused_dearer_or_not_below_its_rivals() -> No
         "At the bytes of 3 of 4 rivals coop is kept, and for 2 of these it needs no more cycles "
         "(2 % are a tie). Below all rivals of 1 of 2 programs and chips there is a plan."
     )
+
+
+def test_results_that_are_being_written_are_no_other_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    results = tmp_path / "benchmarks" / "results" / "tpu.md"
+    results.parent.mkdir(parents=True)
+    code = tmp_path / "code.py"
+    for file in (results, code):
+        file.write_text("")
+    mine = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for words in (("init", "-q"), ("add", "."), (*mine, "commit", "-qm", "first")):
+        subprocess.run(("git", *words), check=True)
+    clean = commit.__wrapped__()
+    results.write_text("a row")
+    assert commit.__wrapped__() == clean != ""
+    code.write_text("pass")
+    assert commit.__wrapped__() == f"{clean}+"
