@@ -195,9 +195,13 @@ def cases(
 
 @functools.cache
 def commit() -> str:
-    """The commit of the code, with a "+" if files differ from it."""
-    words = ("git", "describe", "--always", "--dirty=+", "--abbrev=7")
-    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
+    """The commit of the code, with a "+" if files but those of results differ from it."""
+
+    def said(*words: str) -> str:
+        return subprocess.run(("git", *words), capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = said("status", "--porcelain", "--untracked-files=no", "--", ":/", ":/!benchmarks/results")
+    return said("describe", "--always", "--abbrev=7") + ("+" if changed else "")
 
 
 def latest(lines: Path) -> list[Case]:

@@ -43,6 +43,8 @@ from passes.hlo import proto
 MIB = 1 << 20
 BELOW_RATIO = 0.8
 MOST_LEAST = 2
+# Two programs whose cycles are this close are ties.
+TIE_RATIO = 1.02
 
 
 def _gpt(module: Any) -> Callable[..., Net]:
@@ -228,6 +230,26 @@ def _cells(row: Row) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+def verdict(rows: Sequence[Row]) -> str:
+    """A sentence: at how many rivals' bytes coop is kept and no slower, and below how many of them all."""
+    rivals, met, no_dearer, below = 0, 0, 0, []
+    pairs = list(dict.fromkeys((r.program, r.chip) for r in rows))
+    for pair in pairs:
+        here = [r for r in rows if (r.program, r.chip) == pair]
+        within = {r.budget_bytes: r for r in here if r.name == "coop" and r.fits}
+        others = [r for r in here if r.name != "coop" and r.fits and r.total_bytes and r.cycles]
+        both = [(r.cycles or 0, within[r.total_bytes].cycles or 0) for r in others if r.total_bytes in within]
+        rivals, met = rivals + len(others), met + len(both)
+        no_dearer += sum(ours <= TIE_RATIO * theirs for theirs, ours in both)
+        least = min((r.total_bytes or 0 for r in others), default=1 << 62)
+        below += [pair] if any(budget < least for budget in within if budget) else []
+    return (
+        f"At the bytes of {met} of {rivals} rivals coop is kept, and for {no_dearer} of these it needs no "
+        f"more cycles (2 % are a tie). Below all rivals of {len(below)} of {len(pairs)} programs and chips "
+        "there is a plan."
+    )
+
+
 def write(out: Path, rows: Sequence[Row]) -> None:
     """The table of everything that was measured, and its rows beside it, whichever of both is named."""
     head = (
@@ -235,7 +257,7 @@ def write(out: Path, rows: Sequence[Row]) -> None:
         f"kernels. `python -m benchmarks.tpu`, jax {jax.__version__}; seconds: 2 cores with other work.\n\n"
     )
     out.with_suffix(".json").write_text(json.dumps([dataclasses.asdict(r) for r in rows], indent=1) + "\n")
-    out.with_suffix(".md").write_text(head + table(rows) + "\n")
+    out.with_suffix(".md").write_text(f"{head}{table(rows)}\n\n{verdict(rows)}\n")
 
 
 def main() -> None:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 from passes.backend import BACKENDS
 from passes.hlo import graph
-from passes.hlo.cost import host_transfer
 from passes.hlo.dataflow import Dataflow, Value, analyse
 from passes.hlo.graph import HOST
 from passes.hlo.inplace import Sharing, is_elementwise
@@ -58,9 +57,17 @@ class Allocation:
 
 
 def offloaded(module: graph.Module) -> list[tuple[graph.Computation, graph.Instruction]]:
-    """What starts work of a core of another kind, and where; slices to and from the host are copies."""
+    """What starts work of a core of another kind, and where; slices, started ahead in loops, are copies."""
     instructions = ((c, i) for c in module.computations.values() for i in c.by_id.values())
-    return [(c, i) for c, i in instructions if i.opcode == "async-start" and host_transfer(module, i) is None]
+    return [(c, i) for c, i in instructions if i.opcode == "async-start" and not _is_slice(module, i)]
+
+
+def _is_slice(module: graph.Module, start: graph.Instruction) -> bool:
+    """True for the start of a copy of a slice, or into one, between memories of the device or the host's."""
+    inner = module.computations[start.called[0]]
+    while (root := inner.by_id[inner.root]).opcode == "fusion":
+        inner = module.computations[root.called[0]]
+    return root.opcode in ("dynamic-slice", "dynamic-update-slice")
 
 
 def _cores(instruction: graph.Instruction) -> int:
