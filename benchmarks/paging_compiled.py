@@ -97,7 +97,8 @@ class Row:
         plain_bytes: the program without a budget.
         alone_bytes, paged_bytes: the least that was found without and with host memory; a byte less is
             refused.
-        alone_ratio, eased_ratio: estimated overhead in `alone_bytes`, without and with host memory.
+        alone_ratio, eased_ratio: estimated overhead in `alone_bytes`, without and with host memory; None in
+            rows of an older form.
         budget_bytes: what was asked for.
         total_bytes, predicted_bytes: on the device.
         host_bytes, predicted_host_bytes: on the host.
@@ -112,8 +113,8 @@ class Row:
     plain_bytes: int
     alone_bytes: int
     paged_bytes: int
-    alone_ratio: float
-    eased_ratio: float
+    alone_ratio: float | None
+    eased_ratio: float | None
     budget_bytes: int
     total_bytes: int
     predicted_bytes: int
@@ -206,7 +207,8 @@ def _problems(compiled: Any, device: str) -> tuple[str, ...]:
 HEAD = """Compiled for devices that are not here, not run; `python -m benchmarks.paging_compiled`. Bytes are
 XLA's count unless predicted. "Alone" and "paged" are the least that is kept without and with host memory: a
 byte less is refused (found, not proved). "Eased" is the overhead with host memory in the bytes of "alone".
-Seconds of CPU time.
+Seconds of CPU time, in rows older than 0518505 of a clock; such rows of d9abd44 have the least that a refusal
+named.
 
 """
 
@@ -219,6 +221,8 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _shown(value: object) -> str:
+    if value is None:
+        return ""
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
@@ -246,6 +250,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--devices", nargs="*", default=["v5e", "h200"])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/paging_compiled.json"))
     args = parser.parse_args(argv)
+    commit()  # remembered: files may change while this runs
     for device in args.devices:
         for name in args.programs:
             row = measure(name, device)
