@@ -207,6 +207,7 @@ def _problems(compiled: Any, device: str) -> tuple[str, ...]:
 HEAD = """Compiled for devices that are not here, not run; `python -m benchmarks.paging_compiled`. Bytes are
 XLA's count unless predicted. "Alone" and "paged" are the least that is kept without and with host memory: a
 byte less is refused (found, not proved). "Eased" is the overhead with host memory in the bytes of "alone".
+Overheads are as reports have them, estimated in part before XLA made kernels of the plan.
 Seconds of CPU time, in rows older than 0518505 of a clock; such rows of d9abd44 have the least that a refusal
 named.
 
