@@ -97,8 +97,7 @@ class Row:
         plain_bytes: the program without a budget.
         alone_bytes, paged_bytes: the least that was found without and with host memory; a byte less is
             refused.
-        alone_ratio, eased_ratio: estimated overhead in `alone_bytes`, without and with host memory; None in
-            rows of an older form.
+        alone_ratio, eased_ratio: estimated overhead in `alone_bytes`, without and with host memory.
         budget_bytes: what was asked for.
         total_bytes, predicted_bytes: on the device.
         host_bytes, predicted_host_bytes: on the host.
@@ -113,8 +112,8 @@ class Row:
     plain_bytes: int
     alone_bytes: int
     paged_bytes: int
-    alone_ratio: float | None
-    eased_ratio: float | None
+    alone_ratio: float
+    eased_ratio: float
     budget_bytes: int
     total_bytes: int
     predicted_bytes: int
@@ -208,8 +207,7 @@ HEAD = """Compiled for devices that are not here, not run; `python -m benchmarks
 XLA's count unless predicted. "Alone" and "paged" are the least that is kept without and with host memory: a
 byte less is refused (found, not proved). "Eased" is the overhead with host memory in the bytes of "alone".
 Overheads are as reports have them, estimated in part before XLA made kernels of the plan.
-Seconds of CPU time, in rows older than 0518505 of a clock; such rows of d9abd44 have the least that a refusal
-named.
+Seconds of CPU time, in rows older than 0518505 of a clock.
 
 """
 
@@ -222,8 +220,6 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _shown(value: object) -> str:
-    if value is None:
-        return ""
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
