@@ -28,6 +28,7 @@ class HostUse:
         waiting_ns: estimated time that kernels stand still for the link.
         paged: what waits there.
         is_possible: False where nothing can be paged, as on a CPU.
+        is_forced: True if `offload` names what is to wait there.
     """
 
     budget_bytes: int = 0
@@ -37,6 +38,7 @@ class HostUse:
     waiting_ns: int = 0
     paged: tuple[Paged, ...] = ()
     is_possible: bool = True
+    is_forced: bool = False
 
     @classmethod
     def of(
@@ -52,6 +54,7 @@ class HostUse:
             waiting_ns=0 if record.hlo is None else record.hlo.waiting_ns,
             paged=tuple(p for stage in stages for p in stage.paged),
             is_possible=backend is not None and backend.pages,
+            is_forced="offload=" in record.constraints,
         )
 
     @classmethod
@@ -83,6 +86,11 @@ class HostUse:
             )
         elif self.budget_bytes and not self.is_possible:
             sentences.append("paged: nothing, since this platform has no copies that run beside kernels")
+        elif self.budget_bytes and self.is_forced:
+            sentences.append(
+                "paged: nothing: what `offload` names is used at once, or in one turn of a loop or a branch, "
+                "from which nothing is sent"
+            )
         elif self.budget_bytes:
             sentences.append("paged: nothing, that is cheapest here")
         return sentences

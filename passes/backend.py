@@ -30,6 +30,8 @@ class Backend:
         calls_share: True if a custom call may write over an operand that dies there.
         reuses_results: True if temporaries live in results and donated arguments while those are free.
         table_bytes: of a tuple's table of pointers; None for one pointer an element.
+        awaits_at_once: True if a collective that nothing runs beside has no tables of pointers
+            (`passes.hlo.synchronous`).
         pages: True if copies to the host's memory can run beside kernels.
         host_pool_bytes: of the host's memory that JAX's client can copy to; None for all of it.
         context_space: the memory space of the word of context that an asynchronous copy has; not the
@@ -76,6 +78,7 @@ class Backend:
     calls_share: bool = False
     reuses_results: bool = True
     table_bytes: int | None = None
+    awaits_at_once: bool = False
     pages: bool = True
     host_pool_bytes: int | None = None
     context_space: int = 0
@@ -114,7 +117,7 @@ CUDA = Backend(
     name="cuda", aliases=("gpu", "rocm"), alignment=256, sharing="emitters",
     library="jax_plugins.xla_cuda13", default_device="h100", takes_thunks=True,
     splits_small_dots=True, fuses_normalisation=True, drops_rounding=True, reads_together=True,
-    host_pool_bytes=64 << 30,
+    host_pool_bytes=64 << 30, awaits_at_once=True,
 )  # fmt: skip
 TPU = Backend(
     name="tpu", alignment=16384, host_alignment=4096, host_multiple=4096, heap="in time order",

@@ -7,7 +7,9 @@ import pytest
 from benchmarks import paging
 from benchmarks.kernels import Transformer, resnet, transformer
 from passes.link import C2C, PCIE5
+from passes.liveness import Graph
 from passes.planners import PlannerConfig, plan
+from passes.planners.bounds import Bound
 from passes.simulate import simulate
 from passes.validate import validate
 
@@ -37,6 +39,22 @@ def test_what_pages_give_a_wide_transformer(width: int, ratio: float, most: floa
     assert made.status.found
     assert made.overhead_ratio <= most
     assert made.overhead_ratio - made.lower_bound_ratio <= 0.012
+
+
+@pytest.mark.parametrize(("ratio", "alone_ratio", "paged_ratio"), [(0.5, 0.062, 0.007), (0.3, 0.146, 0.07)])
+def test_the_prototypes_figures_are_below_what_any_plan_of_this_program_can_cost(
+    ratio: float, alone_ratio: float, paged_ratio: float
+):
+    """Without pages, too: it was another program. With pages the bound is that of what the link adds."""
+    program = transformer(Transformer(width=4096))
+    bound = Bound(Graph.of(program), 8)
+    peak_bytes = int(bound.schedule.live.max())
+    until_ns = sum(bound.graph.cost_ns[: bound.schedule.peak_position])
+    carried_bytes = until_ns * PCIE5.to_host_bytes_per_second / 1e9
+    assert bound.ratio(int(ratio * peak_bytes)) > alone_ratio
+    paged = bound.paged_ratio(int(ratio * peak_bytes), PCIE5, paging.HOST_BYTES)
+    assert paged > paged_ratio
+    assert paged == pytest.approx(bound.ratio(int(ratio * peak_bytes + carried_bytes)), rel=1e-3)
 
 
 def test_a_quick_link_makes_recompute_needless():

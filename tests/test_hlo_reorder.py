@@ -135,6 +135,21 @@ def test_what_reads_an_argument_stays_before_what_overwrites_it() -> None:
     assert _order(program) == [1, 0, 2, 3, 4]
 
 
+@pytest.mark.parametrize(
+    ("overwriters", "order"), [((2,), [0, 3, 4, 1, 2]), ((2, 4), [0, 3, 1, 4, 2])], ids=["one", "both"]
+)
+def test_an_op_runs_before_all_that_overwrites_what_it_reads(
+    overwriters: tuple[int, ...], order: list[int]
+) -> None:
+    """A norm reads its scale and its bias, and both are updated: one was overwritten before it was read."""
+    program = _program(*UPDATE, nbytes=SIZES, outputs=(2, 4))
+    producers = [[program.producer[b] for b in op.inputs] for op in program.ops]
+    needs = [[p for p in found if p is not None] for found in producers]
+    work = Reorder(program, GRADIENT_STAYS, needs, [(), tuple(map(OpId, overwriters)), (), (), ()])
+    work.run()
+    assert work.order == order
+
+
 def test_a_barrier_holds_what_it_waits_for() -> None:
     """The loop reads the zeros behind a barrier that waits for op 1, and op 2 only what came with them."""
     program = _program(*ZEROS, nbytes=ZERO_SIZES, outputs=(4,))

@@ -98,6 +98,22 @@ def test_forced_values_that_the_host_has_no_room_for_are_refused(h200: str, loss
     assert refused.value.host_bytes > (LAYERS - 2) * STACK // LAYERS
 
 
+def test_what_one_turn_of_a_loop_makes_and_reads_is_not_sent_and_the_report_says_so(h200: str) -> None:
+    """It said that nothing was sent since that is cheapest."""
+
+    def microbatches(ws: Any, xs: Any) -> Any:
+        zeros = [jnp.zeros_like(w) for w in ws]
+        return lax.scan(
+            lambda sums, x: (jax.tree.map(jnp.add, sums, jax.grad(looped)(ws, x)), None), zeros, xs
+        )
+
+    ws, xs = [h.spec(64, 64)] * 3, h.spec(4, 256, 64)
+    found = coop.plan(microbatches, ws, xs, budget="15GiB", device="h200", offload="h")
+    assert not found.host.paged
+    assert found.host.compiled_bytes == 0
+    assert "what `offload` names is used at once, or in one turn of a loop" in str(found)
+
+
 def test_what_is_computed_from_an_offloaded_value_is_computed_again() -> None:
     """Else it would be stacked on the device in its stead."""
     avals = [jax.typeof(jnp.ones(s.shape, s.dtype)) for s in SPECS]

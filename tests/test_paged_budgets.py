@@ -7,6 +7,7 @@ the abstract machine.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,7 @@ from coop_jax.errors import BudgetError, BudgetExceededError, InfeasibleBudgetEr
 from examples.models import ConvConfig, GPTConfig, MLPConfig, Problem, convnet, gpt, mlp
 from passes.backend import TPU
 from passes.cost import DEVICES
-from passes.hlo import proto
+from passes.hlo import fit, proto
 from passes.hlo.enforce import EnforceRequest, enforce
 from passes.outcome import StageOutcome
 from tests.test_replay import OFFLOADED
@@ -109,6 +110,15 @@ def test_host_memory_makes_a_budget_cheaper_or_changes_nothing(
         assert with_host.status.found or not without.status.found
         if without.status.found:
             assert with_host.recompute_ns <= without.recompute_ns
+
+
+def test_the_least_is_not_what_pages_all_that_can_be_paged(v5e: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes back lies in the way of others: a little more is packed into less."""
+    data, _ = h.scheduled(example_of("large mlp", "grad"), "tpu")
+    found = least(data, "tpu", HOST_BYTES)
+    assert held(data, "tpu", found, HOST_BYTES)[1].status.found
+    monkeypatch.setattr(fit, "CONFIG", dataclasses.replace(fit.CONFIG, paged_levels=()))
+    assert found < least(data, "tpu", HOST_BYTES)
 
 
 def test_a_host_budget_is_kept_or_refused(v5e: str) -> None:

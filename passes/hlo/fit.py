@@ -37,6 +37,8 @@ class FitConfig:
         displaced_rounds: in which values that come into the heap are planned for; later only where the excess
             halves, since what their recomputes displace in turn would be found one layer after the other.
         even_rounds: that tighten by the excess itself; each one after them by twice as much.
+        paged_levels: of the lowest peak, for which pages are planned besides. Where all that can go
+            goes, what comes back lies in the way of others: a little more is packed into less.
     """
 
     most_rounds: int = 7
@@ -45,6 +47,7 @@ class FitConfig:
     retry_parts: int = 3
     displaced_rounds: int = 2
     even_rounds: int = 2
+    paged_levels: tuple[float, ...] = (1.02, 1.05, 1.1)
 
 
 CONFIG = FitConfig()
@@ -243,6 +246,10 @@ def lowest(task: Task) -> tuple[Program, Written]:
         config = _with_less_host(config, less)
         displaced |= written.displaced
         program = task.program_with(displaced)
+    program, written = tried[-1]
+    if written.plan.pages:
+        levels = [int(level * written.plan.peak_bytes) for level in CONFIG.paged_levels]
+        tried += [(program, task.write(plan(program, level, config))) for level in levels]
     return min(tried, key=lambda one: task.size(one[1]))
 
 

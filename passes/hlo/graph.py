@@ -155,15 +155,19 @@ class Module:
     proto: Any
 
 
-def _padded_count(dims: tuple[int, ...], layout: Any) -> int:
+def _padded_count(dims: tuple[int, ...], layout: Any, tiled: bool) -> int:
     """Elements of an array with what its tiles pad it with; only layouts for TPUs have tiles.
 
     A tile splits the most minor dimensions into whole tiles, which are dimensions of their own from then on;
-    the next tile splits those. `T(8,128)(2,1)`: rows of 128 in groups of 8, these in pairs.
+    the next tile splits those. `T(8,128)(2,1)`: rows of 128 in groups of 8, these in pairs. Where XLA:TPU
+    forgets them, as it does for a product whose result is only looked at in another shape, it counts whole
+    tiles of eight rows of 128.
     """
-    sizes = [dims[d] for d in reversed(layout.minor_to_major)] if layout.tiles else list(dims)
-    for tile in layout.tiles:
-        sides = list(tile.dimensions)
+    tiles = [list(tile.dimensions) for tile in layout.tiles]
+    if tiled and not tiles:
+        tiles = [[8, 128] if len(dims) > 1 else [1024]]
+    sizes = [dims[d] for d in reversed(layout.minor_to_major)] or list(dims)
+    for sides in tiles:
         sizes = [1] * (len(sides) - len(sizes)) + sizes
         whole = [-(-n // side) for n, side in zip(sizes[-len(sides) :], sides, strict=True)]
         sizes = [*sizes[: -len(sides)], *whole, *sides]
@@ -171,9 +175,10 @@ def _padded_count(dims: tuple[int, ...], layout: Any) -> int:
 
 
 class _Shapes:
-    """Builds each distinct shape once."""
+    """Builds each distinct shape once; in a module for a TPU arrays are of tiles."""
 
-    def __init__(self) -> None:
+    def __init__(self, tiled: bool) -> None:
+        self._tiled = tiled
         self._known: dict[bytes, Shape] = {}
 
     def read(self, proto: Any) -> Shape:
@@ -199,7 +204,7 @@ class _Shapes:
         elif element == BUFFER:
             parts, nbytes = None, sum(self.read(p).nbytes for p in proto.tuple_shapes)
         else:
-            nbytes = -(-_padded_count(dims, layout) * bits // 8)
+            nbytes = -(-_padded_count(dims, layout, self._tiled) * bits // 8)
             if any(proto.is_dynamic_dimension):
                 nbytes += 4 * len(dims)
         return Shape(element, dims, tuple(layout.minor_to_major), parts, layout.memory_space, bits, nbytes)
@@ -258,6 +263,18 @@ def _computation(proto: Any, schedule: dict[int, tuple[int, ...]], shapes: _Shap
     )  # fmt: skip
 
 
+def _has_tiles(module: Any) -> bool:
+    """True if the layout of an argument or a result has tiles, as all have in a module for a TPU."""
+    entry = next(c for c in module.computations if c.id == module.entry_computation_id)
+    shapes = [*entry.program_shape.parameters, entry.program_shape.result]
+    while shapes:
+        shape = shapes.pop()
+        if shape.layout.tiles:
+            return True
+        shapes += shape.tuple_shapes
+    return False
+
+
 def read(module: Any, earlier: Module | None = None, written: Collection[int] = ()) -> Module:
     """The view of a parsed message.
 
@@ -270,7 +287,7 @@ def read(module: Any, earlier: Module | None = None, written: Collection[int] = 
         ValueError: the module has no schedule for its entry.
     """
     schedule = {s.key: tuple(s.value.instruction_ids) for s in module.schedule.sequences}
-    shapes = _Shapes()
+    shapes = _Shapes(_has_tiles(module))
     computations: dict[int, Computation] = {}
     for c in module.computations:
         known = earlier.computations.get(c.id) if earlier and c.id not in written else None

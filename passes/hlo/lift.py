@@ -38,6 +38,7 @@ class LiftedModule:
         instructions: op id -> instruction id in the scope.
         values: buffer id -> value id.
         assigner: the replayed buffer assignment of the module.
+        overwriters: op id -> the later ops that overwrite some of what it reads; the first is its deadline.
     """
 
     module: graph.Module
@@ -48,6 +49,7 @@ class LiftedModule:
     instructions: tuple[int, ...]
     values: tuple[int, ...]
     assigner: Assigner
+    overwriters: tuple[tuple[OpId, ...], ...]
 
     def buffers_of(self, values: Collection[int]) -> frozenset[BufferId]:
         """The buffers of values that can be sent to the host."""
@@ -211,8 +213,17 @@ class _Lift:
 
     def _deadline(self, read: list[int]) -> int | None:
         """The first op that overwrites something of what is read."""
+        return min(self._overwriters(read), default=None)
+
+    def _overwriters(self, read: list[int]) -> set[int]:
+        """The ops that overwrite something of what is read."""
         writers = ((v, op) for v in read for op in self.writers.get(self.flow.class_of[v], ()))
-        return min((op for v, op in writers if op > self.producer[v]), default=None)
+        return {op for v, op in writers if op > self.producer[v]}
+
+    def overwriters(self, op: Op) -> tuple[OpId, ...]:
+        """The ops behind one that overwrite something of what it reads."""
+        found = self._overwriters([self.values[b] for b in op.inputs])
+        return tuple(OpId(n) for n in sorted(found) if n > op.id)
 
     def _may_share(
         self, instruction: Instruction, made: list[int], read: list[int]
@@ -289,4 +300,5 @@ def lift(
         module=module, scope=work.scope, platform=platform, program=program,
         prediction=prediction or predict_assigned(assigner),
         instructions=tuple(work.ops), values=tuple(work.values), assigner=assigner,
+        overwriters=tuple(map(work.overwriters, ops)),
     )  # fmt: skip

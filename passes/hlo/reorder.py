@@ -32,7 +32,7 @@ _STAYS = frozenset({"while", "conditional", "call", "custom-call", "sort", "scat
 
 def reordered(lifted: LiftedModule) -> tuple[OpId, ...] | None:
     """The ops of a lifted computation in the new order; None where nothing moves."""
-    work = Reorder(lifted.program, _movable(lifted), _needs(lifted))
+    work = Reorder(lifted.program, _movable(lifted), _needs(lifted), lifted.overwriters)
     work.run()
     return tuple(work.order) if work.moved else None
 
@@ -50,8 +50,8 @@ def depth_first(lifted: LiftedModule) -> tuple[OpId, ...] | None:
         if not movable:
             needs[op.id].update(() if last is None else (last,))
             last = op.id
-        if op.deadline is not None and op.deadline > op.id:
-            needs[op.deadline].add(op.id)
+        for other in lifted.overwriters[op.id]:
+            needs[other].add(op.id)
     found = [_depth_first(needs, latest_first) for latest_first in (False, True)]
     peaks = [simulate(program, order).peak_bytes for order in found]
     lower = min(peaks) < simulate(program, [op.id for op in program.ops]).peak_bytes
@@ -102,13 +102,17 @@ class Reorder:
 
     Attributes:
         needs: for every op those that must run before it.
+        overwriters: for every op those that must run after it; its deadline alone if not given.
         order: op ids.
         place: of every op in `order`.
         moved: True once something was moved.
         live_bytes: at every op in the first order; what is hoisted over others only makes it less there.
     """
 
-    def __init__(self, program: Program, movable: list[bool], needs: Sequence[Collection[OpId]]) -> None:
+    def __init__(
+        self, program: Program, movable: list[bool], needs: Sequence[Collection[OpId]],
+        overwriters: Sequence[Collection[OpId]] | None = None,
+    ) -> None:  # fmt: skip
         self.program = program
         self.movable = movable
         self.needs = needs
@@ -120,12 +124,14 @@ class Reorder:
         self.place = list(range(len(program.ops)))
         self.moved = False
         self.readers: dict[BufferId, list[OpId]] = {}
+        deadlines = [() if op.deadline is None else (OpId(op.deadline),) for op in program.ops]
+        self.overwriters = deadlines if overwriters is None else overwriters
         self.overwritten_by: dict[OpId, list[OpId]] = {}
         for op in program.ops:
             for b in dict.fromkeys(op.inputs):
                 self.readers.setdefault(b, []).append(op.id)
-            if op.deadline is not None:
-                self.overwritten_by.setdefault(OpId(op.deadline), []).append(op.id)
+            for other in self.overwriters[op.id]:
+                self.overwritten_by.setdefault(other, []).append(op.id)
         self.kept = {*program.outputs, *program.arguments}
         self.live_bytes = simulate(program, self.order).live_bytes
 
@@ -201,8 +207,7 @@ class Reorder:
         if not waiting or self.kept.intersection(op.outputs):
             return
         first = min(waiting)
-        if op.deadline is not None:
-            first = min(first, self.place[op.deadline])
+        first = min([first, *(self.place[other] for other in self.overwriters[op.id])])
         place = self.place[op.id]
         if first > place + 1 and all(self._is_there_until(first, b, op.id) for b in dict.fromkeys(op.inputs)):
             self._order([*self.order[:place], *self.order[place + 1 : first], op.id, *self.order[first:]])
