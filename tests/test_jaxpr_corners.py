@@ -195,18 +195,19 @@ def test_a_deep_plan_for_a_tpu_parts_a_gradient_from_its_update(device: str, dee
 
 
 def test_the_sums_of_a_batch_norms_gradient_stay_one_kernel(monkeypatch: pytest.MonkeyPatch):
-    """What a plan stores for them XLA:GPU would compute inside; a barrier there parts them."""
+    """What a plan for ResNet-50 stores for them XLA:GPU would compute inside; a barrier there parts them."""
+    haiku = pytest.importorskip("haiku", reason="needs dm-haiku: pip install -e '.[test]'")
 
-    def loss(layers: list[Any], x: jax.Array) -> jax.Array:
-        for w, scale, shift in layers:
-            mean = x.mean(0, keepdims=True)
-            variance = (x * x).mean(0, keepdims=True) - mean * mean
-            x = jax.nn.relu((x - mean) * (scale * lax.rsqrt(variance)) + shift) @ w
-        return x.sum()
+    def forward(images: jax.Array) -> jax.Array:
+        return haiku.nets.ResNet50(1000)(images, is_training=True).sum()
 
-    w, x, scale = (jnp.ones(shape, "bfloat16") for shape in [(256, 256), (16384, 256), (1, 256)])
-    jaxpr = inline.inline_calls(jax.make_jaxpr(jax.grad(loss))([(w, scale, scale)] * 4, x))
-    as_is = lift(jaxpr.jaxpr, DEVICES["h200"], as_xla=True)
+    net = haiku.without_apply_rng(haiku.transform_with_state(forward))
+    images = jax.ShapeDtypeStruct((256, 224, 224, 3), "bfloat16")
+    weights, state = jax.eval_shape(net.init, jax.random.key(0), images)
+    gradient = jax.grad(lambda weights, state, images: net.apply(weights, state, images)[0])
+    closed = inline.inline_calls(jax.make_jaxpr(gradient)(weights, state, images))
+    jaxpr = compat.without_dead_code(compat.open_jaxpr(closed)[0])
+    as_is = lift(jaxpr, DEVICES["h200"], as_xla=True)
     request = JaxprRequest(
         budget_bytes=simulate(as_is.program, [op.id for op in as_is.program.ops]).peak_bytes * 4 // 5,
         argument_bytes=0, output_bytes=0, alias_bytes=0, device=DEVICES["h200"],
