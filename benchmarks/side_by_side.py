@@ -29,6 +29,7 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 import jax
 
 from benchmarks import models
+from benchmarks.promise import commit
 from benchmarks.side_table import Comparison, document, lost_table, plot, summary
 from benchmarks.variants import Options, Row, rows_of
 
@@ -70,12 +71,6 @@ def compare(name: str, target: str, args: argparse.Namespace, rivals: Sequence[R
         model=name, target=target, source=source_of(name), rows=rows, failure=failure,
         command=f"{' '.join(words)} # jax {jax.__version__}, commit {commit()}",
     )  # fmt: skip
-
-
-def commit() -> str:
-    """What is checked out, such as "0f3a5b1"; empty outside a repository."""
-    words = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def environment(name: str) -> dict[str, str]:

@@ -18,7 +18,7 @@ reads by index reads from memory, so all of them are stored in float32 for it, t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 
 import jax.numpy as jnp
 import numpy as np
@@ -105,26 +105,43 @@ def without_repeats(jaxpr: Jaxpr) -> Jaxpr:
         The same open jaxpr if there is none.
     """
     results = set(compat.variables(jaxpr.outvars))
-    rename: dict[Var, Atom] = {}
     # What an equation computes is dear to write down, and few have an outline in common.
     outlines: dict[Hashable, JaxprEqn] = {}
     seen: dict[Hashable, JaxprEqn] = {}
+
+    def kept(eqn: JaxprEqn, rename: dict[Var, Atom]) -> JaxprEqn | None:
+        if not results.isdisjoint(eqn.outvars):
+            return eqn
+        like = outlines.setdefault((eqn.primitive, *compat.variables(eqn.invars)), eqn)
+        if like is eqn:
+            return eqn
+        seen.setdefault(_computation(like), like)
+        first = seen.setdefault(_computation(eqn), eqn)
+        if first is eqn:
+            return eqn
+        rename.update(zip(eqn.outvars, first.outvars, strict=True))
+        return None
+
+    return _renaming(jaxpr, kept)
+
+
+def _renaming(jaxpr: Jaxpr, rewritten: Callable[[JaxprEqn, dict[Var, Atom]], JaxprEqn | None]) -> Jaxpr:
+    """A jaxpr with its equations rewritten, or left out, and what their results are called from then on.
+
+    Args:
+        rewritten: from an equation, and a mapping that it adds renamed results to, to what stays of it.
+
+    Returns:
+        The same open jaxpr if nothing was renamed.
+    """
+    rename: dict[Var, Atom] = {}
     eqns = []
     for eqn in jaxpr.eqns:
-        eqn = compat.rename_inputs(eqn, rename) if rename else eqn
-        first = eqn
-        if results.isdisjoint(eqn.outvars):
-            like = outlines.setdefault((eqn.primitive, *compat.variables(eqn.invars)), eqn)
-            if like is not eqn:
-                seen.setdefault(_computation(like), like)
-                first = seen.setdefault(_computation(eqn), eqn)
-        if first is eqn:
-            eqns.append(eqn)
-        else:
-            rename.update(zip(eqn.outvars, first.outvars, strict=True))
+        kept = rewritten(compat.rename_inputs(eqn, rename) if rename else eqn, rename)
+        eqns += [] if kept is None else [kept]
     if not rename:
         return jaxpr
-    return compat.rebuild(jaxpr, eqns=eqns, outvars=jaxpr.outvars)
+    return compat.rebuild(jaxpr, eqns=eqns, outvars=[compat.renamed(v, rename) for v in jaxpr.outvars])
 
 
 def with_wide_operands(jaxpr: Jaxpr) -> Jaxpr:
@@ -193,21 +210,18 @@ def without_literal_barriers(jaxpr: Jaxpr) -> Jaxpr:
     Returns:
         The same open jaxpr if no barrier has a literal operand.
     """
-    rename: dict[Var, Atom] = {}
-    eqns = []
-    for eqn in jaxpr.eqns:
-        eqn = compat.rename_inputs(eqn, rename) if rename else eqn
-        if kind_of(eqn.primitive.name) is Kind.BARRIER:
-            pairs = list(zip(eqn.invars, eqn.outvars, strict=True))
-            rename.update({result: v for v, result in pairs if not compat.is_variable(v)})
-            kept = [pair for pair in pairs if compat.is_variable(pair[0])]
-            if len(kept) < len(pairs):
-                eqn = compat.barrier_eqn([v for v, _ in kept], [result for _, result in kept])
-        if eqn.outvars or eqn.effects:
-            eqns.append(eqn)
-    if not rename:
-        return jaxpr
-    return compat.rebuild(jaxpr, eqns=eqns, outvars=[compat.renamed(v, rename) for v in jaxpr.outvars])
+
+    def kept(eqn: JaxprEqn, rename: dict[Var, Atom]) -> JaxprEqn | None:
+        if kind_of(eqn.primitive.name) is not Kind.BARRIER:
+            return eqn
+        pairs = list(zip(eqn.invars, eqn.outvars, strict=True))
+        rename.update({result: v for v, result in pairs if not compat.is_variable(v)})
+        waiting = [pair for pair in pairs if compat.is_variable(pair[0])]
+        if len(waiting) < len(pairs):
+            eqn = compat.barrier_eqn([v for v, _ in waiting], [result for _, result in waiting])
+        return eqn if eqn.outvars else None
+
+    return _renaming(jaxpr, kept)
 
 
 def without_rounding(jaxpr: Jaxpr) -> Jaxpr:
@@ -216,17 +230,14 @@ def without_rounding(jaxpr: Jaxpr) -> Jaxpr:
     Returns:
         The same open jaxpr if nothing is rounded so.
     """
-    rename: dict[Var, Atom] = {}
-    eqns = []
-    for eqn in jaxpr.eqns:
-        eqn = compat.rename_inputs(eqn, rename) if rename else eqn
-        if compat.is_full_precision(eqn) and compat.is_variable(eqn.invars[0]):
-            rename[eqn.outvars[0]] = eqn.invars[0]
-        else:
-            eqns.append(eqn)
-    if not rename:
-        return jaxpr
-    return compat.rebuild(jaxpr, eqns=eqns, outvars=[compat.renamed(v, rename) for v in jaxpr.outvars])
+
+    def kept(eqn: JaxprEqn, rename: dict[Var, Atom]) -> JaxprEqn | None:
+        if not (compat.is_full_precision(eqn) and compat.is_variable(eqn.invars[0])):
+            return eqn
+        rename[eqn.outvars[0]] = eqn.invars[0]
+        return None
+
+    return _renaming(jaxpr, kept)
 
 
 def _scattered_term(
