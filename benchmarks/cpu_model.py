@@ -4,13 +4,15 @@
 
 Each figure is the best of several runs of one compiled program that does little else: dots of large
 matrices, a long chain of elementwise work on values that stay in the cache, the same chain of exponentials,
-additions of large arrays, and many small kernels one after the other. Printed beside what `passes.cost` has.
-What counts for plans is how they stand to each other, not how fast the machine is.
+additions of large arrays with and without a result of their own, and many small kernels one after the other.
+Printed beside what `passes.cost` has. What counts for plans is how they stand to each other, not how fast
+the machine is.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -76,10 +78,19 @@ def repeated(step: Callable[[jax.Array], jax.Array], x: jax.Array, times: int = 
     return x.size * times / best_s(lambda x: lax.fori_loop(0, times, lambda _, x: step(x), x), x)
 
 
-def bytes_per_second() -> float:
-    """Bytes a second, read and written, of an addition of large arrays."""
-    x = jnp.ones(IN_MEMORY)
-    return 3 * x.nbytes / best_s(jnp.add, x, x)
+def memory_figures() -> tuple[float, float]:
+    """Bytes a second, read and written, of an addition of large arrays into one of them; and bytes a second
+    that the system maps, from what the same takes longer with a result of its own."""
+    x, y = jnp.ones(IN_MEMORY), jnp.ones(IN_MEMORY)
+    nbytes, fresh_s = x.nbytes, best_s(jnp.add, x, y)
+    compiled = jax.jit(jnp.add, donate_argnums=0).lower(x, y).compile()
+    seconds = []
+    for _ in range(RUNS):
+        begin = time.perf_counter()
+        x = jax.block_until_ready(compiled(x, y))
+        seconds.append(time.perf_counter() - begin)
+    in_place_s = min(seconds)
+    return 3 * nbytes / in_place_s, nbytes / max(fresh_s - in_place_s, 1e-9)
 
 
 def launch_ns() -> float:
@@ -97,12 +108,14 @@ def main() -> None:
     """Measure, and print beside the model."""
     model = DEVICES["cpu"]
     vector = vector_flops()
+    in_place, mapped = memory_figures()
     rows = {
         "flops_32bit": (matrix_flops("float32"), model.flops_32bit),
         "flops_16bit": (matrix_flops("bfloat16"), model.flops_16bit),
         "vector_flops": (vector, model.vector_flops),
         "flops of an exponential": (vector / exponentials(), EXPENSIVE_FLOPS),
-        "bytes_per_second": (bytes_per_second(), model.bytes_per_second),
+        "bytes_per_second": (in_place, model.bytes_per_second),
+        "mapped_bytes_per_second": (mapped, model.mapped_bytes_per_second or math.inf),
         "launch_ns": (launch_ns(), model.launch_ns),
     }
     lines = [f"{os.cpu_count()} cores, jax {jax.__version__}"]

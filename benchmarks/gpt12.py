@@ -84,7 +84,7 @@ def compile_row(
         temp_mib=memory.temp_bytes / MIB,
         total_bytes=memory.total_bytes,
         fixed_bytes=memory.fixed_bytes,
-        cost_ms=aot.kernels_ns(compiled, DEVICES["cpu" if device is None else device.name]) / 1e6,
+        cost_ms=aot.run_ns(compiled, DEVICES["cpu" if device is None else device.name]) / 1e6,
         compile_s=seconds,
         planning_s=sum(s.seconds for s in stages) if stages else None,
         **recompute,

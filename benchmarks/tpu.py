@@ -143,7 +143,7 @@ def compiled_row(model: Model, row: Row, way: str = "plain", options: dict[str, 
     final = proto.parse(aot.final_module(compiled))
     return dataclasses.replace(
         row, fits=True, seconds=time.perf_counter() - begin, total_bytes=aot.memory(compiled).total_bytes,
-        cycles=program_cycles(final), cost_ns=aot.kernels_ns(compiled, DEVICES[aot.target(row.chip).name]),
+        cycles=program_cycles(final), cost_ns=aot.run_ns(compiled, DEVICES[aot.target(row.chip).name]),
     )  # fmt: skip
 
 

@@ -152,7 +152,7 @@ def _described(row: Row, compiled: Any, target: str) -> Row:
         row,
         total_bytes=memory.total_bytes,
         fixed_bytes=memory.fixed_bytes,
-        cost_ns=aot.kernels_ns(compiled, DEVICES[target]),
+        cost_ns=aot.run_ns(compiled, DEVICES[target]),
     )
     record = mark.record_of(compiled)
     if record is None:

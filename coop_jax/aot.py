@@ -29,7 +29,7 @@ from coop_jax import on_host, serialized, tpu
 from coop_jax.errors import UnsupportedError
 from coop_jax.text import format_bytes
 from passes.backend import CPU, CUDA, TPU, backend_of
-from passes.cost import DEVICES, DeviceModel
+from passes.cost import DEVICES, DeviceModel, mapping_ns
 from passes.hlo import graph, proto
 from passes.hlo.cost import computation_ns, computation_pj, program_cost_ns
 from passes.hlo.describe import Counted
@@ -96,21 +96,24 @@ class Memory(Counted):
         )
 
 
-def kernels_ns(compiled: Compiled, device: DeviceModel) -> int:
-    """Estimated time of all kernels of a compiled program, by a roofline model of the device.
+def run_ns(compiled: Compiled, device: DeviceModel) -> int:
+    """Estimated time of a compiled program: all kernels, by a roofline model of the device, and on a CPU the
+    time in which its temporaries are mapped.
 
     Args:
         compiled: what `lower(...).compile()` returned.
         device: cost model.
     """
-    return program_cost_ns(proto.parse(final_module(compiled)), device)
+    mapped_ns = mapping_ns(device, memory(compiled).temp_bytes)
+    return program_cost_ns(proto.parse(final_module(compiled)), device) + mapped_ns
 
 
-def kernels_cost(compiled: Compiled, device: DeviceModel) -> tuple[int, int]:
+def run_cost(compiled: Compiled, device: DeviceModel) -> tuple[int, int]:
     """The same, and their estimated energy in picojoules, host copies included; 0 where the power is not
     known."""
     view = graph.read(proto.parse(final_module(compiled)))
-    return computation_ns(view, view.entry, device), computation_pj(view, view.entry, device)
+    mapped_ns = mapping_ns(device, memory(compiled).temp_bytes)
+    return computation_ns(view, view.entry, device) + mapped_ns, computation_pj(view, view.entry, device)
 
 
 def inner_compiled(given: Any) -> Any:

@@ -158,7 +158,7 @@ def _compiled_plain(
 ) -> tuple[aot.Memory, int]:
     """What XLA says the plain program needs, and the estimated time of its kernels."""
     compiled = _compile_plain(plain, device, donated)
-    return aot.memory(compiled), aot.kernels_ns(compiled, model)
+    return aot.memory(compiled), aot.run_ns(compiled, model)
 
 
 @compat.cached_by_jaxpr

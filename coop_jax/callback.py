@@ -139,6 +139,7 @@ def _enforced(data: bytes, attributes: Mapping[str, str], platform: str) -> byte
         host_bytes=record.host_budget_bytes,
         objective=record.objective.after(changes(filter(None, [record.jaxpr]))[0]),
         on_fragmentation=_on_fragmentation(record, platform, pinned=trial or state.pin is not PinMode.NONE),
+        planned=record.jaxpr is not None and record.jaxpr.changed,
     )
     returned, outcome = pipeline.enforce(data, request)
     dump_enforced(data, returned, request, outcome)

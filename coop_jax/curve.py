@@ -200,7 +200,7 @@ def _point(budget: int, plain: Plain) -> ParetoPoint:
         compiled = plain.within(budget=budget)
     except CoopError as error:
         return ParetoPoint(budget_bytes=budget, refused=str(error).partition("\n")[0])
-    compiled_report, cost_ns = report(compiled), aot.kernels_ns(compiled, plain.device)
+    compiled_report, cost_ns = report(compiled), aot.run_ns(compiled, plain.device)
     return ParetoPoint(
         budget_bytes=budget,
         total_bytes=compiled_report.compiled_total_bytes,

@@ -41,7 +41,7 @@ class Plain:
     @property
     def cost_ns(self) -> int:
         """Estimated time of all kernels."""
-        return aot.kernels_ns(self.compiled, self.device)
+        return aot.run_ns(self.compiled, self.device)
 
     @property
     def pages(self) -> bool:
@@ -82,5 +82,5 @@ def report_beside(compiled: Compiled, plain: Plain) -> Report:
         baseline_total_bytes=plain.memory.total_bytes,
         baseline_compiled=True,
         baseline_cost_ns=plain.cost_ns,
-        compiled_cost_ns=aot.kernels_ns(compiled, plain.device),
+        compiled_cost_ns=aot.run_ns(compiled, plain.device),
     )

@@ -136,7 +136,7 @@ def _plain(program: BeingLowered, device: str, options: dict[str, Any] | None) -
         compiled = _quietly(lambda: lowered.compile(compiler_options=options))
     except jax.errors.JaxRuntimeError:
         return None
-    cost_ns, energy_pj = aot.kernels_cost(compiled, DEVICES[device])
+    cost_ns, energy_pj = aot.run_cost(compiled, DEVICES[device])
     return Plain(
         memory=aot.memory(compiled),
         cost_ns=cost_ns,

@@ -4,12 +4,16 @@ cost = launch + max(flops / peak(dtype) / efficiency, bytes / bandwidth), in int
 Costs rank plans; they are estimates, never reported as measured time.
 Peaks are the makers' dense figures: NVIDIA's H100, H200, A100 and B200 data sheets; Google Cloud's pages on
 TPU v4, v5e, v5p, v6e and TPU7x. A TPU's figures are of one device as JAX counts them: where a chip has two
-(v4, TPU7x: its two cores), half of the chip's.
+(v4, TPU7x: its two cores), half of the chip's. The CPU's are by `benchmarks.cpu_model`, as they stand to each
+other.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from passes.backend import CPU, CUDA, TPU
 from passes.link import PCIE4, PCIE5, TPU_V5E, TPU_V6E, Link
@@ -51,6 +55,9 @@ class DeviceModel:
         bytes_per_second: memory bandwidth.
         link_bytes_per_second: what a device sends to others at a time, one way.
         launch_ns: fixed time of a kernel.
+        mapped_bytes_per_second: how fast the system maps a program's temporaries, which it does anew in every
+            run; None where they stay mapped.
+        kept_bytes: temporaries of no more than that stay mapped.
         host_link: how it is joined to its host's memory; None where that is its own.
         watts: power under full load by the data sheet; 0 where the maker gives none.
         cores: its multiprocessors.
@@ -69,6 +76,8 @@ class DeviceModel:
     bytes_per_second: float
     link_bytes_per_second: float
     launch_ns: int
+    mapped_bytes_per_second: float | None = None
+    kept_bytes: int = 0
     host_link: Link | None = PCIE5
     watts: float = 0.0
     cores: int = 1
@@ -83,6 +92,16 @@ class DeviceModel:
         """Energy of a flop of products: full load without what full memory traffic takes, at their peak."""
         left = self.watts - self.bytes_per_second * self.memory_picojoules_per_byte * 1e-12
         return max(0.0, left) * 1e12 / self.matrix_flops(bits)
+
+
+def maps_huge_pages(
+    setting: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled"),
+    environ: Mapping[str, str] = os.environ,
+) -> bool:
+    """True if Linux maps large allocations in pages of 2 MiB: always, or where the C library asks for it."""
+    said = setting.read_text() if setting.exists() else ""
+    asks = "glibc.malloc.hugetlb=1" in environ.get("GLIBC_TUNABLES", "")
+    return "[always]" in said or ("[madvise]" in said and asks)
 
 
 _AMPERE = SplitWeights(byte=0.0666955, sum_byte=467.815, sum_launch=5.65307e7)
@@ -136,6 +155,8 @@ DEVICES: dict[str, DeviceModel] = {
             flops_16bit=0.05 * TERA, flops_32bit=0.1 * TERA, flops_64bit=0.05 * TERA,
             vector_flops=0.04 * TERA, bytes_per_second=0.01 * TERA, link_bytes_per_second=0.01 * TERA,
             launch_ns=1000, host_link=None,
+            mapped_bytes_per_second=(0.005 if maps_huge_pages() else 0.001) * TERA,
+            kept_bytes=(32 << 20) - (1 << 16),
         ),
         _tpu("v4", "tpu v4", flops=137.5, vector=4.3, bandwidth=0.614, link=0.075),
         _tpu("v5e", "tpu v5 lite", "tpu v5e", flops=197, vector=6.1, bandwidth=0.819, link=0.1),
@@ -159,6 +180,17 @@ def kernel_ns(
     """
     compute = matrix_flops / device.matrix_flops(bits) + vector_flops / device.vector_flops
     return device.launch_ns + round(1e9 * max(compute, nbytes / device.bytes_per_second))
+
+
+def mapping_ns(device: DeviceModel, temp_bytes: int) -> int:
+    """Estimated time in which a program's temporaries are mapped in each run.
+
+    XLA:CPU allocates them together. The GNU C library returns an allocation of more than 32 MiB to the system
+    when it is freed; mapped anew it takes a page fault for every 4 KiB, a GPT-2's 99 MiB .43 of its step.
+    """
+    if device.mapped_bytes_per_second is None or temp_bytes <= device.kept_bytes:
+        return 0
+    return round(1e9 * temp_bytes / device.mapped_bytes_per_second)
 
 
 def kernel_pj(device: DeviceModel, *, nbytes: int, matrix_flops: int = 0, bits: int = 32) -> int:

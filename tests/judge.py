@@ -154,7 +154,7 @@ def _tried(case: Case, undecorated: Plain, what: str, budget: int | float, progr
         except UnsupportedError:
             if not _is_gone(case, budget):
                 raise
-        return dataclasses.replace(found, cost_ns=aot.kernels_ns(compiled, DEVICES["cpu"]))
+        return dataclasses.replace(found, cost_ns=aot.run_ns(compiled, DEVICES["cpu"]))
     except CoopError as error:
         return _refusal(what, budget, error)
     except Exception as error:
@@ -302,7 +302,7 @@ def _no_worse(found: Ask, kept: Ask, undecorated: Plain) -> Ask:
         return found
     allowed_ns = kept.cost_ns
     if undecorated.memory.total_bytes <= found.budget:
-        allowed_ns = max(allowed_ns, aot.kernels_ns(undecorated.compiled, DEVICES["cpu"]))
+        allowed_ns = max(allowed_ns, aot.run_ns(undecorated.compiled, DEVICES["cpu"]))
     if found.cost_ns <= COST_TOLERANCE * allowed_ns:
         return found
     note = f"costs {found.cost_ns} ns, {kept.cost_ns} within {kept.budget}"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coop_jax.aot import kernels_ns
+from coop_jax.aot import run_ns
 from passes.cost import DEVICES
 from passes.hlo import proto
 from passes.hlo.enforce import EnforceRequest, enforce
@@ -72,7 +72,7 @@ def test_budgets_are_kept_by_xlas_own_count(model: str, kind: str, ratio: float)
     assert after["total"] <= budget
     assert outcome.changed
     assert outcome.planned_total_bytes == after["total"]
-    assert outcome.recompute_ns == kernels_ns(compiled, DEVICES["cpu"]) - outcome.cost_ns
+    assert outcome.recompute_ns == run_ns(compiled, DEVICES["cpu"]) - outcome.cost_ns
     assert outcome.lower_bound_ratio * outcome.cost_ns <= outcome.recompute_ns
     for a, b in zip(h.run(plain, args), h.run(compiled, args), strict=True):
         np.testing.assert_array_max_ulp(a, b, maxulp=2)

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from passes.cost import DeviceModel
+from passes.cost import DeviceModel, mapping_ns
 from passes.dump import dump
 from passes.ir import Status
 from passes.jaxpr import compat
@@ -32,6 +32,23 @@ from passes.listing import plan_text, program_text
 from passes.objective import Objective
 from passes.outcome import StageOutcome, recomputed_by, tightest_values
 from passes.planners import cut_bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageConfig:
+    """What is looked at beside the budget on a CPU; set by `benchmarks.side_by_side`.
+
+    Attributes:
+        few_aims: of so many numbers of bytes the smallest is planned for first.
+        hoped_ratio: no plan for some bytes is expected to take less than this share of the program as it is,
+            with these bytes mapped.
+    """
+
+    few_aims: int = 3
+    hoped_ratio: float = 0.9
+
+
+CONFIG = StageConfig()
 
 
 class Work[Written](Protocol):
@@ -162,15 +179,63 @@ def plan(as_is: LiftedJaxpr, request: JaxprRequest) -> Planned:
     before_bytes = (candidate := as_it_is(as_is)).peak_bytes
     if not _fits_as_it_is(before_bytes, request):
         scale = _scale(before_bytes, request)
-        if has_control_flow(jaxpr.eqns):
-            candidate = search_structured(as_is, request, scale, _body)
-        else:
-            candidate = search(as_is, request, scale)
+        candidate = _with_less_mapped(as_is, request, scale)
     outcome = _outcome(as_is, before_bytes, candidate, request)
     if candidate.changed and not request.inside:
         outcome = replace(outcome, kernels_ns=_kernels_ns(as_is, before_bytes, request))
     _dump(jaxpr, candidate, outcome)
     return Planned(candidate=candidate, outcome=replace(outcome, seconds=time.perf_counter() - started))
+
+
+def _searched(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate:
+    if has_control_flow(as_is.jaxpr.eqns):
+        return search_structured(as_is, request, scale, _body)
+    return search(as_is, request, scale)
+
+
+def _with_less_mapped(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate:
+    """The best for the budget, or for fewer bytes, where to recompute them takes less time than to map them
+    in every run.
+
+    The fewest bytes come first where there are few other numbers to try: mostly they win, and then it is
+    known of a larger one that it cannot.
+    """
+
+    def rank(made: Candidate) -> tuple[bool, int]:
+        return made.peak_bytes > scale * request.temp_budget_bytes, _run_ns(made, request, scale)
+
+    aims = _aims(request)
+    upwards = len(aims) <= CONFIG.few_aims
+    best = None
+    for temp_bytes in reversed(aims) if upwards else aims:
+        hoped_ns = as_is.seen.cost_ns + mapping_ns(request.device, temp_bytes)
+        if best is not None and not rank(best)[0] and CONFIG.hoped_ratio * hoped_ns >= rank(best)[1]:
+            continue
+        made = _searched(as_is, replace(request, budget_bytes=request.fixed_bytes + temp_bytes), scale)
+        if best is None or rank(made) < rank(best):
+            best = made
+        elif not upwards:
+            break
+    assert best is not None, "there is an aim"
+    return best
+
+
+def _aims(request: JaxprRequest) -> list[int]:
+    """Bytes of temporaries to plan for, falling: what the budget leaves, and halves of it as far as they are
+    mapped in every run."""
+    aims, kept_bytes = [request.temp_budget_bytes], request.device.kept_bytes
+    while not request.inside and 0 < kept_bytes < aims[-1]:
+        aims.append(max(kept_bytes, aims[-1] // 2))
+    return aims
+
+
+def _run_ns(candidate: Candidate, request: JaxprRequest, scale: float) -> int:
+    """Estimated time of a run: of its kernels, and in which its temporaries are mapped."""
+    return candidate.cost_ns + _mapping_ns(candidate.peak_bytes, request, scale)
+
+
+def _mapping_ns(peak_bytes: int, request: JaxprRequest, scale: float) -> int:
+    return 0 if request.inside else mapping_ns(request.device, round(peak_bytes / scale))
 
 
 def _dump(jaxpr: Jaxpr, candidate: Candidate, outcome: StageOutcome) -> None:
@@ -249,7 +314,10 @@ def _kernels_ns(as_is: LiftedJaxpr, before_bytes: int, request: JaxprRequest) ->
         for op, body in zip(as_is.program.ops, as_is.bodies, strict=True)
     )
     bound_ratio = cut_bound(replace(as_is.program, ops=ops), limit_bytes, n_cuts=2)
-    return None if math.isinf(bound_ratio) else round(as_is.seen.cost_ns * (1 + bound_ratio))
+    if math.isinf(bound_ratio):
+        return None
+    own_ns = round(as_is.seen.cost_ns * (1 + bound_ratio))
+    return own_ns + mapping_ns(request.device, min(request.temp_budget_bytes, before_bytes))
 
 
 def _outcome(
@@ -258,7 +326,9 @@ def _outcome(
     program = candidate.lifted.program
     inside = tuple(r for choice in candidate.scans for r in all_recomputed(choice))
     recomputed = inside + recomputed_by(program, candidate.steps, "jaxpr")
-    recompute_ns = candidate.cost_ns - as_is.seen.cost_ns
+    scale = _scale(before_bytes, request)
+    cost_ns = as_is.seen.cost_ns + _mapping_ns(before_bytes, request, scale)
+    recompute_ns = _run_ns(candidate, request, scale) - cost_ns
     fits = candidate.peak_bytes <= request.temp_budget_bytes or not candidate.changed
     return StageOutcome(
         stage="jaxpr",
@@ -269,11 +339,11 @@ def _outcome(
         alias_bytes=request.alias_bytes,
         before_temp_bytes=before_bytes,
         planned_temp_bytes=candidate.peak_bytes,
-        cost_ns=as_is.seen.cost_ns,
+        cost_ns=cost_ns,
         recompute_ns=recompute_ns,
         energy_pj=as_is.seen.energy_pj,
         recompute_pj=candidate.energy_pj - as_is.seen.energy_pj,
-        lower_bound_ratio=_lower_bound_ratio(candidate, as_is.seen.cost_ns, recompute_ns),
+        lower_bound_ratio=_lower_bound_ratio(candidate, cost_ns, recompute_ns),
         status=Status.FEASIBLE if fits else Status.UNKNOWN,
         recipe=candidate.recipe,
         seconds=0.0,

@@ -1,0 +1,114 @@
+"""Temporaries that the system maps anew in every run (CPU): the time counts, and plans stay below it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import hlo_support as h
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_jaxpr_stage import gradient, request_for
+
+import coop_jax as coop
+from coop_jax import aot
+from passes.cost import DEVICES, DeviceModel, mapping_ns, maps_huge_pages
+from passes.hlo.enforce import EnforceRequest, enforce
+from passes.outcome import StageOutcome
+from passes.pipeline import plan_program
+
+CPU = replace(DEVICES["cpu"], mapped_bytes_per_second=1e9)
+
+
+def test_what_stays_mapped_costs_nothing() -> None:
+    assert CPU.kept_bytes < 32 << 20
+    assert mapping_ns(CPU, CPU.kept_bytes) == 0
+    assert mapping_ns(CPU, 64 << 20) == 64 << 20
+    assert mapping_ns(DEVICES["h200"], 64 << 30) == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "tunables", "expected"),
+    [
+        ("[always] madvise never", "", True),
+        ("always [madvise] never", "", False),
+        ("always [madvise] never", "glibc.malloc.hugetlb=1", True),
+        ("always madvise [never]", "glibc.malloc.hugetlb=1", False),
+        (None, "", False),
+    ],
+)
+def test_huge_pages_are_known_from_the_system(
+    said: str | None, tunables: str, expected: bool, tmp_path: Path
+) -> None:
+    setting = tmp_path / "enabled"
+    if said is not None:
+        setting.write_text(said)
+    assert maps_huge_pages(setting, {"GLIBC_TUNABLES": tunables}) == expected
+
+
+def planned(ratio: float, device: DeviceModel) -> StageOutcome:
+    """What the jaxpr stage makes of a small GPT's gradient for a share of its temporaries."""
+    closed = gradient()
+    before_bytes = plan_program(closed, request_for(closed, 1 << 40, "cpu"))[1].before_temp_bytes
+    request = request_for(closed, int(ratio * before_bytes), "cpu")
+    return plan_program(closed, replace(request, device=device))[1]
+
+
+@pytest.mark.parametrize("ratio", [0.9, 0.55])
+def test_a_plan_needs_less_than_its_budget_where_mapping_takes_longer(ratio: float) -> None:
+    kept_bytes = planned(0.5, replace(CPU, kept_bytes=0)).planned_temp_bytes
+    dear = planned(ratio, replace(CPU, kept_bytes=kept_bytes, mapped_bytes_per_second=1e8))
+    assert dear.planned_temp_bytes <= kept_bytes
+    assert dear.recompute_ns < 0
+    # Nothing is recomputed for what hardly takes time.
+    cheap = planned(ratio, replace(CPU, kept_bytes=kept_bytes, mapped_bytes_per_second=1e14))
+    assert cheap.planned_temp_bytes > kept_bytes
+
+
+@pytest.mark.parametrize("planned_before", [True, False])
+def test_a_plan_that_misses_is_held_to_what_stays_mapped(planned_before: bool) -> None:
+    data, compiled = h.scheduled(h.example("gpt", "grad"))
+    found = h.totals(compiled)
+    kept_bytes = int(0.9 * found["temp"])
+    device = replace(CPU, kept_bytes=kept_bytes, mapped_bytes_per_second=1e7)
+    request = EnforceRequest(
+        budget_bytes=found["total"], device=device, platform="cpu", old_rules=h.OLD_RULES,
+        planned=planned_before,
+    )  # fmt: skip
+    same, outcome = enforce(data, request)
+    assert outcome.budget_bytes == found["total"]
+    assert (outcome.planned_temp_bytes <= kept_bytes) == outcome.changed == planned_before
+    assert (same is data) != planned_before
+    assert outcome.cost_ns > mapping_ns(device, found["temp"])
+
+
+def test_a_step_whose_temporaries_can_stay_mapped_is_planned_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DEVICES, "cpu", CPU)
+    layers, rows, width = 12, 8192, 128
+
+    def loss(weights: Any, x: Any) -> Any:
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x**2)
+
+    weights = [jax.ShapeDtypeStruct((width, width), "float32")] * layers
+    specs = weights, jax.ShapeDtypeStruct((rows, width), "float32")
+    plain = jax.jit(jax.grad(loss)).lower(*specs).compile()
+    before = aot.memory(plain)
+    assert before.temp_bytes > CPU.kept_bytes
+    budget = int(0.95 * before.total_bytes)
+    made = jax.jit(jax.grad(coop.remat(loss, budget=budget))).lower(*specs).compile()
+    assert aot.memory(made).temp_bytes <= CPU.kept_bytes
+    assert aot.run_ns(made, CPU) < aot.run_ns(plain, CPU)
+    overhead = coop.report(made).overhead_ratio
+    assert overhead is not None
+    assert overhead < 0
+    values = np.random.default_rng(0).standard_normal((layers, width, width), np.float32) / 16
+    x = jnp.ones((rows, width))
+    for a, b in zip(plain(list(values), x), made(list(values), x), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4)
+    left = jax.jit(jax.grad(coop.remat(loss, budget=before.total_bytes))).lower(*specs).compile()
+    assert aot.memory(left) == before  # what fits as it is is left as it is
