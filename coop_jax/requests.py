@@ -101,6 +101,7 @@ def request_of(
         planner=planner,
         objective=objective,
         baseline_total_bytes=baseline_total_bytes,
+        parts=devices.parts,
     )
 
 

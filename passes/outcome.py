@@ -106,6 +106,7 @@ class StageOutcome:
         kernels_ns: the least that the program is expected to take with its own kernels, some of them run
             again, within the budget; None where that is not known, or not possible.
         unrivalled: True if no other plan was near that costs less.
+        holes_bytes: what holes of XLA's heap would add to `planned_temp_bytes`, where they are not counted.
     """
 
     stage: Stage
@@ -139,6 +140,7 @@ class StageOutcome:
     energy_pj: int = 0
     recompute_pj: int = 0
     unrivalled: bool = False
+    holes_bytes: int = 0
 
     @property
     def fixed_bytes(self) -> int:

@@ -41,6 +41,20 @@ def needing(nbytes: int, *, found: bool = False, repair_ns: int = 0) -> StageOut
     return replace(PLANNED, stage="hlo", before_temp_bytes=nbytes, recompute_ns=repair_ns, status=status)
 
 
+def test_holes_count_from_then_on_where_an_estimate_with_them_is_nearer() -> None:
+    with_holes = UNCALIBRATED.after(replace(PLANNED, holes_bytes=300), needing(1200))
+    assert with_holes == Calibration(holes=True)
+    assert with_holes.bytes_ratio == 1
+    following = with_holes.after(replace(PLANNED, planned_temp_bytes=990), needing(1100))
+    assert following is not None
+    assert following.holes
+    assert following.bytes_ratio > 1
+    without = UNCALIBRATED.after(replace(PLANNED, holes_bytes=500), needing(1200))
+    assert without is not None
+    assert not without.holes
+    assert without.bytes_ratio > 1
+
+
 def test_a_plan_that_fits_or_is_repaired_cheaply_has_no_successor() -> None:
     cheap_ns = int(CONFIG.cheap_repair_ratio * PLANNED.cost_ns)
     assert UNCALIBRATED.after(PLANNED, needing(900)) is None

@@ -58,7 +58,6 @@ def test_a_program_without_temporaries_has_none():
     assert holes(program([()], [0], [0])) == 0
 
 
-def test_a_heap_in_the_order_of_time_is_not_foreseen():
+def test_a_heap_in_the_order_of_time_has_holes_of_its_own():
     made = program([(), (), (1,), (2,), (3,), (0, 4), (5,), (4, 6)], [30, 150, 1, 100, 25, 1, 140, 1], [7])
-    assert holes(made) > 0
-    assert holes(made, TPU.name) == 0
+    assert holes(made) != holes(made, TPU.name)

@@ -51,12 +51,20 @@ class Trial:
         estimated_bytes: the jaxpr stage's estimate of its temporaries.
         temp_bytes: what XLA needs for them; what was asked for, if the enforcing stage repairs it cheaply.
         is_too_deep: True if that is far less than planned, and than it might be.
+        holes_bytes: what holes of XLA's heap would have added to the estimate, which does not count them.
     """
 
     recipe: Recipe
     estimated_bytes: int
     temp_bytes: int
     is_too_deep: bool = False
+    holes_bytes: int = 0
+
+    @property
+    def counts_holes(self) -> bool:
+        """True if the estimate is nearer to what XLA needs with holes than without."""
+        missed_bytes = self.temp_bytes - self.estimated_bytes
+        return abs(missed_bytes - self.holes_bytes) < abs(missed_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +75,13 @@ class Calibration:
         trials: what was compiled, in that order.
         starts_strict: True where the first plan is strict, too.
         rounded: True to count what products round in the bytes of that, see `passes.jaxpr.stored`.
+        holes: True to count holes of a heap that is packed in the order of time.
     """
 
     trials: tuple[Trial, ...] = ()
     starts_strict: bool = False
     rounded: bool = False
+    holes: bool = False
 
     @property
     def bytes_ratio(self) -> float:
@@ -123,7 +133,10 @@ class Calibration:
         is_done = _is_cheaply_repaired(verdict) and not _is_too_deep(planned, verdict)
         if is_done and (planned.recipe.scans is Scans.NONE or _is_unrivalled(planned, verdict)):
             return None
-        return replace(self, trials=(*self.trials, _trial(planned, verdict)))
+        trial = _trial(planned, verdict)
+        if not self.holes and trial.counts_holes:
+            return replace(self, trials=(), holes=True)
+        return replace(self, trials=(*self.trials, trial))
 
     def of_parts(self, parts: int) -> Calibration:
         """What is known of one device's bytes, for all of them."""
@@ -168,4 +181,5 @@ def _trial(planned: StageOutcome, verdict: StageOutcome) -> Trial:
         estimated_bytes=planned.planned_temp_bytes,
         temp_bytes=min(needed, budget) if _is_cheaply_repaired(verdict) else needed,
         is_too_deep=_is_too_deep(planned, verdict),
+        holes_bytes=planned.holes_bytes,
     )

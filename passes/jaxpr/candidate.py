@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from passes.cost import DeviceModel
+from passes.cost import DeviceModel, mapping_ns
 from passes.ir import OpId, Plan
 from passes.jaxpr.calibration import UNCALIBRATED, Calibration
 from passes.jaxpr.compat import Jaxpr
@@ -29,6 +29,7 @@ class JaxprRequest:
         calibration: what XLA made of other plans of this program.
         host_bytes: how many bytes of stacks of scans may wait on the host.
         objective: what is least.
+        parts: of how many devices together bytes and times are.
         inside: True for a body of a program whose scans, inner ones, too, are rewritten already.
     """
 
@@ -42,6 +43,7 @@ class JaxprRequest:
     calibration: Calibration = UNCALIBRATED
     host_bytes: int = 0
     objective: Objective = LEAST_TIME
+    parts: int = 1
     inside: bool = False
 
     @property
@@ -54,6 +56,16 @@ class JaxprRequest:
         """What the budget leaves for temporaries; negative if arguments and results exceed it."""
         return self.budget_bytes - self.fixed_bytes
 
+    @property
+    def kept_bytes(self) -> int:
+        """Temporaries that stay mapped, see `passes.cost.mapping_ns`; 0 for a body, which has none of its
+        own."""
+        return 0 if self.inside else self.parts * self.device.kept_bytes
+
+    def mapping_ns(self, temp_bytes: int) -> int:
+        """Estimated time in which temporaries are mapped in each run."""
+        return 0 if self.inside else self.parts * mapping_ns(self.device, temp_bytes // self.parts)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
@@ -63,6 +75,7 @@ class Candidate:
         lifted: the program that `steps` are a plan of.
         steps, config, emitted: what is run and how it is written.
         peak_bytes: expected peak of XLA's temporaries.
+        holes_bytes: what holes of XLA's heap would add to that, where they are not counted.
         cost_ns, energy_pj: expected time and energy of what is run.
         plan: None for a program without recomputes.
         scans: how its pairs of scans were rewritten before it was planned.
@@ -79,6 +92,7 @@ class Candidate:
     peak_bytes: int
     cost_ns: int
     energy_pj: int
+    holes_bytes: int = 0
     plan: Plan | None = None
     scans: Level = ()
     rewritten: bool = False

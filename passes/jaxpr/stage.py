@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from passes.cost import DeviceModel, mapping_ns
+from passes.cost import DeviceModel
 from passes.dump import dump
 from passes.ir import Status
 from passes.jaxpr import compat
@@ -208,7 +208,7 @@ def _with_less_mapped(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -
     upwards = len(aims) <= CONFIG.few_aims
     best = None
     for temp_bytes in reversed(aims) if upwards else aims:
-        hoped_ns = as_is.seen.cost_ns + mapping_ns(request.device, temp_bytes)
+        hoped_ns = as_is.seen.cost_ns + request.mapping_ns(temp_bytes)
         if best is not None and not rank(best)[0] and CONFIG.hoped_ratio * hoped_ns >= rank(best)[1]:
             continue
         made = _searched(as_is, replace(request, budget_bytes=request.fixed_bytes + temp_bytes), scale)
@@ -223,19 +223,15 @@ def _with_less_mapped(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -
 def _aims(request: JaxprRequest) -> list[int]:
     """Bytes of temporaries to plan for, falling: what the budget leaves, and halves of it as far as they are
     mapped in every run."""
-    aims, kept_bytes = [request.temp_budget_bytes], request.device.kept_bytes
-    while not request.inside and 0 < kept_bytes < aims[-1]:
+    aims, kept_bytes = [request.temp_budget_bytes], request.kept_bytes
+    while 0 < kept_bytes < aims[-1]:
         aims.append(max(kept_bytes, aims[-1] // 2))
     return aims
 
 
 def _run_ns(candidate: Candidate, request: JaxprRequest, scale: float) -> int:
     """Estimated time of a run: of its kernels, and in which its temporaries are mapped."""
-    return candidate.cost_ns + _mapping_ns(candidate.peak_bytes, request, scale)
-
-
-def _mapping_ns(peak_bytes: int, request: JaxprRequest, scale: float) -> int:
-    return 0 if request.inside else mapping_ns(request.device, round(peak_bytes / scale))
+    return candidate.cost_ns + request.mapping_ns(round(candidate.peak_bytes / scale))
 
 
 def _dump(jaxpr: Jaxpr, candidate: Candidate, outcome: StageOutcome) -> None:
@@ -317,7 +313,7 @@ def _kernels_ns(as_is: LiftedJaxpr, before_bytes: int, request: JaxprRequest) ->
     if math.isinf(bound_ratio):
         return None
     own_ns = round(as_is.seen.cost_ns * (1 + bound_ratio))
-    return own_ns + mapping_ns(request.device, min(request.temp_budget_bytes, before_bytes))
+    return own_ns + request.mapping_ns(min(request.temp_budget_bytes, before_bytes))
 
 
 def _outcome(
@@ -327,7 +323,7 @@ def _outcome(
     inside = tuple(r for choice in candidate.scans for r in all_recomputed(choice))
     recomputed = inside + recomputed_by(program, candidate.steps, "jaxpr")
     scale = _scale(before_bytes, request)
-    cost_ns = as_is.seen.cost_ns + _mapping_ns(before_bytes, request, scale)
+    cost_ns = as_is.seen.cost_ns + request.mapping_ns(round(before_bytes / scale))
     recompute_ns = _run_ns(candidate, request, scale) - cost_ns
     fits = candidate.peak_bytes <= request.temp_budget_bytes or not candidate.changed
     return StageOutcome(
@@ -350,6 +346,7 @@ def _outcome(
         recomputed=recomputed,
         paged=candidate.paged,
         unrivalled=candidate.unrivalled,
+        holes_bytes=candidate.holes_bytes,
         tightest=tightest_values(program, candidate.steps),
         least_total_bytes=None if fits else request.fixed_bytes + candidate.peak_bytes,
     )

@@ -14,7 +14,7 @@ from dataclasses import replace
 from passes.backend import Backend
 from passes.ir import Program
 from passes.liveness import LiveRanges
-from passes.offsets.xla_heap import Interval, pack
+from passes.offsets.xla_heap import PACKERS, Interval
 from passes.simulate import Timeline
 
 # Values smaller than this share of the peak are left out: they fit in holes, and there are many of them.
@@ -29,13 +29,8 @@ def holes_bytes(program: Program, timeline: Timeline, backend: Backend) -> int:
         timeline: of its ops, each once, in their order.
         backend: whose heap it is.
 
-    Returns:
-        0 where the heap is packed in the order of time.
-
     Complexity: quadratic in the values that count, in numpy.
     """
-    if backend.heap == "in time order":
-        return 0
     least_bytes = int(timeline.peak_bytes * LEAST_SHARE)
     intervals = _intervals(program, timeline.ranges, least_bytes)
     key = len(timeline.ranges.buffer)
@@ -46,7 +41,7 @@ def holes_bytes(program: Program, timeline: Timeline, backend: Backend) -> int:
     ]
     if not intervals:
         return 0
-    return max(0, pack(intervals, backend.alignment).size - timeline.peak_bytes)
+    return max(0, PACKERS[backend.heap](intervals, backend.alignment).size - timeline.peak_bytes)
 
 
 def _intervals(program: Program, ranges: LiveRanges, least_bytes: int) -> list[Interval]:
