@@ -203,6 +203,23 @@ def lost_table(comparisons: Sequence[Comparison]) -> str:
     return format_table(header, cells)
 
 
+def measured_table(comparisons: Sequence[Comparison]) -> str:
+    """Measured steps over the plain one, by hand and within the same bytes; "" where none was measured."""
+    header = ("program", "in the bytes of", "by hand", "fastest by hand that fits", "coop")
+    cells = []
+    for found in comparisons:
+        hand = [row for row in found.of("hand") if row.step_ratio is not None]
+        for row in found.of("coop"):
+            fits = [r.step_ratio for r in hand if (r.total_bytes or 0) <= (row.budget_bytes or 0)]
+            if row.step_ratio is None or not row.rivals or not fits:
+                continue
+            same = [f"{r.step_ratio:.2f}" for name in row.rivals for r in hand if r.name == name]
+            fastest = min(ratio for ratio in fits if ratio is not None)
+            name, rivals = found.name, ", ".join(row.rivals)
+            cells.append((name, rivals, ", ".join(same), f"{fastest:.2f}", f"{row.step_ratio:.2f}"))
+    return format_table(header, cells) if cells else ""
+
+
 def document(comparisons: Sequence[Comparison]) -> str:
     """The whole Markdown file."""
     parts = [
@@ -215,6 +232,12 @@ def document(comparisons: Sequence[Comparison]) -> str:
         "## Lost",
         lost_table(comparisons),
     ]
+    if measured := measured_table(comparisons):
+        parts += [
+            "## Measured",
+            "Times of whole steps on this machine's CPU over the plain step, medians of pairs in one process.",
+            measured,
+        ]
     for found in comparisons:
         parts += [f"## {found.name}", f"{found.source}. `{found.command}`"]
         if found.failure:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import models
-from benchmarks.side_table import Comparison, bytes_off, compile_ratios, document, losses
+from benchmarks.side_table import Comparison, bytes_off, compile_ratios, document, losses, measured_table
 from benchmarks.timing import filled
 from benchmarks.variants import Row, budgets_of
 
@@ -111,3 +111,13 @@ def test_compile_ratios_leave_out_what_is_close_to_the_least_budget() -> None:
 
 def test_a_plan_that_is_a_tenth_too_low_says_so() -> None:
     assert bytes_off(asked(50, total_bytes=50 * MIB, planned_bytes=45 * MIB)) == pytest.approx(-0.1)
+
+
+def test_measured_steps_stand_beside_the_fastest_policy_that_fits_in_the_budget() -> None:
+    assert measured_table([compared(asked(40, total_bytes=39 * MIB, rivals=("nothing_saveable",)))]) == ""
+    hand = dataclasses.replace(HAND, step_ratio=0.9)
+    slower = dataclasses.replace(HAND, name="dots_saveable", total_bytes=50 * MIB, step_ratio=0.95)
+    ours = asked(50, total_bytes=45 * MIB, rivals=("dots_saveable",), step_ratio=0.7)
+    found = Comparison(model="some", target="cpu", source="a test", rows=(PLAIN, hand, slower, ours))
+    row = measured_table([found]).splitlines()[-1].replace(" ", "")
+    assert row == "|somecpu|dots_saveable|0.95|0.90|0.70|"
