@@ -204,7 +204,7 @@ def lost_table(comparisons: Sequence[Comparison]) -> str:
 
 
 def measured_table(comparisons: Sequence[Comparison]) -> str:
-    """Measured steps over the plain one, by hand and within the same bytes; "" where none was measured."""
+    """Measured steps over the plain one, by hand and in the same bytes; "" where none was measured."""
     header = ("program", "in the bytes of", "by hand", "fastest by hand that fits", "coop")
     cells = []
     for found in comparisons:
@@ -235,7 +235,7 @@ def document(comparisons: Sequence[Comparison]) -> str:
     if measured := measured_table(comparisons):
         parts += [
             "## Measured",
-            "Times of whole steps on this machine's CPU over the plain step, medians of pairs in one process.",
+            "Whole steps on this machine's CPU over the plain step: medians of pairs in one process.",
             measured,
         ]
     for found in comparisons:

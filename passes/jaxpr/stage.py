@@ -40,12 +40,12 @@ class StageConfig:
 
     Attributes:
         few_aims: of so many numbers of bytes the smallest is planned for first.
-        hoped_ratio: no plan for some bytes is expected to take less than this share of the program as it is,
-            with these bytes mapped.
+        hoped_ratio: no plan for some bytes is expected to come nearer to its bound than the one that is there
+            by more than this, its bytes being mapped.
     """
 
-    few_aims: int = 3
-    hoped_ratio: float = 0.9
+    few_aims: int = 2
+    hoped_ratio: float = 0.97
 
 
 CONFIG = StageConfig()
@@ -208,9 +208,13 @@ def _with_less_mapped(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -
     upwards = len(aims) <= CONFIG.few_aims
     best = None
     for temp_bytes in reversed(aims) if upwards else aims:
-        hoped_ns = as_is.seen.cost_ns + request.mapping_ns(temp_bytes)
-        if best is not None and not rank(best)[0] and CONFIG.hoped_ratio * hoped_ns >= rank(best)[1]:
-            continue
+        if best is not None and not rank(best)[0]:
+            saved_ratio = best.cost_ns / _bound_ns(as_is, best.peak_bytes)
+            hoped_ns = saved_ratio * _bound_ns(as_is, int(scale * temp_bytes)) + request.mapping_ns(
+                temp_bytes
+            )
+            if CONFIG.hoped_ratio * hoped_ns >= rank(best)[1]:
+                continue
         made = _searched(as_is, replace(request, budget_bytes=request.fixed_bytes + temp_bytes), scale)
         if best is None or rank(made) < rank(best):
             best = made
@@ -220,12 +224,17 @@ def _with_less_mapped(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -
     return best
 
 
+def _bound_ns(as_is: LiftedJaxpr, peak_bytes: int) -> float:
+    """What no plan of the program as it is goes below; those of freer kernels do, by what traffic they save."""
+    return as_is.seen.cost_ns * (1 + cut_bound(as_is.program, peak_bytes, n_cuts=2))
+
+
 def _aims(request: JaxprRequest) -> list[int]:
-    """Bytes of temporaries to plan for, falling: what the budget leaves, and halves of it as far as they are
-    mapped in every run."""
+    """Bytes of temporaries to plan for, falling: what the budget leaves, halves of that while far above what
+    stays mapped, and what stays mapped."""
     aims, kept_bytes = [request.temp_budget_bytes], request.kept_bytes
     while 0 < kept_bytes < aims[-1]:
-        aims.append(max(kept_bytes, aims[-1] // 2))
+        aims.append(aims[-1] // 2 if aims[-1] >= 4 * kept_bytes else kept_bytes)
     return aims
 
 
