@@ -225,7 +225,7 @@ def _with_less_mapped(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -
 
 
 def _bound_ns(as_is: LiftedJaxpr, peak_bytes: int) -> float:
-    """What no plan of the program as it is goes below; those of freer kernels do, by what traffic they save."""
+    """What no plan of the program as it is goes below; those of freer kernels do: they save traffic."""
     return as_is.seen.cost_ns * (1 + cut_bound(as_is.program, peak_bytes, n_cuts=2))
 
 
