@@ -22,6 +22,7 @@ from coop_jax.record import Record, Timed
 from coop_jax.screen import Block, Lines, Printable, Table
 from coop_jax.text import format_bytes, format_ns, format_pj, format_table
 from passes.backend import backend_of
+from passes.cost import DEVICES
 from passes.ir import Status
 from passes.objective import LEAST_TIME
 from passes.outcome import Recomputed, StageOutcome, changes
@@ -44,7 +45,8 @@ class Report(Printable):
         planned_total_bytes: what the last stage that planned expected.
         compiled_total_bytes: XLA's count: arguments + outputs + temporaries - aliased.
         argument_bytes, output_bytes, alias_bytes, temp_bytes: XLA's parts of it.
-        baseline_cost_ns, compiled_cost_ns: estimated time of all kernels without rematerialization and as
+        baseline_cost_ns, compiled_cost_ns: estimated time of all kernels, and on a CPU of mapping temporaries
+            (`passes.cost.mapping_ns`), without rematerialization and as
             compiled; None where that program was not compiled, or came from JAX's compilation cache.
         overhead_ratio: estimated change of the program's time by all that was planned: 0.1 for a tenth more,
             negative where recompute saves more traffic than it costs.
@@ -175,7 +177,17 @@ class Report(Printable):
             stages += f", in which the program was planned and compiled {times} more"
         if self.limited:
             stages += "; the search ended at its limit, the time of one compile"
-        return f"planning: {stages or 'none'} (costs are estimates for {self.device_name})"
+        return (
+            f"planning: {stages or 'none'} (costs are estimates for {self.device_name}{self._mapped_text()})"
+        )
+
+    def _mapped_text(self) -> str:
+        """What a run takes beside its kernels, where the plain program's does."""
+        kept_bytes = DEVICES[self.device_name].kept_bytes if self.device_name in DEVICES else 0
+        fixed_bytes = self.argument_bytes + self.output_bytes - self.alias_bytes
+        if not 0 < kept_bytes < self.baseline_total_bytes - fixed_bytes:
+            return ""
+        return f", with the time to map temporaries, if more than {format_bytes(kept_bytes, exact=False)}"
 
     def _byte_rows(self) -> list[tuple[str, str, str, str]]:
         rows = (
