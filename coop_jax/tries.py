@@ -94,7 +94,9 @@ def before_refusal(
         alone: whether the program could do without host memory, too.
     """
     ways = deeper(record, refused)
-    if not is_planned_before(ways[-1]):  # else there is nothing between that plan and the first
+    if is_planned_before(ways[-1]):  # then nothing is below the first plan
+        yield from [asked for asked in ways if _is_milder(asked, record)]
+    else:
         yield from ways
     yield from own_kernels(record)
     if backend_of(record).rounds_products:
@@ -104,6 +106,12 @@ def before_refusal(
         yield from [dataclasses.replace(asked, calibration=STRICT) for asked in ways]
     if alone:
         yield dataclasses.replace(ways[-1], alone=True)
+
+
+def _is_milder(asked: Wish, record: Record) -> bool:
+    """True for a share of the temporaries that is more than what was planned at first."""
+    made = record.jaxpr
+    return made is None or (asked.temp_ratio or 0) * made.before_temp_bytes > made.planned_temp_bytes
 
 
 def plan_key(record: Record, asked: Wish) -> Hashable:

@@ -366,11 +366,11 @@ def test_before_a_refusal_nothing_is_planned_between_a_plan_and_the_deepest_if_b
 
     def variant(program: Any, wish: Wish, plain: Record, *, skip: Any) -> None:
         asked.append(wish)
-        skip(planned())
+        skip(planned(before_temp_bytes=900))
 
     asked_of(monkeypatch)
     monkeypatch.setattr(relowering, "variant", variant)
-    ways().choose(planned(), REFUSED, MODULE)
+    ways().choose(planned(before_temp_bytes=900), REFUSED, MODULE)
     ratios = [w.temp_ratio for w in asked if w.budget_bytes == BUDGET and w.temp_ratio is not None]
     assert ratios == [TRIES.ratios[-1]]
 
@@ -765,3 +765,17 @@ def test_functions_that_close_over_themselves_are_compared() -> None:
 
     assert does_the_same(made(3), made(3))
     assert not does_the_same(made(3), made(4))
+
+
+def test_where_the_first_plan_is_the_deepest_only_milder_ones_are_left_before_a_refusal() -> None:
+    """An MLP's gradient: the enforcing stage makes more of a milder plan than of the deepest one."""
+    made = dataclasses.replace(OUTCOME, stage="jaxpr", before_temp_bytes=4000, planned_temp_bytes=1500)
+    record = dataclasses.replace(RECORD, jaxpr=made)
+    refused = dataclasses.replace(REFUSED, before_temp_bytes=1100)
+
+    def ratios(*, deepest_is_known: bool) -> list[float]:
+        found = tries.before_refusal(record, refused, lambda _: deepest_is_known, alone=False)
+        return [asked.temp_ratio for asked in found if asked.temp_ratio is not None]
+
+    assert ratios(deepest_is_known=False) == list(TRIES.ratios)
+    assert ratios(deepest_is_known=True) == [r for r in TRIES.ratios if 4000 * r > 1500]
