@@ -65,10 +65,8 @@ def offloaded(module: graph.Module) -> list[tuple[graph.Computation, graph.Instr
 
 def _is_slice(module: graph.Module, start: graph.Instruction) -> bool:
     """True for the start of a copy of a slice, or into one, between memories of the device or the host's."""
-    inner = module.computations[start.called[0]]
-    while (root := inner.by_id[inner.root]).opcode == "fusion":
-        inner = module.computations[root.called[0]]
-    return root.opcode in ("dynamic-slice", "dynamic-update-slice")
+    inner = module.innermost(start)
+    return inner.by_id[inner.root].opcode in ("dynamic-slice", "dynamic-update-slice")
 
 
 def _cores(instruction: graph.Instruction) -> int:

@@ -152,9 +152,8 @@ def host_transfer(module: Module, instruction: Instruction) -> tuple[bool, int] 
         return there.memory_space == HOST, there.nbytes
     if instruction.opcode != "async-start":
         return None
-    inner = module.computations[instruction.called[0]]
-    while (root := inner.by_id[inner.root]).opcode == "fusion":
-        inner = module.computations[root.called[0]]
+    inner = module.innermost(instruction)
+    root = inner.by_id[inner.root]
     if root.opcode == "dynamic-update-slice" and root.shape.memory_space == HOST:
         return True, inner.by_id[root.operands[1]].shape.nbytes
     if root.opcode == "dynamic-slice" and inner.by_id[root.operands[0]].shape.memory_space == HOST:

@@ -154,6 +154,13 @@ class Module:
     donated: dict[tuple[int, ...], tuple[int, tuple[int, ...]]]
     proto: Any
 
+    def innermost(self, caller: Instruction) -> Computation:
+        """What an instruction calls; where the root of that is a fusion, what this calls, and so on."""
+        inner = self.computations[caller.called[0]]
+        while (root := inner.by_id[inner.root]).opcode == "fusion":
+            inner = self.computations[root.called[0]]
+        return inner
+
 
 def _padded_count(dims: tuple[int, ...], layout: Any, tiled: bool) -> int:
     """Elements of an array with what its tiles pad it with; only layouts for TPUs have tiles.
