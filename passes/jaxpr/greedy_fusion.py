@@ -30,7 +30,8 @@ _SPREADS = "broadcast_in_dim"
 _FARTHEST = 200
 # Of the kernels that read a value so many are told apart.
 _TOLD_APART = 2
-# At so many places a kernel computes a value, and what branches at one.
+# At so many places a kernel computes a value. What branches is computed at one place of one kernel: it has no
+# other reader then, unless XLA looks at it before anything else has joined its readers.
 _MOST_PLACES = 15
 _BRANCHES = frozenset({"concatenate", "dynamic_update_slice", "pad"})
 
@@ -102,6 +103,8 @@ class GreedyFusion:
         name = self._eqns[i].primitive.name
         times = {kernel: sum(self._times[kernel, j] for j in at) for kernel, at in places.items()}
         most = 1 if name in _BRANCHES else _MOST_PLACES
+        if name in _BRANCHES and sum(times.values()) > 1 and not self._is_read_alone(v):
+            most = 0
         cheap = not self._is_dear(i)
         if cheap and self._is_apart(i, v):
             self._apart.add(v)
@@ -122,6 +125,10 @@ class GreedyFusion:
             if spread:
                 self._spread.add(v)
         self._places[v] = at
+
+    def _is_read_alone(self, v: Var) -> bool:
+        """True if whatever reads `v` reads nothing else, so that XLA meets it before its kernel has grown."""
+        return all(len(self._eqns[j].invars) == 1 for j in self._readers.get(v, ()))
 
     def _computed_at(self, i: int, v: Var) -> tuple[dict[int, frozenset[int]], bool]:
         """At which places of which kernels `v` would be computed, which equation `i` makes, and whether one

@@ -12,11 +12,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from passes.backend import BACKENDS
 from passes.cost import DeviceModel
 from passes.dump import dump
 from passes.ir import Status
 from passes.jaxpr import compat
 from passes.jaxpr.bodies import has_control_flow
+from passes.jaxpr.breadth_first import as_run
 from passes.jaxpr.candidate import Candidate, JaxprRequest
 from passes.jaxpr.compat import ClosedJaxpr, Jaxpr
 from passes.jaxpr.emit import emit_split
@@ -32,6 +34,7 @@ from passes.listing import plan_text, program_text
 from passes.objective import Objective
 from passes.outcome import StageOutcome, recomputed_by, tightest_values
 from passes.planners import cut_bound
+from passes.simulate import simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,15 +179,25 @@ def plan(as_is: LiftedJaxpr, request: JaxprRequest) -> Planned:
     """The shallowest candidate that fits, or the smallest if none does."""
     started = time.perf_counter()
     jaxpr = as_is.jaxpr
-    before_bytes = (candidate := as_it_is(as_is)).peak_bytes
-    if not _fits_as_it_is(before_bytes, request):
-        scale = _scale(before_bytes, request)
-        candidate = _with_less_mapped(as_is, request, scale)
+    before_bytes = _before_bytes(as_is, request.device)
+    if _fits_as_it_is(before_bytes, request):
+        candidate = replace(as_it_is(as_is), peak_bytes=before_bytes)
+    else:
+        candidate = _with_less_mapped(as_is, request, _scale(before_bytes, request))
     outcome = _outcome(as_is, before_bytes, candidate, request)
     if candidate.changed and not request.inside:
         outcome = replace(outcome, kernels_ns=_kernels_ns(as_is, before_bytes, request))
     _dump(jaxpr, candidate, outcome)
     return Planned(candidate=candidate, outcome=replace(outcome, seconds=time.perf_counter() - started))
+
+
+def _before_bytes(as_is: LiftedJaxpr, device: DeviceModel) -> int:
+    """What XLA needs for a program as it is, in its own order. What is planned the enforcing stage puts in
+    the program's order, where that needs less."""
+    if not BACKENDS[device.platform].runs_branches_together:
+        return as_it_is(as_is).peak_bytes
+    run = as_run(as_is)
+    return simulate(run, tuple(op.id for op in run.ops)).peak_bytes
 
 
 def _searched(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate:

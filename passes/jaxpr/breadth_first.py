@@ -1,0 +1,87 @@
+"""The order in which XLA:CPU runs what it makes of a jaxpr: whatever is ready, first come, first served.
+
+    a = f(x)          XLA:CPU runs both branches side by side, step by step, where the program says
+    b = g(a)          one after the other: a, c, b, d. Whatever waits for nothing is run at the
+    c = f(y)          start, such as the zeros that a loop will write the slices of a stack over:
+    d = g(c)          the stacks of all loops take memory from the first step on.
+
+Source: `BFScheduler` of openxla/xla, which XLA:CPU takes unless it is told to save memory. A bidirectional
+LSTM's step, 28.7 MiB in the program's order, took 42.2: 40.9 are foreseen so.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+from passes.ir import Buffer, BufferId, Op, OpId, Program
+from passes.jaxpr import compat
+from passes.jaxpr.lifted import LiftedJaxpr
+from passes.jaxpr.primitives import Kind, kind_of
+
+
+def as_run(lifted: LiftedJaxpr) -> Program:
+    """The program in XLA:CPU's order, the stacks of its loops made at the start; linear in its size."""
+    order = [*map(lifted.program.ops.__getitem__, _order(lifted))]
+    buffers, made = list(lifted.program.buffers), list[Op]()
+    for k, op in enumerate(order):
+        started = {b: BufferId(len(buffers) + n) for n, b in enumerate(_stacks(lifted, op))}
+        if not started:
+            continue
+        buffers += [Buffer(id=start, nbytes=buffers[b].nbytes) for b, start in started.items()]
+        made += [
+            Op(id=OpId(len(made) + n), inputs=(), outputs=(start,), cost_ns=0, recomputable=False)
+            for n, start in enumerate(started.values())
+        ]
+        order[k] = replace(
+            op,
+            inputs=(*op.inputs, *started.values()),
+            may_share=(*op.may_share, *started.items()),
+        )
+    return Program.build(
+        name=lifted.program.name,
+        ops=tuple(replace(op, id=OpId(k)) for k, op in enumerate((*made, *order))),
+        buffers=tuple(buffers),
+        outputs=lifted.program.outputs,
+    )
+
+
+def _order(lifted: LiftedJaxpr) -> list[OpId]:
+    """The ops, breadth first; a barrier is an instruction, too, which waits for all of its operands."""
+    eqns, program = lifted.jaxpr.eqns, lifted.program
+    n_ops = len(program.ops)
+    barriers = [i for i, eqn in enumerate(eqns) if kind_of(eqn.primitive.name) is Kind.BARRIER]
+    made_by = {v: n_ops + k for k, i in enumerate(barriers) for v in eqns[i].outvars}
+    # Of every instruction, its equations.
+    bodies = [*lifted.bodies, *((i,) for i in barriers)]
+    waits = [0] * len(bodies)
+    readers: list[list[int]] = [[] for _ in bodies]
+    in_order = sorted(range(len(bodies)), key=lambda node: bodies[node][-1])
+    for node in in_order:
+        read = compat.variables(v for i in bodies[node] for v in eqns[i].invars)
+        waited = {made_by[v] for v in read if v in made_by}
+        inputs = program.ops[node].inputs if node < n_ops else [lifted.buffer_of[v] for v in read]
+        waited.update(op for b in inputs if (op := program.producer[b]) is not None)
+        waits[node] = len(waited)
+        for other in waited:
+            readers[other].append(node)
+    ready = deque(node for node in in_order if not waits[node])
+    order = []
+    while ready:
+        node = ready.popleft()
+        order += [OpId(node)] if node < n_ops else []
+        for reader in readers[node]:
+            waits[reader] -= 1
+            if not waits[reader]:
+                ready.append(reader)
+    return order
+
+
+def _stacks(lifted: LiftedJaxpr, op: Op) -> list[BufferId]:
+    """What a loop writes slice by slice."""
+    if op.name != "scan":
+        return []
+    eqn = lifted.jaxpr.eqns[lifted.bodies[op.id][-1]]
+    _, n_carry = compat.scan_sizes(eqn)
+    stacks = [lifted.buffer_of[v] for v in eqn.outvars[n_carry:] if v in lifted.buffer_of]
+    return [b for b in stacks if lifted.program.buffers[b].nbytes]
