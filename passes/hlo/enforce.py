@@ -11,6 +11,7 @@ must be XLA's total.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -91,23 +92,77 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
         as it was, in its place, and but for barriers (`passes.hlo.barriers`) the bytes are the same object;
         so too if the budget cannot be kept: then `outcome.status.found` is False.
     """
-    returned, outcome = _held(module_bytes, request)
+    begin = time.perf_counter()
+    module = _read(module_bytes, request)
+    returned, outcome = _held(module, request)
     kept_bytes = request.device.kept_bytes
     if request.planned and kept_bytes < outcome.planned_temp_bytes <= MISSED_RATIO * kept_bytes:
         smaller = replace(request, budget_bytes=outcome.fixed_bytes + kept_bytes)
-        other, mapped_less = _held(module_bytes, smaller)
+        other, mapped_less = _held(module, smaller)
         if mapped_less.status.found and _run_ns(mapped_less) < _run_ns(outcome):
             returned, outcome = other, replace(mapped_less, budget_bytes=request.budget_bytes)
-    return returned, outcome
+    return returned, replace(outcome, seconds=time.perf_counter() - begin)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Scheduled:
+    """A module as it came, but for its barriers, and what is made of it for every budget alike."""
+
+    data: bytes
+    view: graph.Module
+    assigner: Assigner
+    prediction: HeapPrediction
+    device: DeviceModel
+
+    @functools.cached_property
+    def lifted(self) -> LiftedModule:
+        platform = self.assigner.backend.name
+        return lift(self.view, self.device, platform, assigner=self.assigner, prediction=self.prediction)
+
+    @functools.cached_property
+    def depth_first(self) -> LiftedModule:
+        """In the order of branches, where XLA runs them together and that needs less."""
+        if not self.assigner.backend.runs_branches_together:
+            return self.lifted
+        return _reordered(self.lifted, self.device, depth_first)
+
+    @functools.cached_property
+    def moved(self) -> LiftedModule:
+        """With what frees memory early, and what takes it late."""
+        orders = dict.fromkeys((self.depth_first, self.lifted))
+        return min((_reordered(order, self.device, reordered) for order in orders), key=_total_bytes)
+
+    def within(self, budget_bytes: int) -> LiftedModule:
+        """The module in the first of these orders that needs no more, and nothing mapped in every run; else
+        in that which needs least."""
+        found, kept_bytes = self.depth_first.prediction, self.device.kept_bytes
+        fits = found.total_bytes <= budget_bytes and not 0 < kept_bytes < found.temp_bytes
+        return self.depth_first if fits else self.moved
+
+
+def _total_bytes(lifted: LiftedModule) -> int:
+    return lifted.prediction.total_bytes
+
+
+def _read(module_bytes: bytes, request: EnforceRequest) -> _Scheduled:
+    module = proto.parse(module_bytes)
+    if drop_barriers(module):
+        module_bytes = proto.serialize(module)
+    view = graph.read(module)
+    assigner = Assigner(view, request.platform, old_rules=request.old_rules)
+    return _Scheduled(
+        data=module_bytes, view=view, assigner=assigner, prediction=predict_assigned(assigner),
+        device=request.device,
+    )  # fmt: skip
 
 
 def _run_ns(outcome: StageOutcome) -> int:
     return outcome.cost_ns + outcome.recompute_ns
 
 
-def _held(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageOutcome]:
+def _held(module: _Scheduled, request: EnforceRequest) -> tuple[bytes, StageOutcome]:
     """As `enforce`, for the very budget."""
-    returned, outcome = _without_mapping(module_bytes, request)
+    returned, outcome = _without_mapping(module, request)
     before_ns, after_ns = (
         mapping_ns(request.device, nbytes)
         for nbytes in (outcome.before_temp_bytes, outcome.planned_temp_bytes)
@@ -116,38 +171,27 @@ def _held(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageOut
     return returned, replace(outcome, cost_ns=cost_ns, recompute_ns=recompute_ns)
 
 
-def _without_mapping(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageOutcome]:
-    begin = time.perf_counter()
-    module = proto.parse(module_bytes)
-    if drop_barriers(module):
-        module_bytes = proto.serialize(module)
-    view = graph.read(module)
-    before = Assigner(view, request.platform, old_rules=request.old_rules)
-    prediction = predict_assigned(before)
+def _without_mapping(module: _Scheduled, request: EnforceRequest) -> tuple[bytes, StageOutcome]:
+    before, prediction = module.assigner, module.prediction
     if 0 < request.host_bytes < prediction.host_bytes:
-        return module_bytes, _host_refusal(request, view, prediction, begin)
+        return module.data, _host_refusal(request, module)
     forced = forced_values(before.flow) if request.pages else frozenset()
     if prediction.total_bytes <= request.budget_bytes and not forced:
-        return module_bytes, _unchanged(request, view, prediction, begin)
+        return module.data, _unchanged(request, module)
     saved = 0 if request.on_fragmentation == "recompute" or forced else packing_saves(before)
     if saved and prediction.total_bytes - saved <= request.budget_bytes:
-        kept = _unchanged(request, view, prediction, begin)
+        kept = _unchanged(request, module)
         pinned_temp_bytes = kept.planned_temp_bytes - saved
         if request.on_fragmentation == "pin":
-            return module_bytes, replace(kept, planned_temp_bytes=pinned_temp_bytes, needs_pinning=True)
+            return module.data, replace(kept, planned_temp_bytes=pinned_temp_bytes, needs_pinning=True)
         least = prediction.total_bytes
-        return module_bytes, replace(kept, status=Status.UNKNOWN, needs_pinning=True, least_total_bytes=least)
-    lifted = lift(view, request.device, request.platform, assigner=before, prediction=prediction)
+        return module.data, replace(kept, status=Status.UNKNOWN, needs_pinning=True, least_total_bytes=least)
     # What the program brings from the host by itself is waited for without a plan, too.
-    cost_ns = computation_ns(view, view.entry, request.device)
-    energy_pj = computation_pj(view, view.entry, request.device)
-    orders = [lifted]
-    if BACKENDS[request.platform].runs_branches_together:
-        orders.append(_reordered(lifted, request.device, depth_first))
-    reorders = (_reordered(order, request.device, reordered) for order in dict.fromkeys(orders))
-    lifted = min(reorders, key=lambda order: order.prediction.total_bytes)
+    cost_ns = computation_ns(module.view, module.view.entry, request.device)
+    energy_pj = computation_pj(module.view, module.view.entry, request.device)
+    lifted = module.within(request.budget_bytes)
     if forced and prediction.host_bytes + (own := _forced_bytes(request, lifted)) > request.host_bytes:
-        return module_bytes, _host_refusal(request, view, prediction, begin, own)
+        return module.data, _host_refusal(request, module, own)
     found = _found(request, lifted)
     shared = found.written.plan.pages and prediction.host_bytes
     if request.pages and not forced and (found.is_tightened or shared):
@@ -155,9 +199,9 @@ def _without_mapping(module_bytes: bytes, request: EnforceRequest) -> tuple[byte
         # which plans know nothing, share the link with pages.
         found = min(found, _found(replace(request, host_bytes=0), lifted), key=_Found.rank)
     if found.is_over:
-        return module_bytes, _refusal(request, found, prediction, begin)
+        return module.data, _refusal(request, found, prediction)
     written = found.written
-    outcome = _outcome(request, prediction, written.prediction, cost_ns, energy_pj, begin)
+    outcome = _outcome(request, prediction, written.prediction, cost_ns, energy_pj)
     return proto.serialize(written.view.proto), _changed(request, outcome, found)
 
 
@@ -295,27 +339,19 @@ def _forced_bytes(request: EnforceRequest, lifted: LiftedModule) -> int:
     return Pager(program_graph, range(len(program_graph.cost_ns)), host).forced_bytes()
 
 
-def _host_refusal(
-    request: EnforceRequest,
-    view: graph.Module,
-    prediction: HeapPrediction,
-    begin: float,
-    forced_bytes: int = 0,
-) -> StageOutcome:
+def _host_refusal(request: EnforceRequest, module: _Scheduled, forced_bytes: int = 0) -> StageOutcome:
     """The outcome for a module that has more on the host, by the user's own offloading, than it may."""
-    kept = _unchanged(request, view, prediction, begin)
     return replace(
-        kept, status=Status.INFEASIBLE, host_budget_bytes=request.host_bytes,
-        host_bytes=prediction.host_bytes + forced_bytes,
+        _unchanged(request, module), status=Status.INFEASIBLE, host_budget_bytes=request.host_bytes,
+        host_bytes=module.prediction.host_bytes + forced_bytes,
     )  # fmt: skip
 
 
-def _unchanged(
-    request: EnforceRequest, view: graph.Module, prediction: HeapPrediction, begin: float
-) -> StageOutcome:
+def _unchanged(request: EnforceRequest, module: _Scheduled) -> StageOutcome:
+    view, prediction = module.view, module.prediction
     kernels_ns, waiting_ns = computation_times_ns(view, view.entry, request.device)
     energy_pj = computation_pj(view, view.entry, request.device)
-    kept = _outcome(request, prediction, prediction, kernels_ns + waiting_ns, energy_pj, begin)
+    kept = _outcome(request, prediction, prediction, kernels_ns + waiting_ns, energy_pj)
     return replace(kept, waiting_ns=waiting_ns)
 
 
@@ -325,7 +361,6 @@ def _outcome(
     after: HeapPrediction,
     cost_ns: int,
     energy_pj: int,
-    begin: float,
 ) -> StageOutcome:
     return StageOutcome(
         stage="hlo", changed=False, budget_bytes=request.budget_bytes, argument_bytes=before.argument_bytes,
@@ -333,13 +368,13 @@ def _outcome(
         before_temp_bytes=before.temp_bytes + before.constant_bytes,
         planned_temp_bytes=after.temp_bytes + after.constant_bytes,
         cost_ns=cost_ns, recompute_ns=0, lower_bound_ratio=0.0, status=Status.OPTIMAL,
-        recipe=Recipe(recompute=request.planner), seconds=time.perf_counter() - begin,
+        recipe=Recipe(recompute=request.planner), seconds=0.0,
         host_budget_bytes=request.host_bytes if request.pages else 0, host_bytes=after.host_bytes,
         energy_pj=energy_pj,
     )  # fmt: skip
 
 
-def _refusal(request: EnforceRequest, found: _Found, before: HeapPrediction, begin: float) -> StageOutcome:
+def _refusal(request: EnforceRequest, found: _Found, before: HeapPrediction) -> StageOutcome:
     """The outcome for a budget that was not met; what was found is what a second call could be asked for.
 
     Where bodies of loops were planned nothing is proved: the bound takes a loop for one op.
@@ -350,12 +385,11 @@ def _refusal(request: EnforceRequest, found: _Found, before: HeapPrediction, beg
     proved = not loops and bound > task.budget_bytes
     least_bytes = min(least.needed_bytes, before.total_bytes)
     unsteered_bytes = None if least.unsteered_bytes == least_bytes else least.unsteered_bytes
-    outcome = _outcome(request, before, before, program.cost_ns, program.energy_pj, begin)
+    outcome = _outcome(request, before, before, program.cost_ns, program.energy_pj)
     return replace(
         outcome,
         status=Status.INFEASIBLE if proved else Status.UNKNOWN,
         recipe=Recipe(recompute=least.plan.planner),
-        seconds=time.perf_counter() - begin,
         tightest=tightest_values(program, least.plan.steps),
         least_total_bytes=least_bytes,
         least_proved=not loops and least_bytes <= bound,
