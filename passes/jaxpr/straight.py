@@ -116,7 +116,7 @@ def _descend(
     )
     best, most_ns = than, math.inf
     if than is not None and than.peak_bytes <= target_bytes:
-        most_ns = than.cost_ns
+        most_ns = than.cost_ns * (1 - CONFIG.near_overhead)
     level = _levels_down(target_bytes / max(peak_bytes, 1))
     for _ in range(CONFIG.most_candidates):
         made = depths.plan(level)
@@ -127,9 +127,9 @@ def _descend(
         is_last = candidate.peak_bytes <= target_bytes or made.peak_bytes > made.budget_bytes
         if is_last or min(c.cost_ns for c in tried) >= most_ns:
             break
-        # What XLA is expected to need beyond the plan changes little from level to level.
+        # What XLA is expected to need beyond the plan grows a little with the depth.
         beyond_bytes = candidate.peak_bytes - made.peak_bytes
-        level = max(level + 1, _levels_down(max(target_bytes - beyond_bytes, 1) / max(peak_bytes, 1)))
+        level = 1 + max(level, _levels_down(max(target_bytes - beyond_bytes, 1) / max(peak_bytes, 1)))
     assert best is not None, "at least one candidate is evaluated"
     return best
 
