@@ -17,13 +17,14 @@ Source: `CpuInstructionFusion`, `InstructionFusion::ComputeGloballyUnfusible` an
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of
-from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
+from passes.jaxpr.compat import JaxprEqn, Var
 from passes.jaxpr.library_kernels import LibraryKernels
 from passes.jaxpr.primitives import FUSING, INSIDE, MOVING, Kind, is_dear_to_xla_cpu
+from passes.jaxpr.softmax import DataflowGraph
 
 _SPREADS = "broadcast_in_dim"
 # Readers farther than so many equations away do not compute a value of several operands in one kernel.
@@ -48,29 +49,24 @@ class GreedyFusion:
 
     def __init__(
         self,
-        jaxpr: Jaxpr,
-        kinds: Sequence[Kind],
-        producer: Mapping[Var, int],
-        readers: Mapping[Var, Sequence[int]],
+        graph: DataflowGraph,
         results: Collection[Var],
         needed: Collection[Var],
     ) -> None:
         """
         Args:
-            kinds: what each equation is to the fusion model.
-            producer: for every result the equation that makes it.
-            readers: for every variable the equations that read it.
+            graph: of the jaxpr.
             results: the jaxpr's.
             needed: what some kernel reads from memory, results included.
         """
         self.stored: set[Var] = set()
         self.copied: set[Var] = set()
-        library = LibraryKernels(jaxpr, producer, readers, results)
+        library, kinds = LibraryKernels(graph, results), graph.kinds
         self.inner = library.inner
         self.from_memory = {i for i, kind in enumerate(kinds) if kind not in FUSING} | library.members
-        self._eqns, self._kinds = jaxpr.eqns, kinds
-        self._producer, self._readers = producer, readers
-        read = {v for i in library.members for v in compat.variables(self._eqns[i].invars)}
+        self._eqns, self._kinds, self._operands = graph.eqns, kinds, graph.operands
+        self._producer, self._readers = graph.producer, graph.readers
+        read = {v for i in library.members for v in self._operands[i]}
         self._results = results
         self._needed = {*needed, *(read - self.inner)}
         self._apart: set[Var] = set()
@@ -87,7 +83,7 @@ class GreedyFusion:
                 self._alone(i)
             else:
                 if kinds[i] is Kind.VIEW and not self._needed.isdisjoint(self._eqns[i].outvars):
-                    self._needed.update(compat.variables(self._eqns[i].invars))
+                    self._needed.update(self._operands[i])
                 for v in self._eqns[i].outvars:
                     self._place(i, v)
 
@@ -153,20 +149,20 @@ class GreedyFusion:
 
     def _is_apart(self, i: int, v: Var) -> bool:
         """True for what XLA does not write twice, nor into one kernel alone."""
-        eqn, readers = self._eqns[i], self._readers.get(v, ())
+        readers = self._readers.get(v, ())
         if self._kinds[i] is Kind.VIEW or (len(readers) < 2 and v not in self._results):
             return False
-        if self._reads_one(eqn) or sum(map(_size, {*compat.variables(eqn.invars)})) <= _size(v):
+        if self._reads_one(i) or sum(map(_size, {*self._operands[i]})) <= _size(v):
             return False
         return v in self._results or not self._is_clear(i, readers)
 
-    def _reads_one(self, eqn: JaxprEqn) -> bool:
+    def _reads_one(self, i: int) -> bool:
         """True if at most one operand has the result's rank, those that are spread not counted."""
-        rank = max(map(_true_rank, eqn.outvars), default=0)
+        rank = max(map(_true_rank, self._eqns[i].outvars), default=0)
         full = 0
-        for u in compat.variables(eqn.invars):
-            i = self._producer.get(u)
-            spread = i is not None and self._eqns[i].primitive.name in (_SPREADS, "iota")
+        for u in self._operands[i]:
+            k = self._producer.get(u)
+            spread = k is not None and self._eqns[k].primitive.name in (_SPREADS, "iota")
             full += not spread and _true_rank(u) >= rank
         return full <= 1
 
@@ -183,7 +179,7 @@ class GreedyFusion:
             j = waiting.pop()
             if j in self.from_memory:
                 return False
-            for u in compat.variables(self._eqns[j].invars):
+            for u in self._operands[j]:
                 k = self._producer.get(u)
                 if k is None or k == i or k not in below:
                     continue
@@ -196,7 +192,7 @@ class GreedyFusion:
 
     def _makers(self, j: int) -> list[int | None]:
         """The equations that make what equation `j` reads; None for arguments."""
-        return [self._producer.get(u) for u in compat.variables(self._eqns[j].invars)]
+        return [self._producer.get(u) for u in self._operands[j]]
 
     def _may_join(self, k: int, u: Var, j: int) -> bool:
         """True if `u`, which equation `k` makes, can be computed inside equation `j`."""

@@ -10,11 +10,12 @@ What such a kernel reads from outside is in memory. Source: `LibraryRewriter` an
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable
 
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of, is_bitcast
-from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
+from passes.jaxpr.compat import JaxprEqn, Var
+from passes.jaxpr.softmax import DataflowGraph
 
 _DTYPES = frozenset({"bfloat16", "float32", "float64"})
 _STARTS = frozenset({"reduce_max", "reduce_min", "reduce_sum"})
@@ -40,25 +41,17 @@ class LibraryKernels:
         inner: results that are not stored.
     """
 
-    def __init__(
-        self,
-        jaxpr: Jaxpr,
-        producer: Mapping[Var, int],
-        readers: Mapping[Var, Sequence[int]],
-        results: Collection[Var],
-    ) -> None:
+    def __init__(self, graph: DataflowGraph, results: Collection[Var]) -> None:
         """
         Args:
-            producer: for every result of an equation which it is.
-            readers: for every variable the equations that read it.
+            graph: of the jaxpr.
             results: the jaxpr's.
         """
-        self._eqns = jaxpr.eqns
-        self._producer = producer
-        self._users = [{j for v in eqn.outvars for j in readers.get(v, ())} for eqn in jaxpr.eqns]
+        self._eqns, self._operands, self._producer = graph.eqns, graph.operands, graph.producer
+        self._users = [{j for v in eqn.outvars for j in graph.readers.get(v, ())} for eqn in graph.eqns]
         for v in results:
-            if v in producer:
-                self._users[producer[v]].add(_END)
+            if v in graph.producer:
+                self._users[graph.producer[v]].add(_END)
         self.roots = set[int]()
         self.members = set[int]()
         for i in reversed(range(len(self._eqns))):
@@ -88,7 +81,7 @@ class LibraryKernels:
 
     def _above(self, of: Iterable[int], kernel: set[int], seen: set[int]) -> list[tuple[int, bool]]:
         """What makes the operands of equations and is read in the kernel alone."""
-        made = (self._producer.get(v) for i in of for v in compat.variables(self._eqns[i].invars))
+        made = (self._producer.get(v) for i in of for v in self._operands[i])
         found = [
             i for i in dict.fromkeys(made) if i is not None and i not in seen and self._users[i] <= kernel
         ]

@@ -202,7 +202,7 @@ class _Lift:
         body = {*stack}
         while stack:
             reader, from_memory = stack.pop()
-            for v in compat.variables(self.jaxpr.eqns[reader].invars):
+            for v in self.storage.operands[reader]:
                 i = self.storage.producer.get(v)
                 if i is None or not self.storage.computes(v, from_memory=from_memory):
                     continue

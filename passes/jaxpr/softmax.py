@@ -26,12 +26,14 @@ class DataflowGraph:
 
     Attributes:
         eqns, kinds: its equations, and what each is to the fusion model.
+        operands: the variables that each of them reads, repeated ones too.
         producer: the equation that makes a value.
         readers: the equations that read it.
     """
 
     eqns: Sequence[JaxprEqn]
     kinds: Sequence[Kind]
+    operands: Sequence[Sequence[Var]]
     producer: Mapping[Var, int]
     readers: Mapping[Var, Sequence[int]]
 
@@ -60,7 +62,7 @@ class DataflowGraph:
             if eqn.primitive.name == "transpose":
                 axis, v = eqn.params["permutation"][axis], eqn.invars[0]
                 continue
-            alike = (u for u in compat.variables(eqn.invars) if array_of(u).shape == shape)
+            alike = (u for u in self.operands[i] if array_of(u).shape == shape)
             before = next((u for u in alike if self.primitive(u) not in _IN_ANY_LAYOUT), None)
             if before is None:
                 break
@@ -70,9 +72,7 @@ class DataflowGraph:
     def is_normalised(self, v: Var) -> bool:
         """True for a value that is combined with its own reduction, as softmax does: one kernel makes all."""
         return any(
-            u is not v and v in self._reduced(u)
-            for i in self.readers.get(v, ())
-            for u in compat.variables(self.eqns[i].invars)
+            u is not v and v in self._reduced(u) for i in self.readers.get(v, ()) for u in self.operands[i]
         )
 
     def _reduced(self, v: Atom) -> Sequence[Var]:
@@ -80,7 +80,7 @@ class DataflowGraph:
         while (i := compat.of_variable(self.producer, v)) is not None:
             eqn = self.eqns[i]
             if self.kinds[i] is Kind.REDUCTION:
-                return compat.variables(eqn.invars)
+                return self.operands[i]
             if self.kinds[i] is not Kind.VIEW and eqn.primitive.name != "broadcast_in_dim":
                 break
             v = eqn.invars[0]

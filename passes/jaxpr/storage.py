@@ -41,6 +41,7 @@ class Storage:
         kinds: what each equation is to the fusion model.
         producer: for every result the equation that makes it.
         readers: for every variable the equations that read it, in order.
+        operands: for every equation the variables that it reads.
         results: the jaxpr's.
         fixed: what is there anyway, and is not written over.
         stored: variables that are.
@@ -59,6 +60,7 @@ class Storage:
         self.kinds: list[Kind] = [kernel_kind(eqn, device.platform) for eqn in jaxpr.eqns]
         self.producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
         self.readers = readers_of(jaxpr.eqns)
+        self.operands = [compat.variables(eqn.invars) for eqn in jaxpr.eqns]
         self.results: set[Var] = set(compat.variables(jaxpr.outvars))
         self.fixed = {*jaxpr.constvars, *jaxpr.invars} - {*jaxpr.invars[n_consts : n_consts + n_carry]}
         self.stored = {*jaxpr.constvars, *jaxpr.invars}
@@ -70,7 +72,11 @@ class Storage:
         self._inside_reads: dict[Var, dict[Var, int]] = {}
         self._backend, self._as_xla = BACKENDS[device.platform], as_xla
         self._graph = DataflowGraph(
-            eqns=jaxpr.eqns, kinds=self.kinds, producer=self.producer, readers=self.readers
+            eqns=jaxpr.eqns,
+            kinds=self.kinds,
+            operands=self.operands,
+            producer=self.producer,
+            readers=self.readers,
         )
         needed = self._needed_in_memory()
         self._inside = set[Var]()
@@ -80,7 +86,7 @@ class Storage:
         self.slices = set[Var]()
         if as_xla and self._backend.fuses_greedily:
             self.slices = needed.intersection(jaxpr.invars[n_consts + n_carry :] if carried else ())
-            self._greedy = GreedyFusion(jaxpr, self.kinds, self.producer, self.readers, self.results, needed)
+            self._greedy = GreedyFusion(self._graph, self.results, needed)
         self._kernels = self._reading_kernels(needed) if self._greedy is None else {}
         for i, eqn in enumerate(jaxpr.eqns):
             self._decide(i, eqn, needed)
@@ -92,7 +98,7 @@ class Storage:
     def eqn_reads(self, i: int) -> dict[Var, int]:
         """The stored variables that equation `i` is computed from, with the bytes of each."""
         reads: dict[Var, int] = {}
-        for v in compat.variables(self.jaxpr.eqns[i].invars):
+        for v in self.operands[i]:
             reads.update(self._operand_reads(i, v))
         return reads
 
@@ -138,7 +144,7 @@ class Storage:
             if kind in (*WHOLE, Kind.BARRIER) or (
                 kind is Kind.VIEW and any(v in needed for v in eqn.outvars)
             ):
-                needed.update(compat.variables(eqn.invars))
+                needed.update(self.operands[i])
         return needed
 
     def _reading_kernels(self, needed: set[Var]) -> dict[Var, frozenset[int]]:
@@ -149,14 +155,14 @@ class Storage:
             joins = self.kinds[i] in INSIDE or self._inside & {*eqn.outvars}
             own = not joins or any(v in needed for v in eqn.outvars)
             reading = [i] if own else sorted({k for v in eqn.outvars for k in kernels.get(v, ())})
-            for v in compat.variables(eqn.invars):
+            for v in self.operands[i]:
                 kernels[v] = frozenset(sorted({*kernels.get(v, ()), *reading})[:2])
         return kernels
 
     def _decide(self, i: int, eqn: JaxprEqn, needed: set[Var]) -> None:
         kind = self.kinds[i]
         if kind is Kind.BARRIER:
-            for operand, result in zip(compat.variables(eqn.invars), eqn.outvars, strict=True):
+            for operand, result in zip(self.operands[i], eqn.outvars, strict=True):
                 self.original[result] = self.original.get(operand, operand)
                 self.reads[result] = self.reads[operand]
                 self.stored.add(result)
@@ -172,7 +178,7 @@ class Storage:
                     self.copied.add(v)
                     self._inside_reads[v] = reads
             elif kind is Kind.VIEW and self._greedy is not None:
-                self.reads[v] = {k: n for u in compat.variables(eqn.invars) for k, n in self.reads[u].items()}
+                self.reads[v] = {k: n for u in self.operands[i] for k, n in self.reads[u].items()}
                 self._inside_reads[v] = reads
             else:
                 self.reads[v] = reads
@@ -192,7 +198,7 @@ class Storage:
         is_held = any(self.kinds[r] is Kind.BARRIER for r in readers)
         if v in needed and (kind is not Kind.VIEW or is_held):
             return True
-        if any(self._is_unstored_kernel(u) for u in compat.variables(eqn.invars)):
+        if any(self._is_unstored_kernel(u) for u in self.operands[i]):
             return True
         if kind is Kind.VIEW or self._greedy is not None:
             return False
@@ -218,7 +224,7 @@ class Storage:
         """What of `reads` the kernel of equation `kernel` reads only to compute `v`."""
         only, stack, seen = dict(reads), [kernel], {kernel}
         while stack and only and len(seen) < MOST_INSIDE:
-            for u in compat.variables(self.jaxpr.eqns[stack.pop()].invars):
+            for u in self.operands[stack.pop()]:
                 if u is v:
                     continue
                 if u in self.reads:
