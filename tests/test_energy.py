@@ -27,7 +27,7 @@ from passes.jaxpr.lift import lift
 from passes.jaxpr.scans.emit import rewrite
 from passes.jaxpr.scans.frontier import frontier
 from passes.jaxpr.straight import as_it_is
-from passes.link import PCIE5, Link
+from passes.link import LINKS, PCIE5, Link
 from passes.listing import read_plan
 from passes.objective import Objective
 from passes.outcome import StageOutcome
@@ -75,6 +75,18 @@ def test_less_energy_is_found_where_time_may_be_spent(options: dict[str, object]
         2 * program.buffers[page.buffer].nbytes for page in quick.pages
     )
     assert read_plan(kept.to_json()).energy_pj == kept.energy_pj
+
+
+def test_what_a_byte_takes_decides_whether_it_is_sent():
+    program = frugal_gpt()
+    card = LINKS["sd-mcu"]
+    assert 2 * card.picojoules_per_byte == pytest.approx(0.33e12 * (1 / 4.44e6 + 1 / 4.61651e6))
+    for link, pages in ((card, False), (dataclasses.replace(card, picojoules_per_byte=0.0), True)):
+        config = PlannerConfig(host_bytes=1 << 30, link=link, quick=True, objective=energy())
+        made = plan(program, half_of(program), config)
+        validate(program, made, link)
+        assert made.status.found
+        assert bool(made.pages) == pages
 
 
 def test_a_limit_that_no_plan_keeps_is_not_kept_silently():
