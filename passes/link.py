@@ -15,9 +15,9 @@ sd-mcu, sd-rpi, ssd-tx2
                       nRF52840), one of a Raspberry Pi, the drive of a Jetson TX2; rates, latencies and powers
                       as its authors measured them (Patil et al., ICML 2022, and their code).
 
-Energy of the others is of the bytes on the way and in both memories: about 6 pJ a bit for a PCIe lane's two ends (about
-1.3 for C2C, NVIDIA's GH200 white paper) and 15 pJ a bit for DDR memory (O'Connor et al., MICRO 2017).
-Orders of magnitude: they rank plans.
+Energy of the others is of the bytes on the way and in both memories: about 6 pJ a bit for a PCIe lane's two
+ends (about 1.3 for C2C, NVIDIA's GH200 white paper) and 15 pJ a bit for DDR memory (O'Connor et al., MICRO
+2017). Orders of magnitude: they rank plans.
 """
 
 from __future__ import annotations
