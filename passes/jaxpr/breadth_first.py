@@ -78,10 +78,10 @@ def _order(lifted: LiftedJaxpr) -> list[OpId]:
 
 
 def _stacks(lifted: LiftedJaxpr, op: Op) -> list[BufferId]:
-    """What a loop writes slice by slice."""
-    if op.name != "scan":
+    """What a loop writes slice by slice; an interpreted Pallas kernel is a loop over its grid."""
+    if op.name not in ("scan", "pallas_call"):
         return []
     eqn = lifted.jaxpr.eqns[lifted.bodies[op.id][-1]]
-    _, n_carry = compat.scan_sizes(eqn)
+    n_carry = compat.scan_sizes(eqn)[1] if op.name == "scan" else 0
     stacks = [lifted.buffer_of[v] for v in eqn.outvars[n_carry:] if v in lifted.buffer_of]
     return [b for b in stacks if lifted.program.buffers[b].nbytes]
