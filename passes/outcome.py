@@ -80,6 +80,8 @@ class StageOutcome:
             (fixed = argument + output - alias).
         before_temp_bytes: predicted peak of temporaries without this stage's work.
         planned_temp_bytes: predicted peak of temporaries with it.
+        ordered_temp_bytes: that where kernels that XLA runs side by side are put one after the other alone,
+            as those of any other plan would be; None where XLA does not run them so.
         cost_ns: estimated time of the program before this stage.
         recompute_ns: estimated time of the program after this stage less `cost_ns`: negative where recompute
             saves more traffic than it costs.
@@ -141,6 +143,13 @@ class StageOutcome:
     recompute_pj: int = 0
     unrivalled: bool = False
     holes_bytes: int = 0
+    ordered_temp_bytes: int | None = None
+
+    @property
+    def needed_temp_bytes(self) -> int:
+        """What the program needs, in whatever order, if nothing is run again."""
+        ordered_bytes = self.ordered_temp_bytes
+        return self.before_temp_bytes if ordered_bytes is None else ordered_bytes
 
     @property
     def fixed_bytes(self) -> int:

@@ -175,7 +175,7 @@ def _is_too_deep(planned: StageOutcome, verdict: StageOutcome) -> bool:
 
 def _trial(planned: StageOutcome, verdict: StageOutcome) -> Trial:
     budget = verdict.budget_bytes - verdict.fixed_bytes
-    needed = verdict.before_temp_bytes
+    needed = verdict.needed_temp_bytes
     return Trial(
         recipe=planned.recipe,
         estimated_bytes=planned.planned_temp_bytes,
