@@ -27,6 +27,7 @@ class OneDevice:
     output_bytes: int
     alias_bytes: int
     parts: ClassVar[int] = 1
+    partitioned: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,7 @@ class Partition:
     Attributes:
         parts: one device's bytes times this are the bytes that are planned.
         num_devices: over how many devices.
+        partitioned: False where the program is one `shard_map`, whose body is not partitioned.
     """
 
     argument_bytes: int
@@ -47,6 +49,7 @@ class Partition:
     alias_bytes: int
     parts: int
     num_devices: int
+    partitioned: bool
 
 
 def devices_of(facts: ModuleFacts, plain: ClosedJaxpr | None) -> OneDevice | Partition:
@@ -65,9 +68,9 @@ def devices_of(facts: ModuleFacts, plain: ClosedJaxpr | None) -> OneDevice | Par
     }
     if facts.num_devices == 1:
         return OneDevice(**sizes)
-    is_split = plain is None or enter(plain) is None
-    parts = max(facts.argument_parts, default=1) if is_split else 1
-    return Partition(**sizes, parts=parts, num_devices=facts.num_devices)
+    partitioned = plain is None or enter(plain) is None
+    parts = max(facts.argument_parts, default=1) if partitioned else 1
+    return Partition(**sizes, parts=parts, num_devices=facts.num_devices, partitioned=partitioned)
 
 
 def _parts(facts: ModuleFacts, plain: ClosedJaxpr | None) -> tuple[Sequence[int], Sequence[int]]:
@@ -97,7 +100,7 @@ def request_of(
         argument_bytes=devices.parts * devices.argument_bytes,
         output_bytes=devices.parts * devices.output_bytes,
         alias_bytes=devices.parts * devices.alias_bytes,
-        device=device,
+        device=dataclasses.replace(device, partitioned=devices.partitioned),
         planner=planner,
         objective=objective,
         baseline_total_bytes=baseline_total_bytes,

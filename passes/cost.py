@@ -64,6 +64,7 @@ class DeviceModel:
         split: how XLA splits products there; None where it does not.
         memory_picojoules_per_byte: energy of a byte of device memory, HBM2's 3.92 pJ a bit (O'Connor et al.,
             MICRO 2017) unless known better.
+        partitioned: True for one of several over which XLA partitions a program.
     """
 
     name: str
@@ -83,6 +84,7 @@ class DeviceModel:
     cores: int = 1
     split: SplitWeights | None = None
     memory_picojoules_per_byte: float = 8 * 3.92
+    partitioned: bool = False
 
     def matrix_flops(self, bits: int) -> float:
         """Matrix flop/s for operands of a width."""
