@@ -15,7 +15,7 @@ from passes.cost import DEVICES
 from passes.jaxpr import compat
 from passes.jaxpr.canonical import with_canonical_products
 from passes.jaxpr.inline import inline_calls
-from passes.jaxpr.lift import lift
+from passes.jaxpr.lift import as_known, lift
 
 PRODUCTS = (
     "bqhd,bkhd->bhqk", "bhqk,bkhd->bqhd", "bhqk,bhqd->bhkd", "bhqd,bhkd->bhqk", "btd,df->btf", "btd,btf->df",
@@ -85,3 +85,15 @@ def test_as_many_copies_are_expected_as_xla_makes(spec):
     copies = re.findall(r"%[\w.]*(?:copy|transpose)[\w.]* = .* fusion", entry)
     program = lift(_opened(product, *args), DEVICES["cpu"], as_xla=True).program
     assert len([op for op in program.ops if op.name == "transpose"]) == len(copies), entry
+
+
+def test_a_product_whose_transpose_is_written_twice_is_in_its_form_at_once():
+    def twice(x: jax.Array, y: jax.Array) -> jax.Array:
+        product = x @ y
+        return jnp.tanh(product.T) + jnp.sin(product.T)
+
+    known = as_known(_opened(twice, jnp.ones((64, 32)), jnp.ones((32, 16))), DEVICES["cpu"])
+    assert not [eqn for eqn in known.eqns if eqn.primitive.name == "transpose"]
+    assert as_known(known, DEVICES["cpu"]) is known, (
+        "what is emitted of it is compared with it, place by place"
+    )

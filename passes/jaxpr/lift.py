@@ -107,8 +107,11 @@ def as_known(jaxpr: Jaxpr, device: DeviceModel) -> Jaxpr:
     jaxpr, backend = without_literal_barriers(jaxpr), BACKENDS[device.platform]
     if not backend.fuses_greedily:
         return without_rounding(jaxpr) if backend.drops_rounding else jaxpr
-    wide = with_wide_operands(jaxpr)
-    return without_repeats(wide if device.partitioned else with_canonical_products(wide))
+    # A product's form depends on how many read it, repeats counted once.
+    known = without_repeats(with_wide_operands(jaxpr))
+    if device.partitioned or (canonical := with_canonical_products(known)) is known:
+        return known
+    return without_repeats(canonical)
 
 
 def _as_seen(known: Jaxpr, device: DeviceModel) -> Jaxpr:

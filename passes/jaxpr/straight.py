@@ -90,48 +90,59 @@ def search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate
         _depths(as_is.jaxpr, device, request.planner, request.objective, calibration.rounded, holes, as_xla)
         for as_xla in ((True, False) if BACKENDS[device.platform].fuses_greedily else (False,))
     ]
+    descents = [_Descent(base, as_is, request, target_bytes) for base in bases]
     best = None
-    for base in bases:
-        best = _descend(base, as_is, request, target_bytes, than=best)
+    for descent in sorted(descents, key=lambda descent: descent.first.cost_ns):
+        best = descent.best(than=best)
     assert best is not None, "there is a base"
     return as_it_is(as_is) if len(best.emitted.eqns) == len(as_is.jaxpr.eqns) else best
 
 
-def _rank(candidate: Candidate, target_bytes: int) -> tuple[int, int]:
-    return max(candidate.peak_bytes, target_bytes), candidate.cost_ns
-
-
-def _descend(
-    depths: _Depths, as_is: LiftedJaxpr, request: JaxprRequest, target_bytes: int, *, than: Candidate | None
-) -> Candidate:
-    """Evaluate candidates of growing depth until one fits; else the smallest. What is found otherwise, if
-    that is better `than` it; deeper ones cost more, so that none is made where one costs no less already.
+class _Descent:
+    """Candidates of growing depth until one fits, each as it is written best at the first depth.
 
     The depths are steps of a fixed frontier below the peak without recomputes, whatever the budget is, so
     that a larger budget takes the same level or a higher one.
     """
-    calibration, peak_bytes = request.calibration, depths.peak_bytes
-    ways = emit_configs(
-        depths.lifted, as_is, request.device, strict=calibration.strict, deep=calibration.rounded
-    )
-    best, most_ns = than, math.inf
-    if than is not None and than.peak_bytes <= target_bytes:
-        most_ns = than.cost_ns * (1 - CONFIG.near_overhead)
-    level = _levels_down(target_bytes / max(peak_bytes, 1))
-    for _ in range(CONFIG.most_candidates):
-        made = depths.plan(level)
-        tried = [depths.candidate(level, way) for way in ways]
-        candidate = min(tried, key=lambda c: (c.peak_bytes > target_bytes, c.cost_ns))
-        if best is None or _rank(candidate, target_bytes) < _rank(best, target_bytes):
-            best = candidate
-        is_last = candidate.peak_bytes <= target_bytes or made.peak_bytes > made.budget_bytes
-        if is_last or min(c.cost_ns for c in tried) >= most_ns:
-            break
-        # What XLA is expected to need beyond the plan grows a little with the depth.
-        beyond_bytes = candidate.peak_bytes - made.peak_bytes
-        level = 1 + max(level, _levels_down(max(target_bytes - beyond_bytes, 1) / max(peak_bytes, 1)))
-    assert best is not None, "at least one candidate is evaluated"
-    return best
+
+    def __init__(self, depths: _Depths, as_is: LiftedJaxpr, request: JaxprRequest, target_bytes: int) -> None:
+        calibration = request.calibration
+        ways = emit_configs(
+            depths.lifted, as_is, request.device, strict=calibration.strict, deep=calibration.rounded
+        )
+        self._depths, self._target_bytes = depths, target_bytes
+        self._first_level = self._level_of(target_bytes)
+        tried = [depths.candidate(self._first_level, way) for way in ways]
+        self.first = min(tried, key=lambda c: (c.peak_bytes > target_bytes, c.cost_ns))
+        self._way = self.first.config
+
+    def best(self, *, than: Candidate | None) -> Candidate:
+        """The first that fits, else the smallest; what is found otherwise, if that is better `than` it.
+
+        Deeper ones cost more, so that none is made where one costs no less already.
+        """
+        best, most_ns = than, math.inf
+        if than is not None and than.peak_bytes <= self._target_bytes:
+            most_ns = than.cost_ns * (1 - CONFIG.near_overhead)
+        level = self._first_level
+        for _ in range(CONFIG.most_candidates):
+            made, candidate = self._depths.plan(level), self._depths.candidate(level, self._way)
+            if best is None or self._rank(candidate) < self._rank(best):
+                best = candidate
+            is_last = candidate.peak_bytes <= self._target_bytes or made.peak_bytes > made.budget_bytes
+            if is_last or candidate.cost_ns >= most_ns:
+                break
+            # What XLA is expected to need beyond the plan grows a little with the depth.
+            beyond_bytes = candidate.peak_bytes - made.peak_bytes
+            level = 1 + max(level, self._level_of(max(self._target_bytes - beyond_bytes, 1)))
+        assert best is not None, "at least one candidate is evaluated"
+        return best
+
+    def _level_of(self, nbytes: int) -> int:
+        return _levels_down(nbytes / max(self._depths.peak_bytes, 1))
+
+    def _rank(self, candidate: Candidate) -> tuple[int, int]:
+        return max(candidate.peak_bytes, self._target_bytes), candidate.cost_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -183,7 +194,7 @@ def _depths(
     as_xla: bool,
 ) -> _Depths:
     lifted = (
-        lift_as_xla(jaxpr, device) if as_xla else lift_known(jaxpr, device, as_xla=False, rounded=rounded)
+        _lifted_as_xla(jaxpr, device) if as_xla else lift_known(jaxpr, device, as_xla=False, rounded=rounded)
     )
     program = lifted.program
     return _Depths(
