@@ -7,7 +7,7 @@
     | lift    | that jaxpr, a cost model            | its `Program`: ops, buffers, bytes, times        |
     | plan    | the program, bytes                  | `Planned`: the candidate to take, with its       |
     |         |                                     | `Plan` and jaxpr, and what was done              |
-    | emit    | the candidate                       | the program, or its parts; what came where       |
+    | emit    | the candidate, bytes                | the program, or its parts; what came where       |
     |         |                                     | nothing was changed                              |
     | XLA fuses it, decides the order of its kernels, and calls back                                  |
     | enforce | the scheduled module, bytes         | the module to go on with, and what was done; the |
@@ -74,4 +74,4 @@ def _walk[Written](work: Work[Written], request: JaxprRequest) -> tuple[Written,
     with work.context():
         lifted = lift(work.jaxpr, request)
         planned = plan(lifted, request)
-    return emit(work, planned), planned.outcome
+    return emit(work, planned, request), planned.outcome

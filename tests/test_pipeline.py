@@ -57,7 +57,7 @@ def planned(asked: tuple[Any, ...], made: Any) -> None:
 
 
 def emitted(asked: tuple[Any, ...], made: Any) -> None:
-    work, choice = asked
+    work, choice, _ = asked
     if not choice.outcome.changed:
         assert made is work.source
     elif isinstance(made, tuple):

@@ -78,7 +78,7 @@ class GreedyFusion:
         for i in reversed(range(len(self._eqns))):
             if i in library.members:
                 self._alone(i)
-                self.stored.update(self._eqns[i].outvars if i in library.roots else ())
+                self.stored.update(self._eqns[i].outvars if i in library.kernels else ())
             elif kinds[i] not in INSIDE:
                 self._alone(i)
             else:

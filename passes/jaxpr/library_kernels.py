@@ -36,7 +36,7 @@ class LibraryKernels:
     """Which equations are in which of them.
 
     Attributes:
-        roots: the equation of each whose results are stored.
+        kernels: the equations of each, by the one whose results are stored.
         members: equations that are in one.
         inner: results that are not stored.
     """
@@ -52,15 +52,16 @@ class LibraryKernels:
         for v in results:
             if v in graph.producer:
                 self._users[graph.producer[v]].add(_END)
-        self.roots = set[int]()
+        self.kernels = dict[int, set[int]]()
         self.members = set[int]()
         for i in reversed(range(len(self._eqns))):
             if i not in self.members and _is_for_library(self._eqns[i], _STARTS):
-                self.roots.add(self._grown(i))
-        self.inner = {v for i in self.members - self.roots for v in self._eqns[i].outvars}
+                root, kernel = self._grown(i)
+                self.kernels[root] = kernel
+        self.inner = {v for i in self.members - self.kernels.keys() for v in self._eqns[i].outvars}
 
-    def _grown(self, start: int) -> int:
-        """Take in what the kernel of equation `start` can; the equation whose results it stores then."""
+    def _grown(self, start: int) -> tuple[int, set[int]]:
+        """What the kernel of equation `start` takes in, and the equation whose results it stores then."""
         kernel, root = {start}, start
         self.members.add(start)
         before = 0
@@ -70,14 +71,14 @@ class LibraryKernels:
             found = deque([*self._above(kernel, kernel, seen), *self._below(root, seen)])
             while found:
                 i, below = found.popleft()
-                if i in self.members or not _is_for_library(self._eqns[i], _NAMES):
+                if i in self.members or not is_computed_in_them(self._eqns[i]):
                     continue
                 kernel.add(i)
                 self.members.add(i)
                 if below:
                     root = i
                 found.extend(self._below(i, seen) if below else self._above((i,), kernel, seen))
-        return root
+        return root, kernel
 
     def _above(self, of: Iterable[int], kernel: set[int], seen: set[int]) -> list[tuple[int, bool]]:
         """What makes the operands of equations and is read in the kernel alone."""
@@ -95,6 +96,11 @@ class LibraryKernels:
             return []
         seen.update(users)
         return [(j, True) for j in users]
+
+
+def is_computed_in_them(eqn: JaxprEqn) -> bool:
+    """True for an equation that may be in a library's kernel."""
+    return _is_for_library(eqn, _NAMES)
 
 
 def _is_for_library(eqn: JaxprEqn, names: Collection[str]) -> bool:

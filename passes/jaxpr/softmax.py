@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of
-from passes.jaxpr.compat import Atom, JaxprEqn, Var
-from passes.jaxpr.primitives import INSIDE, Kind
+from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
+from passes.jaxpr.primitives import INSIDE, Kind, kind_of
+from passes.jaxpr.rewrite import readers_of
 from passes.reach import reached
 
 _IN_ANY_LAYOUT = ("broadcast_in_dim", "iota")
@@ -36,6 +37,17 @@ class DataflowGraph:
     operands: Sequence[Sequence[Var]]
     producer: Mapping[Var, int]
     readers: Mapping[Var, Sequence[int]]
+
+    @classmethod
+    def of(cls, jaxpr: Jaxpr) -> DataflowGraph:
+        """That of an open jaxpr."""
+        return cls(
+            eqns=jaxpr.eqns,
+            kinds=[kind_of(eqn.primitive.name) for eqn in jaxpr.eqns],
+            operands=[compat.variables(eqn.invars) for eqn in jaxpr.eqns],
+            producer={v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars},
+            readers=readers_of(jaxpr.eqns),
+        )
 
     def primitive(self, v: Atom) -> str:
         """The name of the primitive that makes a value, "" for none."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -24,6 +25,7 @@ from passes.jaxpr.compat import ClosedJaxpr, Jaxpr
 from passes.jaxpr.emit import emit_split
 from passes.jaxpr.halves import Joined, Split, closed_halves, join
 from passes.jaxpr.lifted import LiftedJaxpr
+from passes.jaxpr.own_constants import with_own_constants
 from passes.jaxpr.primitives import LOOPS
 from passes.jaxpr.scans.choice import all_recomputed
 from passes.jaxpr.shards import Inside, enter
@@ -54,6 +56,9 @@ class StageConfig:
 CONFIG = StageConfig()
 
 
+Finish = Callable[[Jaxpr], Jaxpr]
+
+
 class Work[Written](Protocol):
     """What is planned of a program, and how what is made of it is written in the program's place."""
 
@@ -69,8 +74,8 @@ class Work[Written](Protocol):
     def context(self) -> AbstractContextManager[None]:
         """What the jaxpr is lifted and planned in."""
 
-    def written(self, made: Candidate) -> Written:
-        """As `source`, with a candidate that changes it."""
+    def written(self, made: Candidate, finish: Finish) -> Written:
+        """As `source`, with a candidate that changes it, each of whose jaxprs goes through `finish`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -81,8 +86,8 @@ class _Whole:
     def context(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def written(self, made: Candidate) -> ClosedJaxpr:
-        return compat.close_jaxpr(made.emitted, compat.open_jaxpr(self.source)[1])
+    def written(self, made: Candidate, finish: Finish) -> ClosedJaxpr:
+        return compat.close_jaxpr(finish(made.emitted), compat.open_jaxpr(self.source)[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -96,16 +101,16 @@ class _InShardMap:
     def context(self) -> AbstractContextManager[None]:
         return compat.inside_shard_map(self.inside.eqn)
 
-    def written(self, made: Candidate) -> ClosedJaxpr:
-        return compat.close_jaxpr(self._emitted(made), compat.open_jaxpr(self.source)[1])
+    def written(self, made: Candidate, finish: Finish) -> ClosedJaxpr:
+        return compat.close_jaxpr(self._emitted(made, finish), compat.open_jaxpr(self.source)[1])
 
-    def _emitted(self, made: Candidate) -> Jaxpr:
+    def _emitted(self, made: Candidate, finish: Finish) -> Jaxpr:
         inside = self.inside
-        if inside.pair is None:
-            return inside.written(made.emitted)
-        n_arguments = len(inside.jaxpr.eqns[inside.pair.place].invars)
         with self.context():
-            halves = _split(made, n_arguments, len(inside.pair.joint.kept))
+            if inside.pair is None:
+                return inside.written(finish(made.emitted))
+            n_arguments = len(inside.jaxpr.eqns[inside.pair.place].invars)
+            halves = _split(made, n_arguments, len(inside.pair.joint.kept), finish)
         return inside.written_in_two(halves)
 
 
@@ -121,15 +126,16 @@ class _Parts:
     def context(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def written(self, made: Candidate) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+    def written(self, made: Candidate, finish: Finish) -> tuple[ClosedJaxpr, ClosedJaxpr]:
         n_arguments = self.joined.n_consts + self.joined.n_arguments
-        return closed_halves(self.joined, _split(made, n_arguments, self.n_outs))
+        return closed_halves(self.joined, _split(made, n_arguments, self.n_outs, finish))
 
 
-def _split(made: Candidate, n_arguments: int, n_forward_results: int) -> Split:
-    return emit_split(
+def _split(made: Candidate, n_arguments: int, n_forward_results: int, finish: Finish) -> Split:
+    halves = emit_split(
         made.lifted, made.steps, made.config, n_arguments=n_arguments, n_forward_results=n_forward_results
     )
+    return replace(halves, forward=finish(halves.forward), backward=finish(halves.backward))
 
 
 def prepare(closed_jaxpr: ClosedJaxpr) -> Work[ClosedJaxpr]:
@@ -162,9 +168,12 @@ def lift(jaxpr: Jaxpr, request: JaxprRequest) -> LiftedJaxpr:
     return lift_as_xla(jaxpr, request.device)
 
 
-def emit[Written](work: Work[Written], planned: Planned) -> Written:
+def emit[Written](work: Work[Written], planned: Planned, request: JaxprRequest) -> Written:
     """The program with what was planned; the very same objects where that changes nothing."""
-    return work.written(planned.candidate) if planned.outcome.changed else work.source
+    if not planned.outcome.changed:
+        return work.source
+    in_library = BACKENDS[request.device.platform].fuses_greedily
+    return work.written(planned.candidate, with_own_constants if in_library else lambda jaxpr: jaxpr)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

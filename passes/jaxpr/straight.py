@@ -90,15 +90,15 @@ def search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate
         _depths(as_is.jaxpr, device, request.planner, request.objective, calibration.rounded, holes, as_xla)
         for as_xla in ((True, False) if BACKENDS[device.platform].fuses_greedily else (False,))
     ]
-    descents = [_Descent(base, as_is, request, target_bytes) for base in bases]
+    deepenings = [_Deepening(base, as_is, request, target_bytes) for base in bases]
     best = None
-    for descent in sorted(descents, key=lambda descent: descent.first.cost_ns):
-        best = descent.best(than=best)
+    for each in sorted(deepenings, key=lambda each: each.first.cost_ns):
+        best = each.best(than=best)
     assert best is not None, "there is a base"
     return as_it_is(as_is) if len(best.emitted.eqns) == len(as_is.jaxpr.eqns) else best
 
 
-class _Descent:
+class _Deepening:
     """Candidates of growing depth until one fits, each as it is written best at the first depth.
 
     The depths are steps of a fixed frontier below the peak without recomputes, whatever the budget is, so
