@@ -12,6 +12,7 @@ import pytest
 from coop_jax import aot
 from passes.cost import DEVICES
 from passes.jaxpr.breadth_first import as_run
+from passes.jaxpr.freedom import emit_config
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.lift import lift_seen
 from passes.jaxpr.lifted import LiftedJaxpr
@@ -121,3 +122,42 @@ def test_xla_cpu_runs_first_what_is_ready_first(fn: Callable[..., Any], specs: t
     )
     assert as_it_runs == pytest.approx(temp_bytes, rel=0.05)
     assert in_order < 0.85 * temp_bytes
+
+
+def from_their_maximum(x: Any) -> Any:
+    """What library kernels read of a row's maximum, and what loops read."""
+    most = jnp.broadcast_to(x.max(-1, keepdims=True), x.shape)
+    return jnp.where(x > 0, jnp.exp(x - most), 0.0), jnp.where(x > 1, jnp.sin(x) * most, 0.0)
+
+
+def test_what_is_spread_out_is_not_what_a_library_kernel_stores():
+    made_ns = aot.run_ns(jax.jit(from_their_maximum).lower(WIDE).compile(), CPU)
+    program = seen(from_their_maximum, WIDE).program
+    assert sorted(buffer.nbytes for buffer in program.buffers if buffer.nbytes) == [256 * 4]
+    assert program.cost_ns == pytest.approx(made_ns, rel=0.05)
+
+
+def masked(x: Any, y: Any) -> Any:
+    """Two attentions with a mask that each of them makes."""
+
+    def one(x: Any) -> Any:
+        rows, columns = (jax.lax.broadcasted_iota(jnp.int32, (256, 256), k) for k in range(2))
+        return jax.nn.softmax(x + jnp.where(rows < columns, -1e30, 0.0)) @ x
+
+    return one(x), one(jnp.sin(y))
+
+
+def test_constants_that_are_written_twice_are_made_once():
+    names = [eqn.primitive.name for eqn in seen(masked, WIDE, WIDE).jaxpr.eqns]
+    assert (names.count("iota"), names.count("lt")) == (2, 1)
+
+
+def test_an_erfc_for_several_kernels_is_kept_whole():
+    def read_twice(x: Any, w: Any) -> Any:
+        y = jax.scipy.special.erfc(x @ w)
+        return jnp.where(x > 0, y, 1.0), jnp.cumsum(y * x)
+
+    lifted = seen(read_twice, WIDE, WIDE)
+    erfc = {i for i, eqn in enumerate(lifted.jaxpr.eqns) if eqn.primitive.name == "erfc"}
+    assert erfc <= {body[-1] for body in lifted.bodies}
+    assert emit_config(lifted, lifted, CPU).apart == erfc, "XLA would store its exponential and two quotients"

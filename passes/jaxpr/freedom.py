@@ -70,7 +70,8 @@ def emit_config(
     if backend.fuses_greedily:  # what a library's kernel has inside it is held back by it
         kinds = {i: kernel_kind(lifted.jaxpr.eqns[i], device.platform) for i in inside}
         apart = {i for i, kind in kinds.items() if kind is Kind.FUSIBLE and not _is_transpose(lifted, i)}
-        apart |= saved
+        # XLA takes it apart, and stores its exponential and two quotients for its readers instead.
+        apart |= saved | {i for i in wanted if lifted.jaxpr.eqns[i].primitive.name == "erfc"}
     if backend.fuses_results and (strict or deep):
         products = {i for i in wanted if lifted.jaxpr.eqns[i].primitive.name in MATRIX}
         apart |= {i for i in products if strict or _is_smaller(lifted.jaxpr.eqns[i])}

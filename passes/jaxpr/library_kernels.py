@@ -28,6 +28,8 @@ _OF_ANY_SIZE = "broadcast_in_dim copy dot_general name reshape squeeze stop_grad
 _NAMES = frozenset(_COMPUTES.split())
 _NAMES_OF_ANY_SIZE = frozenset(_OF_ANY_SIZE.split())
 _LEAST_SIZE = 4096
+# Spread out by whoever reads it: the last step of no kernel.
+_SPREADS = "broadcast_in_dim"
 # The reader of a program's results.
 _END = -1
 
@@ -62,13 +64,13 @@ class LibraryKernels:
 
     def _grown(self, start: int) -> tuple[int, set[int]]:
         """What the kernel of equation `start` takes in, and the equation whose results it stores then."""
-        kernel, root = {start}, start
+        kernel, roots = {start}, [start]
         self.members.add(start)
         before = 0
         while len(kernel) > before:
             before = len(kernel)
             seen = set(kernel)
-            found = deque([*self._above(kernel, kernel, seen), *self._below(root, seen)])
+            found = deque([*self._above(kernel, kernel, seen), *self._below(roots[-1], seen)])
             while found:
                 i, below = found.popleft()
                 if i in self.members or not is_computed_in_them(self._eqns[i]):
@@ -76,9 +78,12 @@ class LibraryKernels:
                 kernel.add(i)
                 self.members.add(i)
                 if below:
-                    root = i
+                    roots.append(i)
                 found.extend(self._below(i, seen) if below else self._above((i,), kernel, seen))
-        return root, kernel
+        while self._eqns[roots[-1]].primitive.name == _SPREADS:
+            kernel.remove(i := roots.pop())
+            self.members.remove(i)
+        return roots[-1], kernel
 
     def _above(self, of: Iterable[int], kernel: set[int], seen: set[int]) -> list[tuple[int, bool]]:
         """What makes the operands of equations and is read in the kernel alone."""

@@ -10,11 +10,11 @@ The gradient of every variance has such a 2. A DenseNet's step within .6 of its 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Set
 
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of
-from passes.jaxpr.compat import Jaxpr, JaxprEqn, Literal
+from passes.jaxpr.compat import Jaxpr, JaxprEqn, Literal, Var
 from passes.jaxpr.library_kernels import LibraryKernels, is_computed_in_them
 from passes.jaxpr.primitives import CONTROL_FLOW
 from passes.jaxpr.softmax import DataflowGraph
@@ -36,15 +36,18 @@ def with_own_constants(jaxpr: Jaxpr) -> Jaxpr:
             readers.setdefault(_key(v, eqn), set()).add(i)
     barriers: dict[int, JaxprEqn] = {}
     for kernel in library.kernels.values():
-        shared = [
-            v for i in sorted(kernel) for v in _spread(eqns[i]) if not readers[_key(v, eqns[i])] <= kernel
-        ]
-        first = min(kernel)
-        if not shared or not graph.operands[first]:
+        shared = {i: [v for v in _spread(eqns[i]) if not readers[_key(v, eqns[i])] <= kernel] for i in kernel}
+        constants = [v for i in sorted(kernel) for v in shared[i]]
+        if not constants:
             continue
-        before = [*shared, graph.operands[first][0]]
+        start = min(i for i in kernel if shared[i])
+        read = _dispensable(graph, kernel, start)
+        if read is None or _nbytes(read) > _nbytes(eqns[start].outvars[0]):
+            continue
+        place = min(i for i in kernel if read in graph.operands[i])
+        before = [*constants, read]
         after = [compat.fresh_var(v) for v in before]
-        barriers[first] = compat.barrier_eqn(before, after)
+        barriers[place] = compat.barrier_eqn(before, after)
         own = {id(v): new for v, new in zip(before, after, strict=True)}
         for i in kernel:
             eqns[i] = compat.replaced(eqns[i], invars=[own.get(id(v), v) for v in eqns[i].invars])
@@ -54,6 +57,20 @@ def with_own_constants(jaxpr: Jaxpr) -> Jaxpr:
         each for i, eqn in enumerate(eqns) for each in ((barriers[i], eqn) if i in barriers else (eqn,))
     ]
     return compat.rebuild(jaxpr, eqns=written, outvars=jaxpr.outvars)
+
+
+def _dispensable(graph: DataflowGraph, kernel: Set[int], end: int) -> Var | None:
+    """What equations of a kernel up to `end` read from memory: what no other kernel reads, and the smallest.
+
+    What waits is another value to XLA, which may be given another layout, and then is copied.
+    """
+    read = [v for i in sorted(kernel) if i <= end for v in graph.operands[i]]
+    outside = [v for v in read if graph.producer.get(v) not in kernel]
+    return min(outside, key=lambda v: (not kernel >= {*graph.readers[v]}, _nbytes(v)), default=None)
+
+
+def _nbytes(v: Var) -> int:
+    return compat.aval_nbytes(v.aval)
 
 
 def _with_bodies(eqn: JaxprEqn) -> JaxprEqn:

@@ -187,7 +187,7 @@ def _computation(eqn: JaxprEqn) -> Hashable:
     cannot be told."""
     if eqn_kind(eqn) in (Kind.OPAQUE, Kind.BARRIER) or compat.checkpoint_name_of(eqn) is not None:
         return eqn
-    if any(isinstance(v, compat.DropVar) for v in eqn.outvars) or not compat.variables(eqn.invars):
+    if any(isinstance(v, compat.DropVar) for v in eqn.outvars):
         return eqn
     params = tuple((name, type(value), value) for name, value in sorted(eqn.params.items()))
     key = eqn.primitive, params, tuple(map(_operand, eqn.invars))
