@@ -7,7 +7,7 @@
     | lift    | that jaxpr, a cost model            | its `Program`: ops, buffers, bytes, times        |
     | plan    | the program, bytes                  | `Planned`: the candidate to take, with its       |
     |         |                                     | `Plan` and jaxpr, and what was done              |
-    | emit    | the candidate, bytes                | the program, or its parts; what came where       |
+    | emit    | the candidate, a cost model         | the program, or its parts; what came where       |
     |         |                                     | nothing was changed                              |
     | XLA fuses it, decides the order of its kernels, and calls back                                  |
     | enforce | the scheduled module, bytes         | the module to go on with, and what was done; the |

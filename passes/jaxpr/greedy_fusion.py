@@ -22,11 +22,10 @@ from collections.abc import Collection, Sequence
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of
 from passes.jaxpr.compat import JaxprEqn, Var
-from passes.jaxpr.library_kernels import LibraryKernels
+from passes.jaxpr.library_kernels import SPREADS, LibraryKernels
 from passes.jaxpr.primitives import FUSING, INSIDE, MOVING, Kind, is_dear_to_xla_cpu
 from passes.jaxpr.softmax import DataflowGraph
 
-_SPREADS = "broadcast_in_dim"
 # Readers farther than so many equations away do not compute a value of several operands in one kernel.
 _FARTHEST = 200
 # Of the kernels that read a value so many are told apart.
@@ -105,7 +104,7 @@ class GreedyFusion:
         if cheap and self._is_apart(i, v):
             self._apart.add(v)
             copies = False
-        elif name != _SPREADS and any(n > most for n in times.values()):
+        elif name != SPREADS and any(n > most for n in times.values()):
             copies = False
         else:
             copies = cheap or (len(places) <= 1 and v not in self._needed and not spread)
@@ -162,7 +161,7 @@ class GreedyFusion:
         full = 0
         for u in self._operands[i]:
             k = self._producer.get(u)
-            spread = k is not None and self._eqns[k].primitive.name in (_SPREADS, "iota")
+            spread = k is not None and self._eqns[k].primitive.name in (SPREADS, "iota")
             full += not spread and _true_rank(u) >= rank
         return full <= 1
 
@@ -223,4 +222,4 @@ def _true_rank(v: Var) -> int:
 
 def _spreads(eqn: JaxprEqn) -> bool:
     """True for what reads elements of its operand several times."""
-    return eqn.primitive.name == _SPREADS and _size(eqn.outvars[0]) > _size(eqn.invars[0])
+    return eqn.primitive.name == SPREADS and _size(eqn.outvars[0]) > _size(eqn.invars[0])

@@ -29,7 +29,7 @@ _NAMES = frozenset(_COMPUTES.split())
 _NAMES_OF_ANY_SIZE = frozenset(_OF_ANY_SIZE.split())
 _LEAST_SIZE = 4096
 # Spread out by whoever reads it: the last step of no kernel.
-_SPREADS = "broadcast_in_dim"
+SPREADS = "broadcast_in_dim"
 # The reader of a program's results.
 _END = -1
 
@@ -80,7 +80,7 @@ class LibraryKernels:
                 if below:
                     roots.append(i)
                 found.extend(self._below(i, seen) if below else self._above((i,), kernel, seen))
-        while self._eqns[roots[-1]].primitive.name == _SPREADS:
+        while self._eqns[roots[-1]].primitive.name == SPREADS:
             kernel.remove(i := roots.pop())
             self.members.remove(i)
         return roots[-1], kernel

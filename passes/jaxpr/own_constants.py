@@ -16,7 +16,7 @@ from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of
 from passes.jaxpr.compat import Jaxpr, JaxprEqn, Literal, Var
 from passes.jaxpr.library_kernels import LibraryKernels, is_computed_in_them
-from passes.jaxpr.primitives import CONTROL_FLOW
+from passes.jaxpr.primitives import CONTROL_FLOW, kind_of
 from passes.jaxpr.softmax import DataflowGraph
 
 
@@ -28,7 +28,7 @@ def with_own_constants(jaxpr: Jaxpr) -> Jaxpr:
         The same object if they share none.
     """
     eqns = [_with_bodies(eqn) for eqn in jaxpr.eqns]
-    graph = DataflowGraph.of(jaxpr)
+    graph = DataflowGraph.of(jaxpr, [kind_of(eqn.primitive.name) for eqn in jaxpr.eqns])
     library = LibraryKernels(graph, compat.variables(jaxpr.outvars))
     readers: dict[Hashable, set[int]] = {}
     for i, eqn in enumerate(jaxpr.eqns):
@@ -51,7 +51,7 @@ def with_own_constants(jaxpr: Jaxpr) -> Jaxpr:
         own = {id(v): new for v, new in zip(before, after, strict=True)}
         for i in kernel:
             eqns[i] = compat.replaced(eqns[i], invars=[own.get(id(v), v) for v in eqns[i].invars])
-    if not barriers and all(map(lambda a, b: a is b, eqns, jaxpr.eqns)):
+    if eqns == jaxpr.eqns:
         return jaxpr
     written = [
         each for i, eqn in enumerate(eqns) for each in ((barriers[i], eqn) if i in barriers else (eqn,))

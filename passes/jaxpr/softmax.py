@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
-from passes.jaxpr.primitives import INSIDE, Kind, kind_of
+from passes.jaxpr.primitives import INSIDE, Kind
 from passes.jaxpr.rewrite import readers_of
 from passes.reach import reached
 
@@ -39,11 +39,11 @@ class DataflowGraph:
     readers: Mapping[Var, Sequence[int]]
 
     @classmethod
-    def of(cls, jaxpr: Jaxpr) -> DataflowGraph:
-        """That of an open jaxpr."""
+    def of(cls, jaxpr: Jaxpr, kinds: Sequence[Kind]) -> DataflowGraph:
+        """That of an open jaxpr, with what each equation is to the fusion model."""
         return cls(
             eqns=jaxpr.eqns,
-            kinds=[kind_of(eqn.primitive.name) for eqn in jaxpr.eqns],
+            kinds=kinds,
             operands=[compat.variables(eqn.invars) for eqn in jaxpr.eqns],
             producer={v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars},
             readers=readers_of(jaxpr.eqns),

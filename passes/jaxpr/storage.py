@@ -17,7 +17,6 @@ from passes.jaxpr.greedy_fusion import GreedyFusion
 from passes.jaxpr.in_place import UPDATES
 from passes.jaxpr.primitives import INSIDE, SLICING, Kind, is_dear_to_xla
 from passes.jaxpr.purity import kernel_kind
-from passes.jaxpr.rewrite import readers_of
 from passes.jaxpr.softmax import DataflowGraph, inside_softmax
 
 # A value with several readers is stored if reading its leaves costs more than this many times its own bytes:
@@ -58,9 +57,9 @@ class Storage:
         n_consts, n_carry = carried or (0, 0)
         self.jaxpr = jaxpr
         self.kinds: list[Kind] = [kernel_kind(eqn, device.platform) for eqn in jaxpr.eqns]
-        self.producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-        self.readers = readers_of(jaxpr.eqns)
-        self.operands = [compat.variables(eqn.invars) for eqn in jaxpr.eqns]
+        self._graph = DataflowGraph.of(jaxpr, self.kinds)
+        self.producer, self.readers = self._graph.producer, self._graph.readers
+        self.operands = self._graph.operands
         self.results: set[Var] = set(compat.variables(jaxpr.outvars))
         self.fixed = {*jaxpr.constvars, *jaxpr.invars} - {*jaxpr.invars[n_consts : n_consts + n_carry]}
         self.stored = {*jaxpr.constvars, *jaxpr.invars}
@@ -71,13 +70,6 @@ class Storage:
         # What kernels read which compute a variable themselves; `reads` where it is not here.
         self._inside_reads: dict[Var, dict[Var, int]] = {}
         self._backend, self._as_xla = BACKENDS[device.platform], as_xla
-        self._graph = DataflowGraph(
-            eqns=jaxpr.eqns,
-            kinds=self.kinds,
-            operands=self.operands,
-            producer=self.producer,
-            readers=self.readers,
-        )
         needed = self._needed_in_memory()
         self._inside = set[Var]()
         if self._backend.fuses_normalisation:
