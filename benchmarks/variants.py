@@ -169,7 +169,7 @@ def _described(row: Row, compiled: Any, target: str) -> Row:
         return row
     return replace(
         row,
-        planned_bytes=planned.planned_total_bytes,
+        planned_bytes=planned.expected_total_bytes,
         planned_plain_bytes=planned.fixed_bytes + planned.before_temp_bytes,
         planned_change=planned.recompute_ns / max(planned.cost_ns, 1),
     )

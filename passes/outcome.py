@@ -82,6 +82,8 @@ class StageOutcome:
         planned_temp_bytes: predicted peak of temporaries with it.
         ordered_temp_bytes: that where kernels that XLA runs side by side are put one after the other alone,
             as those of any other plan would be; None where XLA does not run them so.
+        unordered_temp_bytes: predicted peak in XLA's own order, where that keeps the budget and so is left
+            alone; None where it is not, or where XLA keeps the program's order.
         cost_ns: estimated time of the program before this stage.
         recompute_ns: estimated time of the program after this stage less `cost_ns`: negative where recompute
             saves more traffic than it costs.
@@ -144,6 +146,7 @@ class StageOutcome:
     unrivalled: bool = False
     holes_bytes: int = 0
     ordered_temp_bytes: int | None = None
+    unordered_temp_bytes: int | None = None
 
     @property
     def needed_temp_bytes(self) -> int:
@@ -160,6 +163,12 @@ class StageOutcome:
     def planned_total_bytes(self) -> int:
         """The whole program's predicted peak."""
         return self.fixed_bytes + self.planned_temp_bytes
+
+    @property
+    def expected_total_bytes(self) -> int:
+        """The whole program's predicted peak in the order in which it will be run."""
+        unordered_bytes = self.unordered_temp_bytes
+        return self.planned_total_bytes if unordered_bytes is None else self.fixed_bytes + unordered_bytes
 
     @property
     def planner(self) -> str:
@@ -200,8 +209,9 @@ def scaled(outcome: StageOutcome, *, over: int) -> StageOutcome:
     names = ("budget", "argument", "output", "alias", "before_temp", "planned_temp")
     values = {f"{name}_bytes": getattr(outcome, f"{name}_bytes") // over for name in names}
     paged = tuple(replace(p, nbytes=p.nbytes // over) for p in outcome.paged)
-    least = None if outcome.least_total_bytes is None else outcome.least_total_bytes // over
-    return replace(outcome, **values, paged=paged, least_total_bytes=least)
+    unless_none = ("least_total_bytes", "unordered_temp_bytes")
+    values |= {name: None if (n := getattr(outcome, name)) is None else n // over for name in unless_none}
+    return replace(outcome, **values, paged=paged)
 
 
 def recomputed_by(program: Program, steps: Sequence[OpId], stage: Stage) -> tuple[Recomputed, ...]:

@@ -118,7 +118,7 @@ def test_xla_cpu_runs_first_what_is_ready_first(fn: Callable[..., Any], specs: t
     lifted = seen(fn, *specs)
     temp_bytes = aot.memory(jax.jit(fn).lower(*specs).compile()).temp_bytes
     in_order, as_it_runs = (
-        simulate(p, [op.id for op in p.ops]).peak_bytes for p in (lifted.program, as_run(lifted))
+        simulate(p, [op.id for op in p.ops]).peak_bytes for p in (lifted.program, as_run(lifted, CPU))
     )
     assert as_it_runs == pytest.approx(temp_bytes, rel=0.05)
     assert in_order < 0.85 * temp_bytes

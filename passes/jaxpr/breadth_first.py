@@ -14,15 +14,19 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 
+from passes.cost import DeviceModel
 from passes.ir import Buffer, BufferId, Op, OpId, Program
 from passes.jaxpr import compat
+from passes.jaxpr.compat import Jaxpr
+from passes.jaxpr.lift import carried_by, lift_body
 from passes.jaxpr.lifted import LiftedJaxpr
-from passes.jaxpr.primitives import Kind, kind_of
+from passes.jaxpr.primitives import CONTROL_FLOW, Kind, kind_of
+from passes.simulate import simulate
 
 
-def as_run(lifted: LiftedJaxpr) -> Program:
+def as_run(lifted: LiftedJaxpr, device: DeviceModel) -> Program:
     """The program in XLA:CPU's order, the stacks of its loops made at the start; linear in its size."""
-    order = [*map(lifted.program.ops.__getitem__, _order(lifted))]
+    order = [_with_bodies_as_run(lifted, lifted.program.ops[k], device) for k in _order(lifted)]
     buffers, made = list(lifted.program.buffers), list[Op]()
     for k, op in enumerate(order):
         started = {b: BufferId(len(buffers) + n) for n, b in enumerate(_stacks(lifted, op))}
@@ -44,6 +48,27 @@ def as_run(lifted: LiftedJaxpr) -> Program:
         buffers=tuple(buffers),
         outputs=lifted.program.outputs,
     )
+
+
+def run_bytes(lifted: LiftedJaxpr, device: DeviceModel) -> int:
+    """What XLA:CPU needs for temporaries in its own order."""
+    run = as_run(lifted, device)
+    return simulate(run, tuple(op.id for op in run.ops)).peak_bytes
+
+
+def _with_bodies_as_run(lifted: LiftedJaxpr, op: Op, device: DeviceModel) -> Op:
+    """Control flow takes what its largest body does in that order."""
+    if op.name not in CONTROL_FLOW:
+        return op
+    eqn = lifted.jaxpr.eqns[lifted.bodies[op.id][-1]]
+    bodies = [_body_bytes(body, device, carried_by(eqn)) for body in compat.inner_jaxprs(eqn)]
+    return replace(op, workspace_bytes=max(bodies, default=0))
+
+
+@compat.cached_by_jaxpr
+def _body_bytes(jaxpr: Jaxpr, device: DeviceModel, carried: tuple[int, int] | None) -> int:
+    lifted, kept_bytes = lift_body(jaxpr, device, carried)
+    return kept_bytes + run_bytes(lifted, device)
 
 
 def _order(lifted: LiftedJaxpr) -> list[OpId]:

@@ -74,6 +74,7 @@ class Candidate:
     Attributes:
         lifted: the program that `steps` are a plan of.
         steps, config, emitted: what is run and how it is written.
+        foreseen: what XLA is expected to make of that; None where it was not asked.
         peak_bytes: expected peak of XLA's temporaries.
         holes_bytes: what holes of XLA's heap would add to that, where they are not counted.
         cost_ns, energy_pj: expected time and energy of what is run.
@@ -93,6 +94,7 @@ class Candidate:
     cost_ns: int
     energy_pj: int
     holes_bytes: int = 0
+    foreseen: LiftedJaxpr | None = None
     plan: Plan | None = None
     scans: Level = ()
     rewritten: bool = False

@@ -58,7 +58,6 @@ def lift(
     *,
     as_xla: bool,
     rounded: bool = False,
-    carried: tuple[int, int] | None = None,
 ) -> LiftedJaxpr:
     """Lift an open jaxpr (calls inlined, dead code removed) for one kind of device.
 
@@ -67,11 +66,10 @@ def lift(
             tanh) that several kernels read, on a CPU what `passes.jaxpr.greedy_fusion` says, and it keeps
             all terms of a long sum until the end. False for what it can be made to do.
         rounded: True to count what products round in the bytes of that (`passes.jaxpr.stored`).
-        carried: of a scan's body how many of its inputs are constants, and carried.
 
     Complexity: linear in equations times the size of a kernel.
     """
-    return lift_known(as_known(jaxpr, device), device, as_xla=as_xla, rounded=rounded, carried=carried)
+    return lift_known(as_known(jaxpr, device), device, as_xla=as_xla, rounded=rounded)
 
 
 def lift_known(
@@ -80,19 +78,23 @@ def lift_known(
     *,
     as_xla: bool,
     rounded: bool = False,
-    carried: tuple[int, int] | None = None,
 ) -> LiftedJaxpr:
     """As `lift`, of what `as_known` returns."""
-    lifted = _lift(jaxpr, device, as_xla, rounded, carried)
+    lifted = _lift(jaxpr, device, as_xla, rounded)
     if not as_xla or (merged := _as_seen(jaxpr, device)) is jaxpr:
         return lifted
-    return replace(lifted, merged=_lift(merged, device, as_xla, rounded, carried).program)
+    return replace(lifted, merged=_lift(merged, device, as_xla, rounded).program)
 
 
 def lift_seen(
     jaxpr: Jaxpr, device: DeviceModel, *, rounded: bool = False, carried: tuple[int, int] | None = None
 ) -> LiftedJaxpr:
-    """Lift what XLA sees of an open jaxpr: `seen` of `lift(..., as_xla=True)`."""
+    """Lift what XLA sees of an open jaxpr: `seen` of `lift(..., as_xla=True)`.
+
+    Args:
+        carried: of a scan's body how many of its inputs are constants, and carried. Its other results are
+            slices of stacks, which take memory until they are copied there.
+    """
     return _lift(_as_seen(as_known(jaxpr, device), device), device, True, rounded, carried)
 
 
@@ -119,7 +121,11 @@ def _as_seen(known: Jaxpr, device: DeviceModel) -> Jaxpr:
 
 
 def _lift(
-    jaxpr: Jaxpr, device: DeviceModel, as_xla: bool, rounded: bool, carried: tuple[int, int] | None
+    jaxpr: Jaxpr,
+    device: DeviceModel,
+    as_xla: bool,
+    rounded: bool,
+    carried: tuple[int, int] | None = None,
 ) -> LiftedJaxpr:
     storage = Storage(jaxpr, device, as_xla=as_xla, carried=carried)
     return _Lift(storage, device, as_xla=as_xla, rounded=rounded, carried=carried).build()
@@ -143,6 +149,8 @@ class _Lift:
         self.rounded = read_rounded(self.jaxpr, self.kinds) if rounded else frozenset[Var]()
         self.vector_flops = list(map(vector_work, self.jaxpr.eqns, self.kinds))
         stacks = () if carried is None else compat.variables(self.jaxpr.outvars[carried[1] :])
+        kept = () if carried is None else compat.variables(self.jaxpr.outvars[: carried[1]])
+        self.slices = {*stacks}.difference(kept)
         # XLA:CPU makes early what it could make just before it is read.
         self.in_order = as_xla and BACKENDS[device.platform].fuses_greedily
         # A planner may run each kernel again alone.
@@ -167,9 +175,16 @@ class _Lift:
         for result, original in self.storage.original.items():
             if not isinstance(result, compat.DropVar):
                 buffer_of[result] = buffer_of[original]
-        last_names = (self.storage.original.get(v, v) for v in self.results)
-        results = result_storage(last_names, self.jaxpr, self.storage.producer, self.storage.readers)
-        fixed = {*self.jaxpr.constvars, *self.jaxpr.invars, *results} - self.storage.slices
+        results = self.results - self.slices
+        last_names = (self.storage.original.get(v, v) for v in results)
+        stored = result_storage(last_names, self.jaxpr, self.storage.producer, self.storage.readers)
+        fixed = {
+            *self.jaxpr.constvars,
+            *self.jaxpr.invars,
+            *stored,
+            *filter(self._is_written_there, self.slices),
+        }
+        fixed -= self.storage.slices
         nbytes = [0 if v in fixed else stored_bytes(v, self.device, self.rounded) for v in var_of]
         buffers = tuple(Buffer(id=BufferId(b), nbytes=n) for b, n in enumerate(nbytes))
         leaves = tuple(
@@ -183,7 +198,7 @@ class _Lift:
             name="jaxpr",
             ops=ops,
             buffers=buffers,
-            outputs=tuple(sorted({buffer_of[v] for v in self.results})),
+            outputs=tuple(sorted({buffer_of[v] for v in results})),
         )
         return LiftedJaxpr(
             program=program,
@@ -193,6 +208,11 @@ class _Lift:
             buffer_of=buffer_of,
             var_of=tuple(var_of),
         )
+
+    def _is_written_there(self, v: Var) -> bool:
+        """True for a slice of a stack that its kernel computes where it belongs: nothing else reads it."""
+        maker = self.storage.producer.get(v)
+        return maker is not None and self.kinds[maker] is Kind.FUSIBLE and not self.storage.readers.get(v)
 
     def _is_root(self, i: int) -> bool:
         eqn = self.jaxpr.eqns[i]
@@ -355,23 +375,35 @@ NO_WORK = InnerWork(peak_bytes=0, cost_ns=0, energy_pj=0)
 
 def _works(eqn: JaxprEqn, device: DeviceModel) -> list[InnerWork]:
     """What the bodies of one equation of control flow need."""
-    carried = compat.scan_sizes(eqn) if eqn.primitive.name == "scan" else None
-    return [inner_work(body, device, carried) for body in compat.inner_jaxprs(eqn)]
+    return [inner_work(body, device, carried_by(eqn)) for body in compat.inner_jaxprs(eqn)]
+
+
+def carried_by(eqn: JaxprEqn) -> tuple[int, int] | None:
+    """How many inputs of a scan's body are constants, and carried; None for other control flow."""
+    return compat.scan_sizes(eqn) if eqn.primitive.name == "scan" else None
 
 
 @compat.cached_by_jaxpr
 def inner_work(jaxpr: Jaxpr, device: DeviceModel, carried: tuple[int, int] | None = None) -> InnerWork:
-    """What one run of a body of control flow needs, as XLA runs it by itself.
+    """What one run of a body of control flow needs, in the order of the program.
 
     Args:
-        carried: of a scan's body how many of its inputs are constants, and carried.
+        carried: as `carried_by` says.
+    """
+    lifted, kept_bytes = lift_body(jaxpr, device, carried)
+    program = lifted.program
+    peak_bytes = kept_bytes + simulate(program, tuple(op.id for op in program.ops)).peak_bytes
+    return InnerWork(peak_bytes=peak_bytes, cost_ns=program.cost_ns, energy_pj=program.energy_pj)
+
+
+def lift_body(jaxpr: Jaxpr, device: DeviceModel, carried: tuple[int, int] | None) -> tuple[LiftedJaxpr, int]:
+    """What XLA sees of a body of control flow, and the bytes of its results that wait for its end.
+
+    Args:
+        carried: as `carried_by` says.
     """
     flat = compat.open_jaxpr(inline_calls(compat.close_jaxpr(jaxpr, [])))[0] if not jaxpr.constvars else jaxpr
     lifted = lift_seen(flat, device, carried=carried)
-    program = lifted.program
     in_place = updated_in_place(lifted, *(carried or (0, 0)))
-    results = sum(stored_bytes(v, device) for k, v in enumerate(flat.outvars) if k not in in_place)
-    peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
-    return InnerWork(
-        peak_bytes=int(peak_bytes) + results, cost_ns=program.cost_ns, energy_pj=program.energy_pj
-    )
+    kept = flat.outvars if carried is None else flat.outvars[: carried[1]]
+    return lifted, sum(stored_bytes(v, device) for k, v in enumerate(kept) if k not in in_place)

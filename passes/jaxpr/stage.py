@@ -19,11 +19,12 @@ from passes.dump import dump
 from passes.ir import Status
 from passes.jaxpr import compat
 from passes.jaxpr.bodies import has_control_flow
-from passes.jaxpr.breadth_first import as_run
+from passes.jaxpr.breadth_first import run_bytes
 from passes.jaxpr.candidate import Candidate, JaxprRequest
 from passes.jaxpr.compat import ClosedJaxpr, Jaxpr
 from passes.jaxpr.emit import emit_split
 from passes.jaxpr.halves import Joined, Split, closed_halves, join
+from passes.jaxpr.lift import lift_seen
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.own_constants import with_own_constants
 from passes.jaxpr.primitives import LOOPS
@@ -36,7 +37,6 @@ from passes.listing import plan_text, program_text
 from passes.objective import Objective
 from passes.outcome import StageOutcome, recomputed_by, tightest_values
 from passes.planners import cut_bound
-from passes.simulate import simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,8 +205,16 @@ def _before_bytes(as_is: LiftedJaxpr, device: DeviceModel) -> int:
     the program's order, where that needs less."""
     if not BACKENDS[device.platform].runs_branches_together:
         return as_it_is(as_is).peak_bytes
-    run = as_run(as_is)
-    return simulate(run, tuple(op.id for op in run.ops)).peak_bytes
+    return run_bytes(as_is, device)
+
+
+def _unordered_bytes(candidate: Candidate, request: JaxprRequest, scale: float) -> int | None:
+    """What XLA needs for a candidate in its own order; None where the enforcing stage will not leave that."""
+    if not BACKENDS[request.device.platform].runs_branches_together or not candidate.changed:
+        return None
+    nbytes = run_bytes(candidate.foreseen or lift_seen(candidate.emitted, request.device), request.device)
+    is_left = nbytes <= scale * request.temp_budget_bytes and not request.mapping_ns(nbytes)
+    return nbytes if is_left else None
 
 
 def _searched(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate:
@@ -366,6 +374,7 @@ def _outcome(
         alias_bytes=request.alias_bytes,
         before_temp_bytes=before_bytes,
         planned_temp_bytes=candidate.peak_bytes,
+        unordered_temp_bytes=None if request.inside else _unordered_bytes(candidate, request, scale),
         cost_ns=cost_ns,
         recompute_ns=recompute_ns,
         energy_pj=as_is.seen.energy_pj,

@@ -237,9 +237,9 @@ def evaluate(
     """
     emitted = emit(lifted, made.steps, config)
     # Nothing is merged across the barriers that recomputes wait behind.
-    seen = lift_seen(emitted, device, rounded=rounded).program
-    timeline = simulate(seen, _identity(seen))
-    beyond_bytes = holes_bytes(seen, timeline, BACKENDS[device.platform])
+    seen = lift_seen(emitted, device, rounded=rounded)
+    timeline = simulate(seen.program, _identity(seen.program))
+    beyond_bytes = holes_bytes(seen.program, timeline, BACKENDS[device.platform])
     alive_bytes = timeline.peak_bytes
     if not BACKENDS[device.platform].fuses_greedily:
         alive_bytes = (made.peak_bytes + max(alive_bytes, made.peak_bytes)) // 2
@@ -250,8 +250,9 @@ def evaluate(
         emitted=emitted,
         peak_bytes=alive_bytes + (beyond_bytes if holes else 0),
         holes_bytes=0 if holes else beyond_bytes,
-        cost_ns=seen.cost_ns,
-        energy_pj=seen.energy_pj,
+        cost_ns=seen.program.cost_ns,
+        energy_pj=seen.program.energy_pj,
+        foreseen=seen,
         plan=made,
     )
 
