@@ -96,7 +96,8 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
     module = _read(module_bytes, request)
     returned, outcome = _held(module, request)
     kept_bytes = request.device.kept_bytes
-    if request.planned and kept_bytes < outcome.planned_temp_bytes <= MISSED_RATIO * kept_bytes:
+    mapped = request.planned and 0 < kept_bytes < outcome.planned_temp_bytes
+    if mapped and module.depth_first.prediction.temp_bytes <= MISSED_RATIO * kept_bytes:
         smaller = replace(request, budget_bytes=outcome.fixed_bytes + kept_bytes)
         other, mapped_less = _held(module, smaller)
         if mapped_less.status.found and _run_ns(mapped_less) < _run_ns(outcome):

@@ -212,15 +212,17 @@ def fit(task: Task) -> Written:
 
 
 def _packed(task: Task, tried: list[Written]) -> Written:
-    """The cheapest of the plans whose packing alone is over the budget, packed tighter, else the smallest."""
-    best = tried[-1]
-    unsteered_bytes = min(written.needed_bytes for written in tried)
+    """The cheapest of the plans whose packing alone is over the budget, packed tighter, else the last one:
+    the others depend on the budget, and what is reported as the least must be met when that is asked for."""
+    least = tried[-1]
+    unsteered_bytes = least.needed_bytes
     for written in sorted(tried, key=task.price):
         found = replace(task.steered(written), unsteered_bytes=unsteered_bytes)
         if not task.is_over(found):
             return found
-        best = min(best, found, key=task.size)
-    return best
+        if written is tried[-1]:
+            least = min(least, found, key=task.size)
+    return least
 
 
 def _with_less_host(config: PlannerConfig, host_bytes: int) -> PlannerConfig:

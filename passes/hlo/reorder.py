@@ -13,7 +13,7 @@ the end, and all operands wait. With the update that adds the parts up and write
 them, and takes nothing. What it takes in between must be there: no more than what is alive at some time from
 its new place to the old one.
 
-Not moved: what calls other computations but fusions, and what has control dependencies.
+Not moved: what has an effect, and what has control dependencies.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from passes.simulate import simulate
 
 # What is taken over what is freed: less than the largest alignment's loss on values of a megabyte.
 NEXT_TO_NOTHING = 1 / 64
-_STAYS = frozenset({"while", "conditional", "call", "custom-call", "sort", "scatter", "rng-bit-generator"})
 
 
 def reordered(lifted: LiftedModule) -> tuple[OpId, ...] | None:
@@ -81,7 +80,7 @@ def _movable(lifted: LiftedModule) -> list[bool]:
     for i in lifted.instructions:
         instruction = by_id[i]
         tied = bool(instruction.control) or i in before_others
-        movable.append(not tied and instruction.opcode not in _STAYS and purity.instruction(instruction))
+        movable.append(not tied and purity.instruction(instruction))
     return movable
 
 
