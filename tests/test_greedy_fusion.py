@@ -11,7 +11,7 @@ import pytest
 
 from coop_jax import aot
 from passes.cost import DEVICES
-from passes.jaxpr.breadth_first import as_run
+from passes.jaxpr.breadth_first import as_run, run_bytes
 from passes.jaxpr.freedom import emit_config
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.lift import lift_seen
@@ -108,11 +108,20 @@ def branches(x: Any, w: Any) -> Any:
     return [jnp.tanh(jnp.tanh(jnp.tanh(x * k) @ w) @ w)[:8] @ w for k in range(1, 7)]
 
 
+def branches_in_a_loop(x: Any, w: Any) -> Any:
+    def step(x: Any, _: None) -> Any:
+        return jnp.concatenate([*branches(x, w), x[48:]]), None
+
+    return jax.lax.scan(step, x, length=4)[0]
+
+
 STACK = jax.ShapeDtypeStruct((16, 64, 256), jnp.float32)
 
 
 @pytest.mark.parametrize(
-    ("fn", "specs"), [(two_ways_back, (STACK, WIDE, WIDE)), (branches, (WIDE, WIDE))], ids=["loops", "chains"]
+    ("fn", "specs"),
+    [(two_ways_back, (STACK, WIDE, WIDE)), (branches, (WIDE, WIDE)), (branches_in_a_loop, (WIDE, WIDE))],
+    ids=["loops", "chains", "body"],
 )
 def test_xla_cpu_runs_first_what_is_ready_first(fn: Callable[..., Any], specs: tuple[Any, ...]):
     lifted = seen(fn, *specs)
@@ -122,6 +131,22 @@ def test_xla_cpu_runs_first_what_is_ready_first(fn: Callable[..., Any], specs: t
     )
     assert as_it_runs == pytest.approx(temp_bytes, rel=0.05)
     assert in_order < 0.85 * temp_bytes
+
+
+def layers(x: Any, ws: Any) -> Any:
+    def layer(x: Any, w: Any) -> Any:
+        for _ in range(8):
+            x = jnp.sin(x @ w)
+        return x, None
+
+    return jax.lax.scan(layer, x, ws)[0]
+
+
+def test_a_body_holds_slices_of_stacks_until_they_are_read():
+    gradient = jax.grad(lambda x, ws: jnp.sum(layers(x, ws)), argnums=1)
+    specs = jax.ShapeDtypeStruct((512, 256), jnp.float32), jax.ShapeDtypeStruct((2, 256, 256), jnp.float32)
+    temp_bytes = aot.memory(jax.jit(gradient).lower(*specs).compile()).temp_bytes
+    assert run_bytes(seen(gradient, *specs), CPU) == pytest.approx(temp_bytes, rel=0.05)
 
 
 def from_their_maximum(x: Any) -> Any:

@@ -27,16 +27,15 @@ from passes.simulate import simulate
 def as_run(lifted: LiftedJaxpr, device: DeviceModel) -> Program:
     """The program in XLA:CPU's order, the stacks of its loops made at the start; linear in its size."""
     order = [_with_bodies_as_run(lifted, lifted.program.ops[k], device) for k in _order(lifted)]
-    buffers, made = list(lifted.program.buffers), list[Op]()
+    buffers = list(lifted.program.buffers)
+    # Slices of stacks that have memory of their own.
+    made = [_copy(b) for b in lifted.program.arguments if buffers[b].nbytes]
     for k, op in enumerate(order):
         started = {b: BufferId(len(buffers) + n) for n, b in enumerate(_stacks(lifted, op))}
         if not started:
             continue
         buffers += [Buffer(id=start, nbytes=buffers[b].nbytes) for b, start in started.items()]
-        made += [
-            Op(id=OpId(len(made) + n), inputs=(), outputs=(start,), cost_ns=0, recomputable=False)
-            for n, start in enumerate(started.values())
-        ]
+        made += map(_copy, started.values())
         order[k] = replace(
             op,
             inputs=(*op.inputs, *started.values()),
@@ -48,6 +47,11 @@ def as_run(lifted: LiftedJaxpr, device: DeviceModel) -> Program:
         buffers=tuple(buffers),
         outputs=lifted.program.outputs,
     )
+
+
+def _copy(buffer: BufferId) -> Op:
+    """What makes a buffer at the start, to be numbered."""
+    return Op(id=OpId(0), inputs=(), outputs=(buffer,), cost_ns=0, recomputable=False)
 
 
 def run_bytes(lifted: LiftedJaxpr, device: DeviceModel) -> int:
