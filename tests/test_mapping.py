@@ -16,7 +16,7 @@ from test_jaxpr_stage import gradient, request_for
 import coop_jax as coop
 from coop_jax import aot
 from passes.cost import DEVICES, DeviceModel, mapping_ns, maps_huge_pages
-from passes.hlo.enforce import EnforceRequest, enforce
+from passes.hlo.enforce import MISSED_RATIO, EnforceRequest, enforce
 from passes.outcome import StageOutcome
 from passes.pipeline import plan_program
 
@@ -83,6 +83,24 @@ def test_a_plan_that_misses_is_held_to_what_stays_mapped(planned_before: bool) -
     assert (outcome.planned_temp_bytes <= kept_bytes) == outcome.changed == planned_before
     assert (same is data) != planned_before
     assert outcome.cost_ns > mapping_ns(device, found["temp"])
+
+
+def test_what_an_order_alone_brings_below_what_stays_mapped_is_held_to_it() -> None:
+    def branches(x: Any, w: Any) -> Any:
+        return [jnp.tanh(jnp.tanh(jnp.tanh(x * k) @ w) @ w)[:8] @ w for k in range(1, 7)]
+
+    args = h.spec(256, 256), h.spec(256, 256)
+    data, compiled = h.scheduled(h.Example(name="branches", fn=branches, args=args))
+    found = h.totals(compiled)
+    kept_bytes = int(0.7 * found["temp"])
+    request = EnforceRequest(
+        budget_bytes=found["total"], device=replace(CPU, kept_bytes=kept_bytes), platform="cpu",
+        old_rules=h.OLD_RULES, planned=True,
+    )  # fmt: skip
+    _, outcome = enforce(data, request)
+    assert outcome.before_temp_bytes > MISSED_RATIO * kept_bytes
+    assert outcome.planned_temp_bytes <= kept_bytes
+    assert not outcome.recomputed
 
 
 def test_a_step_whose_temporaries_can_stay_mapped_is_planned_so(monkeypatch: pytest.MonkeyPatch) -> None:
