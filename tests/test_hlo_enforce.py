@@ -12,12 +12,14 @@ import pytest
 
 from coop_jax.aot import run_ns
 from passes.cost import DEVICES
-from passes.hlo import proto
+from passes.hlo import fit, proto
 from passes.hlo.enforce import EnforceRequest, enforce
 from passes.hlo.fit import CONFIG as FIT
 from passes.hlo.fit import Task, Written
-from passes.ir import Plan, Status
+from passes.ir import Plan, Program, Status
 from passes.outcome import StageOutcome
+from passes.planners import PlannerConfig, plan
+from passes.simulate import simulate
 
 
 def _request(budget_bytes: int, platform: str = "cpu", planner: str = "auto") -> EnforceRequest:
@@ -133,6 +135,27 @@ def test_the_least_total_does_not_depend_on_what_was_asked_for(h200: str, model:
     assert outcome.status.found
     assert outcome.planned_total_bytes <= least
     assert h.predict(proto.parse(changed), "cuda").total_bytes == outcome.planned_total_bytes
+
+
+@pytest.mark.parametrize("model", ["mlp", "conv"])
+def test_what_is_named_is_no_plan_that_depends_on_the_budget(
+    monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    data, _ = h.scheduled(h.example(model, "grad"))
+    deepest = fit.least_peak
+
+    def half_as_deep(program: Program, config: PlannerConfig) -> Plan:
+        """A search for the lowest peak that ends early: plans for a budget go below it."""
+        lowest = deepest(program, config)
+        unplanned = simulate(program, [op.id for op in program.ops]).peak_bytes
+        return plan(program, (lowest.peak_bytes + unplanned) // 2, config)
+
+    monkeypatch.setattr(fit, "least_peak", half_as_deep)
+    least = enforce(data, _request(1))[1].least_total_bytes
+    assert least is not None
+    outcomes = [enforce(data, _request(int(ratio * least)))[1] for ratio in (0.75, 0.8, 0.85, 0.9, 0.95)]
+    assert {o.least_total_bytes for o in outcomes if not o.status.found} == {least}
+    assert enforce(data, _request(least))[1].status.found
 
 
 def test_enforcing_is_deterministic() -> None:
