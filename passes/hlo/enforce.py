@@ -96,13 +96,20 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
     module = _read(module_bytes, request)
     returned, outcome = _held(module, request)
     kept_bytes = request.device.kept_bytes
-    mapped = request.planned and 0 < kept_bytes < outcome.planned_temp_bytes
-    if mapped and module.depth_first.prediction.temp_bytes <= MISSED_RATIO * kept_bytes:
+    is_mapped = request.planned and 0 < kept_bytes < outcome.planned_temp_bytes
+    if is_mapped and _is_near(MISSED_RATIO * kept_bytes, module, outcome):
         smaller = replace(request, budget_bytes=outcome.fixed_bytes + kept_bytes)
         other, mapped_less = _held(module, smaller)
         if mapped_less.status.found and _run_ns(mapped_less) < _run_ns(outcome):
             returned, outcome = other, replace(mapped_less, budget_bytes=request.budget_bytes)
     return returned, replace(outcome, seconds=time.perf_counter() - begin)
+
+
+def _is_near(most_bytes: float, module: _Scheduled, outcome: StageOutcome) -> bool:
+    """True if a module, as it was held or by its order alone, takes no more; the order is made if need be."""
+    if outcome.planned_temp_bytes <= most_bytes:
+        return True
+    return module.depth_first.prediction.temp_bytes <= most_bytes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

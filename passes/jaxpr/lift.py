@@ -150,7 +150,7 @@ class _Lift:
         self.vector_flops = list(map(vector_work, self.jaxpr.eqns, self.kinds))
         stacks = () if carried is None else compat.variables(self.jaxpr.outvars[carried[1] :])
         kept = () if carried is None else compat.variables(self.jaxpr.outvars[: carried[1]])
-        self.slices = {*stacks}.difference(kept)
+        self.stacked = {*stacks}.difference(kept)
         # XLA:CPU makes early what it could make just before it is read.
         self.in_order = as_xla and BACKENDS[device.platform].fuses_greedily
         # A planner may run each kernel again alone.
@@ -175,14 +175,14 @@ class _Lift:
         for result, original in self.storage.original.items():
             if not isinstance(result, compat.DropVar):
                 buffer_of[result] = buffer_of[original]
-        results = self.results - self.slices
+        results = self.results - self.stacked
         last_names = (self.storage.original.get(v, v) for v in results)
         stored = result_storage(last_names, self.jaxpr, self.storage.producer, self.storage.readers)
         fixed = {
             *self.jaxpr.constvars,
             *self.jaxpr.invars,
             *stored,
-            *filter(self._is_written_there, self.slices),
+            *filter(self._is_written_there, self.stacked),
         }
         fixed -= self.storage.slices
         nbytes = [0 if v in fixed else stored_bytes(v, self.device, self.rounded) for v in var_of]
