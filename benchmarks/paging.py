@@ -125,7 +125,7 @@ def measure(
     program: Program, links: Sequence[Link], budgets: Sequence[float], energy: bool = False
 ) -> list[Row]:
     """Every budget alone; on every link with pages, by DELTA's rules, and for least energy if asked for."""
-    peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
+    peak_bytes = simulate(program).peak_bytes
     rows = []
     for ratio in budgets:
         budget_bytes = int(ratio * peak_bytes)
@@ -148,7 +148,7 @@ def measure(
 
 def measure_least(program: Program, links: Sequence[Link]) -> list[Row]:
     """The lowest peaks; their share of the program's own is the budget."""
-    peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
+    peak_bytes = simulate(program).peak_bytes
     found: list[tuple[Link | None, Plan]] = [(None, least_peak(program, PlannerConfig(quick=True)))]
     for link in links:
         config = PlannerConfig(quick=True, host_bytes=HOST_BYTES, link=link)
@@ -206,7 +206,7 @@ def read(folder: Path) -> list[Program]:
 
 def relative(program: Program) -> list[Link]:
     """Links that carry a quarter of the peak to twice the peak while the program runs once."""
-    peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
+    peak_bytes = simulate(program).peak_bytes
     rates = [(share, share * peak_bytes * 1e9 / program.cost_ns) for share in RELATIVE]
     return [
         Link(name=f"{share:g} peak/step", to_host_bytes_per_second=rate, from_host_bytes_per_second=rate)

@@ -78,7 +78,7 @@ class Row:
 
 def measure(program: Program, budget_ratio: float, planner: str, time_limit_s: float) -> Row:
     """Plan, check and place."""
-    before_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
+    before_bytes = simulate(program).peak_bytes
     budget_bytes = int(budget_ratio * before_bytes)
     exact = planner == "exact"
     config = PlannerConfig(

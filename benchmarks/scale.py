@@ -95,7 +95,7 @@ def measure(case: tuple[str, int, float]) -> Row:
     """Plan one graph; in a fresh process, or the memory is that of an earlier call, too."""
     kind, n_ops, budget_ratio = case
     program = training_graph(kind, n_ops)
-    budget_bytes = int(budget_ratio * simulate(program, tuple(op.id for op in program.ops)).peak_bytes)
+    budget_bytes = int(budget_ratio * simulate(program).peak_bytes)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begin = time.process_time()
     made = plan(program, budget_bytes, PlannerConfig())

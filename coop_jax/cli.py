@@ -79,7 +79,7 @@ def _solve(arguments: argparse.Namespace) -> int:
         raise InputError("--planner delta swaps to the host; say how much it may take there with --host")
     if arguments.objective == "energy" and not any(op.energy_pj for op in program.ops):
         raise InputError('--objective is energy, but no op of the program has "energy"')
-    before_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
+    before_bytes = simulate(program).peak_bytes
     budget_bytes = parse_budget(arguments.budget, before_bytes)
     made = plan(program, budget_bytes, config)
     validate(program, made, config.link)

@@ -206,7 +206,7 @@ def simulated_curve(opened: Opened, device: DeviceModel) -> tuple[SimulatedPoint
     """What budgets would cost by recomputing the program's own kernels, by simulation."""
     assigner = opened.assigner
     lifted = lift(assigner.module, device, assigner.backend.name, assigner=assigner)
-    peak = simulate(lifted.program, tuple(op.id for op in lifted.program.ops)).peak_bytes
+    peak = simulate(lifted.program).peak_bytes
     total = opened.memory_map().total_bytes
     points = []
     for ratio in _CURVE:

@@ -197,6 +197,11 @@ class Program:
         )
 
     @property
+    def order(self) -> tuple[OpId, ...]:
+        """The ops as they come: the steps of a run without recomputes."""
+        return tuple(op.id for op in self.ops)
+
+    @property
     def cost_ns(self) -> int:
         """Cost of running every op once."""
         return sum(op.cost_ns for op in self.ops)

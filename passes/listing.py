@@ -29,7 +29,7 @@ _PLAIN = re.compile(r"[\w.\-]+")
 @as_text.register
 def program_text(program: Program) -> str:
     """A program as text, op by op, with the bytes alive at each."""
-    live = simulate(program, tuple(op.id for op in program.ops)).live_bytes.tolist()
+    live = simulate(program).live_bytes.tolist()
     lines = [
         f"program {json.dumps(program.name)}, {len(program.ops)} ops, {len(program.buffers)} buffers, "
         f"cost {program.cost_ns}"

@@ -41,14 +41,15 @@ class Timeline:
     ranges: LiveRanges
 
 
-def simulate(program: Program, steps: Sequence[OpId], pages: Sequence[Page] = ()) -> Timeline:
-    """Live bytes at every step of `steps`; O(size of the program, the steps and the pages).
+def simulate(program: Program, steps: Sequence[OpId] | None = None, pages: Sequence[Page] = ()) -> Timeline:
+    """Live bytes at every step of `steps`, the program's own order if not given; O(size of the program, the
+    steps and the pages).
 
     Raises:
         ValueError: a step reads a buffer that no earlier step has made, or that is on the host; a page
             that is out of order, or that nothing needs.
     """
-    return simulate_graph(Graph.of(program), steps, pages)
+    return simulate_graph(Graph.of(program), program.order if steps is None else steps, pages)
 
 
 def simulate_graph(graph: Graph, steps: Sequence[int], pages: Sequence[Page] = ()) -> Timeline:

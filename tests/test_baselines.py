@@ -24,7 +24,7 @@ from passes.validate import validate
 def test_replays_keep_their_capacity(data: st.DataObject):
     program = data.draw(programs())
     name = data.draw(st.sampled_from((*POLICIES, "chen")))
-    peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
+    peak_bytes = simulate(program).peak_bytes
     budget_bytes = data.draw(st.integers(peak_bytes // 2, peak_bytes + 2))
     made = plan(program, budget_bytes, PlannerConfig(planner=name))
     validate(program, made)
@@ -40,7 +40,7 @@ def test_replays_keep_their_capacity(data: st.DataObject):
 @pytest.mark.parametrize("name", [*POLICIES, "chen"])
 def test_baselines_plan_training_programs_and_auto_beats_them(name: str):
     program = small_gpt(4)
-    peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
+    peak_bytes = simulate(program).peak_bytes
     made = plan(program, int(0.8 * peak_bytes), PlannerConfig(planner=name))
     validate(program, made)
     assert made.status is Status.FEASIBLE

@@ -32,7 +32,7 @@ def test_rows_and_table_of_a_small_transformer():
 )
 def test_what_pages_give_a_wide_transformer(width: int, ratio: float, most: float):
     program = transformer(Transformer(width=width))
-    budget_bytes = int(ratio * simulate(program, tuple(op.id for op in program.ops)).peak_bytes)
+    budget_bytes = int(ratio * simulate(program).peak_bytes)
     config = PlannerConfig(quick=True, host_bytes=paging.HOST_BYTES, link=PCIE5)
     made = plan(program, budget_bytes, config)
     validate(program, made, PCIE5)
@@ -59,7 +59,7 @@ def test_the_prototypes_figures_are_below_what_any_plan_of_this_program_can_cost
 
 def test_a_quick_link_makes_recompute_needless():
     program = transformer(Transformer(width=4096, layers=4))
-    budget_bytes = int(0.3 * simulate(program, tuple(op.id for op in program.ops)).peak_bytes)
+    budget_bytes = int(0.3 * simulate(program).peak_bytes)
     made = plan(program, budget_bytes, PlannerConfig(host_bytes=paging.HOST_BYTES, link=C2C, quick=True))
     assert made.overhead_ratio <= 0.02
 

@@ -55,7 +55,7 @@ def frugal_gpt() -> Program:
 
 def half_of(program: Program) -> int:
     """Half of the peak."""
-    return simulate(program, tuple(op.id for op in program.ops)).peak_bytes // 2
+    return simulate(program).peak_bytes // 2
 
 
 @pytest.mark.parametrize("options", [{"quick": True}, HOST], ids=["alone", "host"])
@@ -113,7 +113,7 @@ def test_kernels_of_a_compiled_program_say_their_energy(h200: str) -> None:
     busy = [op for op in program.ops if op.cost_ns > DEVICES["h200"].launch_ns]
     assert busy
     assert all(op.energy_pj > 0 for op in busy)
-    budget_bytes = int(0.8 * simulate(program, tuple(op.id for op in program.ops)).peak_bytes)
+    budget_bytes = int(0.8 * simulate(program).peak_bytes)
     made = plan(program, budget_bytes, PlannerConfig(objective=energy(), **HOST))
     quick = plan(program, budget_bytes, PlannerConfig(**HOST))
     validate(program, made, LINK)

@@ -37,7 +37,7 @@ def exact(program: Program, budget_bytes: int, **options: object) -> Plan:
 @given(st.data())
 def test_nothing_that_is_proved_is_refuted_by_brute_force(data: st.DataObject):
     program = data.draw(programs())
-    peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
+    peak_bytes = simulate(program).peak_bytes
     least_bytes = least_peak_bytes(program)
     levels = [least_bytes, (2 * least_bytes + peak_bytes) // 3, max(0, least_bytes - 1)]
     budget_bytes = data.draw(st.sampled_from(levels))
@@ -57,7 +57,7 @@ def test_nothing_that_is_proved_is_refuted_by_brute_force(data: st.DataObject):
 @pytest.mark.parametrize("program", [small_gpt(2), chain(12)], ids=lambda p: p.name)
 @pytest.mark.parametrize("ratio", [0.8, 0.6])
 def test_training_programs_are_proved(program: Program, ratio: float):
-    peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
+    peak_bytes = simulate(program).peak_bytes
     made = exact(program, int(ratio * peak_bytes))
     assert made.status is Status.OPTIMAL
     again = exact(program, int(ratio * peak_bytes))
@@ -67,7 +67,7 @@ def test_training_programs_are_proved(program: Program, ratio: float):
 
 def test_no_limit_is_worse_than_the_hint():
     program = small_gpt(3)
-    peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
+    peak_bytes = simulate(program).peak_bytes
     budget_bytes = int(0.5 * peak_bytes)
     hint = search.plan(program, budget_bytes)
     made = solve_exact(program, budget_bytes, hint, ExactConfig(work_limit=1e-6))
@@ -78,7 +78,7 @@ def test_no_limit_is_worse_than_the_hint():
 
 def test_an_interrupt_keeps_the_best_plan(monkeypatch: pytest.MonkeyPatch):
     program = small_gpt(3)
-    peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
+    peak_bytes = simulate(program).peak_bytes
     hint = search.plan(program, int(0.5 * peak_bytes))
     lines: list[str] = []
 
@@ -209,7 +209,7 @@ def test_every_answer_is_a_valid_sequence(data: st.DataObject):
 @given(st.data())
 def test_joint_plans_fit_at_their_offsets(data: st.DataObject):
     program = data.draw(programs())
-    peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
+    peak_bytes = simulate(program).peak_bytes
     least_bytes = least_peak_bytes(program)
     budget_bytes = data.draw(st.integers(least_bytes, max(least_bytes, peak_bytes)))
     made = plan(program, budget_bytes, PlannerConfig(planner="exact", joint=True, work_limit=0))
@@ -220,7 +220,7 @@ def test_joint_plans_fit_at_their_offsets(data: st.DataObject):
 
 def test_a_joint_plan_leaves_no_fragmentation_over_its_budget():
     program = small_gpt(4)
-    peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
+    peak_bytes = simulate(program).peak_bytes
     budget_bytes = int(0.6 * peak_bytes)
     made = plan(program, budget_bytes, PlannerConfig(planner="exact", joint=True))
     validate(program, made)

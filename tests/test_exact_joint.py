@@ -142,7 +142,7 @@ def test_a_limit_that_is_reached_is_no_stop():
 
 def test_an_interrupt_keeps_the_best_placed_plan(monkeypatch: pytest.MonkeyPatch):
     program = small_gpt(3)
-    peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
+    peak_bytes = simulate(program).peak_bytes
     hint = search.plan(program, int(0.6 * peak_bytes), PlannerConfig(placed=True))
 
     def interrupt(*_: object, **__: object) -> None:

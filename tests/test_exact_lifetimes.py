@@ -74,7 +74,7 @@ def drawn(data: st.DataObject, max_recomputes: int) -> tuple[Program, Axis, int]
     """A program, an axis of it, and a budget from half of its peak on."""
     program = data.draw(programs(max_ops=5))
     axis = Axis.of(Graph.of(program), data.draw(sequences(program, max_recomputes=max_recomputes)))
-    peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
+    peak_bytes = simulate(program).peak_bytes
     return program, axis, data.draw(st.integers(peak_bytes // 2, peak_bytes))
 
 

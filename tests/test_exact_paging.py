@@ -55,7 +55,7 @@ def questions(count: int) -> list[tuple[Program, int, int]]:
     seed = FIRST_SEED
     while len(found) < count:
         program, draw = drawn(seed, 3 + seed % 2), random.Random(seed)
-        peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
+        peak_bytes = simulate(program).peak_bytes
         least_bytes = max(Graph.of(program).local_bytes)
         if least_bytes < peak_bytes:
             found.append((program, draw.randint(least_bytes, peak_bytes - 1), draw.choice((3, 100))))
@@ -87,7 +87,7 @@ def test_brute_force_agrees_with_the_exact_mode_and_never_with_less_than_the_bou
 
 def test_a_training_step_with_pages_is_proved():
     program = chain(4)
-    budget_bytes = int(0.8 * simulate(program, tuple(op.id for op in program.ops)).peak_bytes)
+    budget_bytes = int(0.8 * simulate(program).peak_bytes)
     rate = 0.7e9 * budget_bytes / program.cost_ns
     link = Link(to_host_bytes_per_second=rate, from_host_bytes_per_second=rate)
     quick = plan(program, budget_bytes, PlannerConfig(host_bytes=10**6, link=link))
@@ -125,7 +125,7 @@ def test_least_energy_without_a_host_is_proved():
     plain = chain(3)
     ops = tuple(dataclasses.replace(op, energy_pj=1 + op.id % 3) for op in plain.ops)
     program = dataclasses.replace(plain, ops=ops)
-    budget_bytes = int(0.8 * simulate(program, tuple(op.id for op in program.ops)).peak_bytes)
+    budget_bytes = int(0.8 * simulate(program).peak_bytes)
     made = plan(program, budget_bytes, PlannerConfig(planner="exact", objective=Objective(least="energy")))
     validate(program, made, None)
     assert made.planner == PROVED

@@ -28,7 +28,7 @@ def program(reads: Sequence[tuple[int, ...]], kib: Sequence[int], outputs: Seque
 
 
 def holes(made: Program, backend: str = CPU.name) -> int:
-    timeline = simulate(made, [op.id for op in made.ops])
+    timeline = simulate(made)
     return holes_bytes(made, timeline, BACKENDS[backend])
 
 
@@ -39,7 +39,7 @@ def test_a_chain_has_no_holes():
 def test_values_that_are_kept_lie_above_the_large_ones_that_come_and_go_meanwhile():
     # 0 is kept past 1 (large) and 3; 4 past 3 and 6 (large): it fits neither below nor beside 0.
     made = program([(), (), (1,), (2,), (3,), (0, 4), (5,), (4, 6)], [30, 150, 1, 100, 25, 1, 140, 1], [7])
-    timeline = simulate(made, [op.id for op in made.ops])
+    timeline = simulate(made)
     assert timeline.peak_bytes == 181 * KIB
     # Placed longest first they end at 196 KiB, largest first at 205; XLA takes the smaller.
     assert holes(made) == (196 - 181) * KIB

@@ -11,11 +11,11 @@ import pytest
 
 from coop_jax import aot
 from passes.cost import DEVICES
-from passes.jaxpr.breadth_first import as_run, run_bytes
 from passes.jaxpr.freedom import emit_config
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.lift import lift_seen
 from passes.jaxpr.lifted import LiftedJaxpr
+from passes.jaxpr.order import as_run, moved, run_bytes
 from passes.jaxpr.stage import prepare
 from passes.simulate import simulate
 
@@ -126,9 +126,7 @@ STACK = jax.ShapeDtypeStruct((16, 64, 256), jnp.float32)
 def test_xla_cpu_runs_first_what_is_ready_first(fn: Callable[..., Any], specs: tuple[Any, ...]):
     lifted = seen(fn, *specs)
     temp_bytes = aot.memory(jax.jit(fn).lower(*specs).compile()).temp_bytes
-    in_order, as_it_runs = (
-        simulate(p, [op.id for op in p.ops]).peak_bytes for p in (lifted.program, as_run(lifted, CPU))
-    )
+    in_order, as_it_runs = (simulate(p).peak_bytes for p in (lifted.program, as_run(lifted, CPU)))
     assert as_it_runs == pytest.approx(temp_bytes, rel=0.05)
     assert in_order < 0.85 * temp_bytes
 
@@ -140,6 +138,20 @@ def layers(x: Any, ws: Any) -> Any:
         return x, None
 
     return jax.lax.scan(layer, x, ws)[0]
+
+
+@pytest.mark.parametrize(("together", "saved"), [(False, 5), (True, 0)], ids=["each", "behind a barrier"])
+def test_updates_run_behind_their_gradients_as_the_enforcing_stage_puts_them(together: bool, saved: int):
+    """Six weights' gradients, and all updates at the end."""
+
+    def step(weights: Any, x: Any, ys: Any) -> Any:
+        grads = [x @ y for y in ys]
+        grads = jax.lax.optimization_barrier(grads) if together else grads
+        return [w - 0.1 * g for w, g in zip(weights, grads, strict=True)]
+
+    lifted = seen(step, [WIDE] * 6, WIDE, [WIDE] * 6)
+    before, after = (simulate(lifted.program, o).peak_bytes for o in (None, moved(lifted)))
+    assert before - after == saved * WIDE.size * 4
 
 
 def test_a_body_holds_slices_of_stacks_until_they_are_read():

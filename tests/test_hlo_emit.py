@@ -63,7 +63,7 @@ def test_planned_modules_give_the_same_bits(model: str) -> None:
     _, plain = h.scheduled(example)
 
     def choose(program: Program) -> tuple[OpId, ...]:
-        steps = tuple(op.id for op in program.ops)
+        steps = program.order
         made = plan(program, int(0.7 * simulate(program, steps).peak_bytes))
         assert made.status.found
         assert made.recomputes()
@@ -104,7 +104,7 @@ def test_a_deadline_is_the_last_slot_that_gives_the_right_numbers(late: int) -> 
         reader, writer = _reader_and_writer(program)
         assert program.ops[reader].can_recompute(writer)
         assert not program.ops[reader].can_recompute(writer + 1)
-        steps = [op.id for op in program.ops]
+        steps = program.order
         steps.insert(writer + late, reader)
         chain = [op.id for op in program.ops if reader < op.id < writer and op.recomputable]
         return steps[: writer + late + 1] + chain + steps[writer + late + 1 :]
@@ -142,7 +142,7 @@ def test_unread_outputs_of_re_run_fusions_are_dropped(h200: str) -> None:
     outputs: list[int] = []
 
     def choose(program: Program) -> list[OpId]:
-        steps = [op.id for op in program.ops]
+        steps = program.order
         for op in program.ops:
             uses = [[u.id for u in program.ops if b in u.inputs] for b in op.outputs]
             if op.recomputable and len(uses) > 1 and all(uses) and len({max(u) for u in uses}) > 1:
@@ -221,9 +221,7 @@ def test_control_flow_is_one_op_with_its_peak_inside() -> None:
     assert loops
     assert not any(op.recomputable for op in loops)
     assert all(op.workspace_bytes > 0 for op in loops)
-    assert (
-        simulate(found.program, [op.id for op in found.program.ops]).peak_bytes <= found.prediction.temp_bytes
-    )
+    assert simulate(found.program).peak_bytes <= found.prediction.temp_bytes
 
 
 @pytest.mark.parametrize("model", ["mlp", "gpt", "conv", "lstm", "mixed"])
@@ -231,7 +229,7 @@ def test_the_lift_tracks_live_bytes(model: str) -> None:
     """The simulated peak of the lifted program is XLA's live bytes, up to tables of pointers."""
     data, _ = h.scheduled(h.example(model, "donated"))
     found = h.lifted(data)
-    peak = simulate(found.program, [op.id for op in found.program.ops]).peak_bytes
+    peak = simulate(found.program).peak_bytes
     assert 0.97 * found.prediction.live_bytes <= peak <= 1.03 * found.prediction.live_bytes
 
 

@@ -147,7 +147,7 @@ def test_what_is_named_is_no_plan_that_depends_on_the_budget(
     def half_as_deep(program: Program, config: PlannerConfig) -> Plan:
         """A search for the lowest peak that ends early: plans for a budget go below it."""
         lowest = deepest(program, config)
-        unplanned = simulate(program, [op.id for op in program.ops]).peak_bytes
+        unplanned = simulate(program).peak_bytes
         return plan(program, (lowest.peak_bytes + unplanned) // 2, config)
 
     monkeypatch.setattr(fit, "least_peak", half_as_deep)

@@ -12,8 +12,9 @@ import pytest
 
 from passes.hlo import proto
 from passes.hlo.emit import emit
-from passes.hlo.reorder import Reorder, depth_first, reordered
+from passes.hlo.reorder import depth_first, reordered
 from passes.ir import Buffer, BufferId, Op, OpId, Program
+from passes.reorder import Reorder
 from passes.simulate import simulate
 
 
@@ -30,7 +31,7 @@ def _order(program: Program, movable: list[bool] | None = None) -> list[int]:
     made_by = [[p for b in op.inputs if (p := program.producer[b]) is not None] for op in program.ops]
     work = Reorder(program, movable or [True] * len(program.ops), made_by)
     work.run()
-    before = simulate(program, tuple(op.id for op in program.ops))
+    before = simulate(program)
     assert simulate(program, work.order).peak_bytes <= before.peak_bytes
     return [int(op) for op in work.order]
 
@@ -205,7 +206,7 @@ def _compiled(example: h.Example, platform: str, better: Any = reordered) -> tup
             return data
         module = emit(before, order).proto
         after = h.predict(module, platform)
-        peak = simulate(before.program, tuple(op.id for op in before.program.ops)).peak_bytes
+        peak = simulate(before.program).peak_bytes
         assert after.temp_bytes <= 1.05 * max(peak, before.prediction.temp_bytes)
         return proto.serialize(module)
 

@@ -49,7 +49,7 @@ def emitted(jaxpr: Any, device: str) -> Any:
     jaxpr = compat.without_dead_code(jaxpr)
     as_xla = lift(jaxpr, DEVICES[device], as_xla=True)
     lifted = lift(jaxpr, DEVICES[device], as_xla=False)
-    simulate(as_xla.program, [op.id for op in as_xla.program.ops])
+    simulate(as_xla.program)
     return emit(lifted, recompute_all(lifted), emit_config(lifted, as_xla, DEVICES[device]))
 
 
@@ -172,7 +172,7 @@ def test_a_strict_plan_for_a_tpu_parts_each_dot_from_what_follows(device: str, s
     jaxpr = jax.make_jaxpr(chain)(np.ones((N, N)), np.ones((N, N))).jaxpr
     as_xla, lifted = (lift(jaxpr, DEVICES[device], as_xla=as_xla) for as_xla in (True, False))
     config = emit_config(lifted, as_xla, DEVICES[device], strict=strict)
-    made = emit(lifted, [op.id for op in lifted.program.ops], config)
+    made = emit(lifted, lifted.program.order, config)
     dots = {v for eqn in made.eqns if eqn.primitive.name == "dot_general" for v in eqn.outvars}
     barriers = [eqn for eqn in made.eqns if eqn.primitive is compat.optimization_barrier_p]
     assert len(dots) == 2
@@ -209,7 +209,7 @@ def test_the_sums_of_a_batch_norms_gradient_stay_one_kernel(monkeypatch: pytest.
     jaxpr = compat.without_dead_code(compat.open_jaxpr(closed)[0])
     as_is = lift(jaxpr, DEVICES["h200"], as_xla=True)
     request = JaxprRequest(
-        budget_bytes=simulate(as_is.program, [op.id for op in as_is.program.ops]).peak_bytes * 4 // 5,
+        budget_bytes=simulate(as_is.program).peak_bytes * 4 // 5,
         argument_bytes=0, output_bytes=0, alias_bytes=0, device=DEVICES["h200"],
     )  # fmt: skip
     fused = straight.search(as_is, request, 1)

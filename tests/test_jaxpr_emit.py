@@ -45,7 +45,7 @@ def traced() -> LiftedJaxpr:
 
 
 LIFTED = traced()
-IDENTITY = tuple(op.id for op in LIFTED.program.ops)
+IDENTITY = LIFTED.program.order
 
 
 def run(jaxpr: Any, values: Any) -> list[np.ndarray]:
@@ -129,7 +129,7 @@ def test_what_is_read_later_and_is_no_product_is_the_trigger():
     first, last = names.index("dot_general"), len(names) - 1
     assert names[last - 1] == "dot_general", names
     again = OpId(names.index("dot_general", first + 1))
-    steps = tuple(op.id for op in lifted.program.ops)
+    steps = lifted.program.order
     emitted = emit(lifted, (*steps[:last], again, steps[last]), EmitConfig())
     products = {v for eqn in emitted.eqns if eqn.primitive.name == "dot_general" for v in eqn.outvars}
     (barrier,) = (eqn for eqn in emitted.eqns if eqn.primitive.name == "optimization_barrier")

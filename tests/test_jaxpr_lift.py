@@ -191,7 +191,7 @@ def test_sum_of_many_values_does_not_keep_them_all():
         return jnp.sum(total)
 
     program = lifted(added, WIDE).program
-    peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
+    peak_bytes = simulate(program).peak_bytes
     assert peak_bytes <= 5 * NBYTES
 
 
@@ -356,7 +356,7 @@ def test_a_loop_writes_its_carry_over_what_it_started_from():
     program = lifted(accumulated, WIDE, jax.ShapeDtypeStruct((4, 64, 64), jnp.float32), as_xla=True).program
     op = next(op for op in program.ops if op.name == "scan")
     assert op.workspace_bytes == NBYTES, "the product; the sum takes the place of the one before"
-    assert simulate(program, tuple(op.id for op in program.ops)).peak_bytes <= 2 * NBYTES
+    assert simulate(program).peak_bytes <= 2 * NBYTES
 
 
 def test_what_a_result_is_reshaped_from_has_no_bytes_of_its_own():

@@ -22,7 +22,7 @@ from passes.validate import validate
 
 def peak_bytes(program: Program) -> int:
     """The live peak without recomputes."""
-    return simulate(program, tuple(op.id for op in program.ops)).peak_bytes
+    return simulate(program).peak_bytes
 
 
 @settings(max_examples=200)

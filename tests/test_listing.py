@@ -58,7 +58,7 @@ def test_a_plan_shows_what_it_recomputes() -> None:
 @pytest.mark.parametrize("placed", [False, True])
 def test_a_plan_survives_its_text_with_and_without_its_program(ratio: float, placed: bool) -> None:
     program = small_gpt(3)
-    peak_bytes = simulate(program, tuple(op.id for op in program.ops)).peak_bytes
+    peak_bytes = simulate(program).peak_bytes
     made = plan(program, int(ratio * peak_bytes), PlannerConfig(quick=True, placed=placed))
     assert bool(made.offsets) == placed
     assert read_plan_text(str(made)) == made

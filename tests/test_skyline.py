@@ -117,7 +117,7 @@ def test_slack_is_counted_as_alive_in_its_slot():
 def test_stacking_agrees_with_best_fit_on_what_the_live_ranges_are():
     program = layered(60, 6, 0)
     graph = Graph.of(program)
-    steps = tuple(op.id for op in program.ops)
+    steps = program.order
     limit_bytes = place_graph(graph, steps).heap_bytes
     stacked = stack_graph(graph, steps, limit_bytes, 8)
     assert stacked.offsets is not None

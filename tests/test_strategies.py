@@ -16,7 +16,7 @@ from passes.simulate import simulate
 
 
 def share_of_peak(program: Program, ratio: float) -> int:
-    return int(ratio * simulate(program, tuple(op.id for op in program.ops)).peak_bytes)
+    return int(ratio * simulate(program).peak_bytes)
 
 
 def is_worse(made: Plan, than: Plan) -> bool:

@@ -68,7 +68,7 @@ class _Work:
     def _shrink(self, loop: Instruction, excess_bytes: int, iterations: int) -> None:
         """Plan one body for as much less as its loop is over."""
         body = self._body(loop)
-        target_bytes = _peak_bytes(body.program) - excess_bytes
+        target_bytes = simulate(body.program).peak_bytes - excess_bytes
         order = reordered(body)
         if order is not None:
             self._write(body, order)
@@ -80,7 +80,7 @@ class _Work:
             if self.module is not before:
                 body = self._body(loop)
                 made = self._plan(body.program, target_bytes)
-        if made.peak_bytes < _peak_bytes(body.program):
+        if made.peak_bytes < simulate(body.program).peak_bytes:
             self._write(body, made.steps)
             recomputed = recomputed_by(body.program, made.steps, "hlo")
             self.recomputed += [replace(r, cost_ns=iterations * r.cost_ns) for r in recomputed]
@@ -117,7 +117,3 @@ def _over(scope: LiftedModule, made: Plan, limit_bytes: int) -> Iterator[tuple[I
         instruction = scope.scope.by_id[scope.instructions[op]]
         if instruction.opcode == "while" and excess_bytes > 0:
             yield instruction, excess_bytes
-
-
-def _peak_bytes(program: Program) -> int:
-    return simulate(program, tuple(op.id for op in program.ops)).peak_bytes

@@ -35,7 +35,7 @@ def fit_bodies(jaxpr: Jaxpr, device: DeviceModel, target_bytes: int, plan_body: 
         The same object if no body is changed.
     """
     lifted = lift(recompute_in_second_cond(jaxpr), device, as_xla=True)
-    live = simulate(lifted.program, tuple(op.id for op in lifted.program.ops)).live_bytes
+    live = simulate(lifted.program).live_bytes
     allowed: dict[int, int] = {}
     for op, body, nbytes in zip(lifted.program.ops, lifted.bodies, live, strict=True):
         root = body[-1]

@@ -392,7 +392,7 @@ def inner_work(jaxpr: Jaxpr, device: DeviceModel, carried: tuple[int, int] | Non
     """
     lifted, kept_bytes = lift_body(jaxpr, device, carried)
     program = lifted.program
-    peak_bytes = kept_bytes + simulate(program, tuple(op.id for op in program.ops)).peak_bytes
+    peak_bytes = kept_bytes + simulate(program).peak_bytes
     return InnerWork(peak_bytes=peak_bytes, cost_ns=program.cost_ns, energy_pj=program.energy_pj)
 
 

@@ -19,13 +19,13 @@ from passes.dump import dump
 from passes.ir import Status
 from passes.jaxpr import compat
 from passes.jaxpr.bodies import has_control_flow
-from passes.jaxpr.breadth_first import run_bytes
 from passes.jaxpr.candidate import Candidate, JaxprRequest
 from passes.jaxpr.compat import ClosedJaxpr, Jaxpr
 from passes.jaxpr.emit import emit_split
 from passes.jaxpr.halves import Joined, Split, closed_halves, join
 from passes.jaxpr.lift import lift_seen
 from passes.jaxpr.lifted import LiftedJaxpr
+from passes.jaxpr.order import run_bytes
 from passes.jaxpr.own_constants import with_own_constants
 from passes.jaxpr.primitives import LOOPS
 from passes.jaxpr.scans.choice import all_recomputed

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from passes.backend import BACKENDS
 from passes.cost import DeviceModel
-from passes.ir import OpId, Plan, Program
+from passes.ir import Plan
 from passes.jaxpr import compat
 from passes.jaxpr.candidate import Candidate, JaxprRequest
 from passes.jaxpr.compat import Jaxpr
@@ -22,6 +22,7 @@ from passes.jaxpr.emit import EmitConfig, emit
 from passes.jaxpr.freedom import emit_configs
 from passes.jaxpr.lift import as_known, lift_known, lift_seen
 from passes.jaxpr.lifted import LiftedJaxpr
+from passes.jaxpr.order import moved
 from passes.objective import Objective
 from passes.offsets.foreseen import holes_bytes
 from passes.planners import PlannerConfig, plan
@@ -53,10 +54,10 @@ def as_it_is(as_is: LiftedJaxpr) -> Candidate:
     seen = as_is.seen
     return Candidate(
         lifted=as_is,
-        steps=_identity(as_is.program),
+        steps=as_is.program.order,
         config=EmitConfig(),
         emitted=as_is.jaxpr,
-        peak_bytes=simulate(seen, _identity(seen)).peak_bytes,
+        peak_bytes=simulate(seen).peak_bytes,
         cost_ns=seen.cost_ns,
         energy_pj=seen.energy_pj,
     )
@@ -199,7 +200,7 @@ def _depths(
     program = lifted.program
     return _Depths(
         lifted=lifted,
-        peak_bytes=simulate(program, _identity(program)).peak_bytes,
+        peak_bytes=simulate(program).peak_bytes,
         config=PlannerConfig(
             planner=planner,
             quick=True,
@@ -238,10 +239,13 @@ def evaluate(
     emitted = emit(lifted, made.steps, config)
     # Nothing is merged across the barriers that recomputes wait behind.
     seen = lift_seen(emitted, device, rounded=rounded)
-    timeline = simulate(seen.program, _identity(seen.program))
-    beyond_bytes = holes_bytes(seen.program, timeline, BACKENDS[device.platform])
+    backend, timeline = BACKENDS[device.platform], simulate(seen.program)
+    if backend.runs_branches_together:
+        timelines = timeline, simulate(seen.program, moved(seen))
+        timeline = min(timelines, key=lambda made: made.peak_bytes)
+    beyond_bytes = holes_bytes(seen.program, timeline, backend)
     alive_bytes = timeline.peak_bytes
-    if not BACKENDS[device.platform].fuses_greedily:
+    if not backend.fuses_greedily:
         alive_bytes = (made.peak_bytes + max(alive_bytes, made.peak_bytes)) // 2
     return Candidate(
         lifted=lifted,
@@ -255,7 +259,3 @@ def evaluate(
         foreseen=seen,
         plan=made,
     )
-
-
-def _identity(program: Program) -> tuple[OpId, ...]:
-    return tuple(op.id for op in program.ops)
