@@ -4,8 +4,9 @@ XLA's schedulers hide latencies; a parameter's update may come at the end of the
 waits for it all the while; the zeros in which a loop will add up may be made at its beginning. Two moves
 never hurt. An op that frees a value and takes next to nothing, since it writes over an argument or into a
 result, goes to just behind the last other reader of the value, and what little it needs besides, such as a
-learning rate, comes with it. An op that frees nothing, since all that it reads is there anyway until its
-result is read, goes to just before that. Every kernel stays as it is.
+learning rate, comes with it. So does one that takes nothing though others will read the value: of the two
+moments that a gradient goes into neither frees it alone. An op that frees nothing, since all that it reads
+is there anyway until its result is read, goes to just before that. Every kernel stays as it is.
 
 Such an op may be the last of several that run one after the other. XLA:GPU splits a matrix product along its
 depth: the parts of a weight's gradient take more than the product's operands, XLA's schedulers leave it to
@@ -69,22 +70,22 @@ class Reorder:
     def run(self) -> None:
         """Hoist what frees, from the first op on; then sink what frees nothing, from the last."""
         for op in self.program.ops:
-            freed = self._freed(op.id)
+            freed = self._freed(op)
             if freed is not None and self.movable[op.id]:
                 self._hoist(op.id, freed)
         for op in reversed(self.program.ops):
             if self.movable[op.id] and any(self._nbytes(b) for b in op.outputs):
                 self._sink(op)
 
-    def _freed(self, op: OpId) -> BufferId | None:
-        """The largest buffer that nobody reads after an op."""
-        buffers = self.program.buffers
+    def _freed(self, op: Op) -> BufferId | None:
+        """The largest buffer that nobody reads after an op; if the op takes nothing, that it reads."""
+        buffers, takes = self.program.buffers, op.workspace_bytes + self._bytes_of(op.outputs)
         freed = [
             b
-            for b in dict.fromkeys(self.program.ops[op].inputs)
+            for b in dict.fromkeys(op.inputs)
             if b not in self.kept
             and buffers[b].nbytes
-            and max(self.readers[b], key=self.place.__getitem__) == op
+            and (not takes or max(self.readers[b], key=self.place.__getitem__) == op.id)
         ]
         return max(freed, key=lambda b: (buffers[b].nbytes, -b), default=None)
 
@@ -156,9 +157,9 @@ class Reorder:
         return sum(map(self._nbytes, buffers))
 
     def _ready(self, buffer: BufferId, op: OpId) -> int:
-        """The last place at which a buffer is made, or read by another op."""
+        """The last place before an op at which a buffer is made, or read."""
         producer = self.program.producer[buffer]
-        others = [self.place[r] for r in self.readers[buffer] if r != op]
+        others = [place for r in self.readers[buffer] if (place := self.place[r]) < self.place[op]]
         return max([-1 if producer is None else self.place[producer], *others])
 
     def _with_late_producers(

@@ -15,7 +15,7 @@ from passes.jaxpr.freedom import emit_config
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.lift import lift_seen
 from passes.jaxpr.lifted import LiftedJaxpr
-from passes.jaxpr.order import as_run, moved, run_bytes
+from passes.jaxpr.order import as_run, run_bytes
 from passes.jaxpr.stage import prepare
 from passes.simulate import simulate
 
@@ -138,20 +138,6 @@ def layers(x: Any, ws: Any) -> Any:
         return x, None
 
     return jax.lax.scan(layer, x, ws)[0]
-
-
-@pytest.mark.parametrize(("together", "saved"), [(False, 5), (True, 0)], ids=["each", "behind a barrier"])
-def test_updates_run_behind_their_gradients_as_the_enforcing_stage_puts_them(together: bool, saved: int):
-    """Six weights' gradients, and all updates at the end."""
-
-    def step(weights: Any, x: Any, ys: Any) -> Any:
-        grads = [x @ y for y in ys]
-        grads = jax.lax.optimization_barrier(grads) if together else grads
-        return [w - 0.1 * g for w, g in zip(weights, grads, strict=True)]
-
-    lifted = seen(step, [WIDE] * 6, WIDE, [WIDE] * 6)
-    before, after = (simulate(lifted.program, o).peak_bytes for o in (None, moved(lifted)))
-    assert before - after == saved * WIDE.size * 4
 
 
 def test_a_body_holds_slices_of_stacks_until_they_are_read():

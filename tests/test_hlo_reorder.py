@@ -55,6 +55,13 @@ def test_an_update_runs_behind_its_gradient_and_brings_its_rate_along() -> None:
     assert _order(program, GRADIENT_STAYS) == [0, 3, 4, 1, 2]
 
 
+def test_both_of_two_updates_run_behind_the_gradient_that_they_read() -> None:
+    """Adam adds a gradient to two moments: neither frees it alone."""
+    moments = [{"inputs": (0, 6), "outputs": (7,)}, {"inputs": (0, 8), "outputs": (9,)}]
+    program = _program(*UPDATE[:4], *moments, nbytes=[*SIZES, 0, 0, 0, 0], outputs=(2, 7, 9))
+    assert _order(program, [False, *[True] * 5]) == [0, 4, 5, 1, 2, 3]
+
+
 def test_nothing_overwrites_what_others_still_read() -> None:
     ops = [dict(op) for op in UPDATE]
     ops[1]["deadline"] = 4  # it reads the parameter that the update overwrites

@@ -33,6 +33,7 @@ from passes.jaxpr.in_place import (
 )
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.lifted import LiftedJaxpr
+from passes.jaxpr.moved import moved
 from passes.jaxpr.primitives import CONTROL_FLOW, Kind
 from passes.jaxpr.purity import has_effect, moves_memory
 from passes.jaxpr.rolled_bits import moved_bytes, state_bytes
@@ -128,7 +129,7 @@ def _lift(
     carried: tuple[int, int] | None = None,
 ) -> LiftedJaxpr:
     storage = Storage(jaxpr, device, as_xla=as_xla, carried=carried)
-    return _Lift(storage, device, as_xla=as_xla, rounded=rounded, carried=carried).build()
+    return moved(_Lift(storage, device, as_xla=as_xla, rounded=rounded, carried=carried).build())
 
 
 class _Lift:

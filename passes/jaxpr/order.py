@@ -25,9 +25,8 @@ from passes.jaxpr import compat
 from passes.jaxpr.compat import Jaxpr
 from passes.jaxpr.lift import carried_by, lift_body
 from passes.jaxpr.lifted import LiftedJaxpr
-from passes.jaxpr.primitives import CONTROL_FLOW, Kind, kind_of
-from passes.jaxpr.purity import has_effect
-from passes.reorder import Reorder
+from passes.jaxpr.moved import waited
+from passes.jaxpr.primitives import CONTROL_FLOW
 from passes.simulate import simulate
 
 
@@ -82,46 +81,12 @@ def _body_bytes(jaxpr: Jaxpr, device: DeviceModel, carried: tuple[int, int] | No
     return kept_bytes + run_bytes(lifted, device)
 
 
-def moved(lifted: LiftedJaxpr) -> tuple[OpId, ...]:
-    """The ops as the enforcing stage runs them."""
-    waited, n_ops = _waited(lifted), len(lifted.program.ops)
-    needs: dict[int, set[OpId]] = {}
-    for node, others in waited.items():
-        needs[node] = {OpId(other) for other in others if other < n_ops}
-        needs[node].update(*(needs[other] for other in others if other >= n_ops))
-    eqns = lifted.jaxpr.eqns
-    movable = [not any(has_effect(eqns[i]) for i in body) for body in lifted.bodies]
-    work = Reorder(lifted.program, movable, [needs[op] for op in range(n_ops)])
-    work.run()
-    return tuple(work.order)
-
-
-def _waited(lifted: LiftedJaxpr) -> dict[int, set[int]]:
-    """What every instruction waits for, in the program's order: the ops by their ids, and behind them the
-    barriers, each an instruction, too, which waits for all of its operands."""
-    eqns, program = lifted.jaxpr.eqns, lifted.program
-    n_ops = len(program.ops)
-    barriers = [i for i, eqn in enumerate(eqns) if kind_of(eqn.primitive.name) is Kind.BARRIER]
-    made_by = {v: n_ops + k for k, i in enumerate(barriers) for v in eqns[i].outvars}
-    # Of every instruction, its equations.
-    bodies = [*lifted.bodies, *((i,) for i in barriers)]
-    found: dict[int, set[int]] = {}
-    for node in sorted(range(len(bodies)), key=lambda node: bodies[node][-1]):
-        read = compat.variables(v for i in bodies[node] for v in eqns[i].invars)
-        inputs = program.ops[node].inputs if node < n_ops else [lifted.buffer_of[v] for v in read]
-        producers = (program.producer[b] for b in inputs)
-        found[node] = {made_by[v] for v in read if v in made_by}.union(
-            op for op in producers if op is not None
-        )
-    return found
-
-
 def _breadth_first(lifted: LiftedJaxpr) -> list[OpId]:
     """The ops, each once all that it waits for has run, first come, first served."""
-    waited, n_ops = _waited(lifted), len(lifted.program.ops)
-    waits = {node: len(others) for node, others in waited.items()}
-    readers: dict[int, list[int]] = {node: [] for node in waited}
-    for node, others in waited.items():
+    before, n_ops = waited(lifted), len(lifted.program.ops)
+    waits = {node: len(others) for node, others in before.items()}
+    readers: dict[int, list[int]] = {node: [] for node in before}
+    for node, others in before.items():
         for other in others:
             readers[other].append(node)
     ready = deque(node for node, n in waits.items() if not n)

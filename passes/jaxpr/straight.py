@@ -22,7 +22,6 @@ from passes.jaxpr.emit import EmitConfig, emit
 from passes.jaxpr.freedom import emit_configs
 from passes.jaxpr.lift import as_known, lift_known, lift_seen
 from passes.jaxpr.lifted import LiftedJaxpr
-from passes.jaxpr.order import moved
 from passes.objective import Objective
 from passes.offsets.foreseen import holes_bytes
 from passes.planners import PlannerConfig, plan
@@ -240,9 +239,6 @@ def evaluate(
     # Nothing is merged across the barriers that recomputes wait behind.
     seen = lift_seen(emitted, device, rounded=rounded)
     backend, timeline = BACKENDS[device.platform], simulate(seen.program)
-    if backend.runs_branches_together:
-        timelines = timeline, simulate(seen.program, moved(seen))
-        timeline = min(timelines, key=lambda made: made.peak_bytes)
     beyond_bytes = holes_bytes(seen.program, timeline, backend)
     alive_bytes = timeline.peak_bytes
     if not backend.fuses_greedily:
