@@ -235,9 +235,9 @@ class _Search:
         if best.module is None:
             self._look(tries.at_once(self.record), known=True)
         for asked in (*tries.own_kernels(self.record), *tries.deeper(self.record, hlo_of(best))):
-            if len(self.kept) < most:
+            if len(tries.distinct(self.kept)) < most:
                 self._look(asked)
-        found = sorted(self.kept, key=lambda way: rank(way[1]))[:most]
+        found = sorted(tries.distinct(self.kept), key=lambda way: rank(way[1]))[:most]
         self.tell(f"running {len(found)} programs")
         timed = tuning.run_times([tries.candidate(self.ways.program, *way) for way in found])
         order = sorted(range(len(found)), key=lambda k: (timed[k].run_ns, k))

@@ -6,7 +6,7 @@ For `coop_jax.alternatives`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 from coop_jax import relowering
@@ -130,6 +130,15 @@ def rank(way: Choice | Variant) -> tuple[int, ...]:
         return False, *price_of(way)
     least = verdict.least_total_bytes
     return True, verdict.fixed_bytes + verdict.before_temp_bytes if least is None else least
+
+
+def distinct(kept: Iterable[tuple[Wish, Variant]]) -> list[tuple[Wish, Variant]]:
+    """What keeps a budget, but for what takes the very time and bytes of one before it: it is the same
+    program."""
+    found: dict[tuple[int, ...], tuple[Wish, Variant]] = {}
+    for way in kept:
+        found.setdefault((*rank(way[1]), hlo_of(way[1]).planned_total_bytes), way)
+    return list(found.values())
 
 
 def price_of(way: Choice | Variant) -> Price:

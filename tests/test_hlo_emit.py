@@ -104,7 +104,7 @@ def test_a_deadline_is_the_last_slot_that_gives_the_right_numbers(late: int) -> 
         reader, writer = _reader_and_writer(program)
         assert program.ops[reader].can_recompute(writer)
         assert not program.ops[reader].can_recompute(writer + 1)
-        steps = program.order
+        steps = list(program.order)
         steps.insert(writer + late, reader)
         chain = [op.id for op in program.ops if reader < op.id < writer and op.recomputable]
         return steps[: writer + late + 1] + chain + steps[writer + late + 1 :]
@@ -142,7 +142,7 @@ def test_unread_outputs_of_re_run_fusions_are_dropped(h200: str) -> None:
     outputs: list[int] = []
 
     def choose(program: Program) -> list[OpId]:
-        steps = program.order
+        steps = list(program.order)
         for op in program.ops:
             uses = [[u.id for u in program.ops if b in u.inputs] for b in op.outputs]
             if op.recomputable and len(uses) > 1 and all(uses) and len({max(u) for u in uses}) > 1:
