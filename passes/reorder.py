@@ -68,11 +68,19 @@ class Reorder:
         self.live_bytes = simulate(program, self.order).live_bytes
 
     def run(self) -> None:
-        """Hoist what frees, from the first op on; then sink what frees nothing, from the last."""
+        """Both moves."""
+        self.hoist()
+        self.sink()
+
+    def hoist(self) -> None:
+        """Run early what frees, from the first op on."""
         for op in self.program.ops:
             freed = self._freed(op)
             if freed is not None and self.movable[op.id]:
                 self._hoist(op.id, freed)
+
+    def sink(self) -> None:
+        """Run late what frees nothing, from the last op on."""
         for op in reversed(self.program.ops):
             if self.movable[op.id] and any(self._nbytes(b) for b in op.outputs):
                 self._sink(op)

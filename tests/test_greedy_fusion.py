@@ -15,6 +15,7 @@ from passes.jaxpr.freedom import emit_config
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.lift import lift_seen
 from passes.jaxpr.lifted import LiftedJaxpr
+from passes.jaxpr.moved import moved
 from passes.jaxpr.order import as_run, run_bytes
 from passes.jaxpr.stage import prepare
 from passes.simulate import simulate
@@ -129,6 +130,21 @@ def test_xla_cpu_runs_first_what_is_ready_first(fn: Callable[..., Any], specs: t
     in_order, as_it_runs = (simulate(p).peak_bytes for p in (lifted.program, as_run(lifted, CPU)))
     assert as_it_runs == pytest.approx(temp_bytes, rel=0.05)
     assert in_order < 0.85 * temp_bytes
+
+
+def test_the_enforcing_stage_makes_late_what_xla_cpu_makes_early():
+    """Twice the operand is there from the start on; a product of nothing but that is made when it is read."""
+
+    def early(x: Any, w: Any) -> Any:
+        z, y = x @ x, w
+        for _ in range(3):
+            y = jnp.sin(y @ w) @ y
+        return z @ y
+
+    lifted = seen(early, WIDE, WIDE)
+    before, after = lifted.program, moved(lifted, late=True).program
+    assert [before.ops[0].id, after.ops[-2].name] == [0, "dot_general"]
+    assert simulate(before).peak_bytes - simulate(after).peak_bytes == WIDE.size * 4
 
 
 def layers(x: Any, ws: Any) -> Any:

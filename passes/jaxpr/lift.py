@@ -129,7 +129,9 @@ def _lift(
     carried: tuple[int, int] | None = None,
 ) -> LiftedJaxpr:
     storage = Storage(jaxpr, device, as_xla=as_xla, carried=carried)
-    return moved(_Lift(storage, device, as_xla=as_xla, rounded=rounded, carried=carried).build())
+    made = _Lift(storage, device, as_xla=as_xla, rounded=rounded, carried=carried).build()
+    # XLA:CPU makes early what it could make just before it is read.
+    return moved(made, late=not (as_xla and BACKENDS[device.platform].fuses_greedily))
 
 
 class _Lift:
@@ -152,8 +154,6 @@ class _Lift:
         stacks = () if carried is None else compat.variables(self.jaxpr.outvars[carried[1] :])
         kept = () if carried is None else compat.variables(self.jaxpr.outvars[: carried[1]])
         self.stacked = {*stacks}.difference(kept)
-        # XLA:CPU makes early what it could make just before it is read.
-        self.in_order = as_xla and BACKENDS[device.platform].fuses_greedily
         # A planner may run each kernel again alone.
         joins = as_xla and BACKENDS[device.platform].reads_together
         self.together = Together(self.kinds, stacks) if joins else None
@@ -161,8 +161,6 @@ class _Lift:
     def build(self) -> LiftedJaxpr:
         roots = [i for i in range(len(self.jaxpr.eqns)) if self._is_root(i)]
         bodies = {root: self._body(root) for root in roots}
-        if not self.storage.original and not self.in_order:
-            roots = self._as_late_as_free(roots, bodies)
         buffer_of: dict[Var, BufferId] = {}
         var_of: list[Var] = []
         for v in (*self.jaxpr.constvars, *self.jaxpr.invars):
@@ -239,29 +237,6 @@ class _Lift:
                     body.add(inside)
                     stack.append(inside)
         return tuple(sorted({i for i, _ in body}))
-
-    def _as_late_as_free(self, roots: list[int], bodies: dict[int, tuple[int, ...]]) -> list[int]:
-        """Move a fusible op to just before its first reader where its leaves are alive until then."""
-        reads = {root: self.storage.eqn_reads(root) for root in roots}
-        readers: dict[Var, list[int]] = {}
-        for root in roots:
-            for leaf in reads[root]:
-                readers.setdefault(leaf, []).append(root)
-        arguments = {*self.jaxpr.constvars, *self.jaxpr.invars}
-        place: dict[int, tuple[float, int]] = {}
-        for root in reversed(roots):
-            place[root] = (float(root), root)
-            eqn = self.jaxpr.eqns[root]
-            if self.kinds[root] not in (Kind.FUSIBLE, Kind.VIEW) or has_effect(eqn):
-                continue
-            if any(v in self.results or v not in readers for v in eqn.outvars):
-                continue
-            first = min(place[r] for v in eqn.outvars for r in readers[v])
-            # Its leaves' readers before it have no place yet; those keep theirs or move towards it.
-            lasts = [max(readers[leaf]) for leaf in reads[root] if leaf not in arguments]
-            if all(last > root and place[last] >= first for last in lasts):
-                place[root] = (first[0] - 1e-4, root)
-        return sorted(roots, key=place.__getitem__)
 
     def _op(
         self,

@@ -22,6 +22,7 @@ from passes.jaxpr.emit import EmitConfig, emit
 from passes.jaxpr.freedom import emit_configs
 from passes.jaxpr.lift import as_known, lift_known, lift_seen
 from passes.jaxpr.lifted import LiftedJaxpr
+from passes.jaxpr.moved import moved
 from passes.objective import Objective
 from passes.offsets.foreseen import holes_bytes
 from passes.planners import PlannerConfig, plan
@@ -237,8 +238,11 @@ def evaluate(
     """
     emitted = emit(lifted, made.steps, config)
     # Nothing is merged across the barriers that recomputes wait behind.
-    seen = lift_seen(emitted, device, rounded=rounded)
-    backend, timeline = BACKENDS[device.platform], simulate(seen.program)
+    seen, backend = lift_seen(emitted, device, rounded=rounded), BACKENDS[device.platform]
+    if backend.runs_branches_together:
+        # What does not keep the budget in XLA's order the enforcing stage puts in this one.
+        seen = moved(seen, late=True)
+    timeline = simulate(seen.program)
     beyond_bytes = holes_bytes(seen.program, timeline, backend)
     alive_bytes = timeline.peak_bytes
     if not backend.fuses_greedily:
