@@ -130,6 +130,7 @@ def _enforced(data: bytes, attributes: Mapping[str, str], platform: str) -> byte
     state = REGISTRY.of(record)
     held_bytes = record.budget_bytes - state.short_bytes
     kept = state.pin is PinMode.KEEP and nests(data)
+    planned = record.jaxpr if record.jaxpr is not None and record.jaxpr.changed else None
     request = EnforceRequest(
         budget_bytes=UNLIMITED_BYTES if kept else held_bytes,
         device=DEVICES[record.device_name],
@@ -139,7 +140,7 @@ def _enforced(data: bytes, attributes: Mapping[str, str], platform: str) -> byte
         host_bytes=record.host_budget_bytes,
         objective=record.objective.after(changes(filter(None, [record.jaxpr]))[0]),
         on_fragmentation=_on_fragmentation(record, platform, pinned=trial or state.pin is not PinMode.NONE),
-        planned=record.jaxpr is not None and record.jaxpr.changed,
+        expected_bytes=None if planned is None else planned.planned_temp_bytes,
     )
     returned, outcome = pipeline.enforce(data, request)
     dump_enforced(data, returned, request, outcome)

@@ -68,20 +68,25 @@ def test_a_plan_needs_less_than_its_budget_where_mapping_takes_longer(ratio: flo
     assert cheap.planned_temp_bytes > kept_bytes
 
 
-@pytest.mark.parametrize("planned_before", [True, False])
-def test_a_plan_that_misses_is_held_to_what_stays_mapped(planned_before: bool) -> None:
+@pytest.mark.parametrize(
+    ("kept", "expected", "held"), [(0.9, 1, True), (0.9, None, False), (0.7, 1, False), (0.7, 0.7, True)],
+    ids=["near", "not planned", "far", "planned for that"],
+)  # fmt: skip
+def test_a_plan_that_misses_is_held_to_what_stays_mapped(
+    kept: float, expected: float | None, held: bool
+) -> None:
     data, compiled = h.scheduled(h.example("gpt", "grad"))
     found = h.totals(compiled)
-    kept_bytes = int(0.9 * found["temp"])
+    kept_bytes = int(kept * found["temp"])
     device = replace(CPU, kept_bytes=kept_bytes, mapped_bytes_per_second=1e7)
     request = EnforceRequest(
         budget_bytes=found["total"], device=device, platform="cpu", old_rules=h.OLD_RULES,
-        planned=planned_before,
+        expected_bytes=None if expected is None else int(expected * found["temp"]),
     )  # fmt: skip
     same, outcome = enforce(data, request)
     assert outcome.budget_bytes == found["total"]
-    assert (outcome.planned_temp_bytes <= kept_bytes) == outcome.changed == planned_before
-    assert (same is data) != planned_before
+    assert (outcome.planned_temp_bytes <= kept_bytes) == outcome.changed == held
+    assert (same is data) != held
     assert outcome.cost_ns > mapping_ns(device, found["temp"])
 
 
@@ -95,7 +100,7 @@ def test_what_an_order_alone_brings_below_what_stays_mapped_is_held_to_it() -> N
     kept_bytes = int(0.7 * found["temp"])
     request = EnforceRequest(
         budget_bytes=found["total"], device=replace(CPU, kept_bytes=kept_bytes), platform="cpu",
-        old_rules=h.OLD_RULES, planned=True,
+        old_rules=h.OLD_RULES, expected_bytes=found["temp"],
     )  # fmt: skip
     _, outcome = enforce(data, request)
     assert outcome.before_temp_bytes > MISSED_RATIO * kept_bytes

@@ -60,7 +60,8 @@ class EnforceRequest:
         objective: what is least.
         on_fragmentation: what to do where the budget would be kept but for XLA's packing of temporaries:
             "recompute", "pin" (count the bytes as they will be after pinning) or "error".
-        planned: True if the program was planned before XLA; one that was not is left alone if it fits.
+        expected_bytes: of temporaries, for which the program was planned before XLA; None for one that was
+            not, which is left alone if it fits.
     """
 
     budget_bytes: int
@@ -71,7 +72,7 @@ class EnforceRequest:
     host_bytes: int = 0
     objective: Objective = LEAST_TIME
     on_fragmentation: OnFragmentation = "recompute"
-    planned: bool = False
+    expected_bytes: int | None = None
 
     @property
     def pages(self) -> bool:
@@ -95,9 +96,9 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
     begin = time.perf_counter()
     module = _read(module_bytes, request)
     returned, outcome = _held(module, request)
-    kept_bytes = request.device.kept_bytes
-    is_mapped = request.planned and 0 < kept_bytes < outcome.planned_temp_bytes
-    if is_mapped and _is_near(MISSED_RATIO * kept_bytes, module, outcome):
+    kept_bytes, expected_bytes = request.device.kept_bytes, request.expected_bytes
+    is_mapped = 0 < kept_bytes < outcome.planned_temp_bytes
+    if is_mapped and expected_bytes is not None and _is_near(kept_bytes, expected_bytes, module, outcome):
         smaller = replace(request, budget_bytes=outcome.fixed_bytes + kept_bytes)
         other, mapped_less = _held(module, smaller)
         if mapped_less.status.found and _run_ns(mapped_less) < _run_ns(outcome):
@@ -105,9 +106,11 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
     return returned, replace(outcome, seconds=time.perf_counter() - begin)
 
 
-def _is_near(most_bytes: float, module: _Scheduled, outcome: StageOutcome) -> bool:
-    """True if a module, as it was held or by its order alone, takes no more; the order is made if need be."""
-    if outcome.planned_temp_bytes <= most_bytes:
+def _is_near(kept_bytes: int, expected_bytes: int, module: _Scheduled, outcome: StageOutcome) -> bool:
+    """True if a module was expected to need what stays mapped, or needs little more, as it was held or by its
+    order alone; the order is made if need be."""
+    most_bytes = MISSED_RATIO * kept_bytes
+    if expected_bytes <= kept_bytes or outcome.planned_temp_bytes <= most_bytes:
         return True
     return module.depth_first.prediction.temp_bytes <= most_bytes
 
