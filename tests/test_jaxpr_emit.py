@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.extend.core import check_jaxpr
 
+import coop_jax as coop
 from passes.cost import DEVICES
 from passes.ir import OpId, Program
 from passes.jaxpr import compat
@@ -188,3 +189,21 @@ def test_effects_happen_once():
     np.testing.assert_allclose(found, noisy(x), rtol=1e-6)
     jax.effects_barrier()
     assert len(seen) == 2, "once in the emitted program, once in the plain one"
+
+
+def test_updates_run_before_barriers_that_were_written_before_them() -> None:
+    """Behind each layer a barrier: an update moves to its gradient, in front of what later ones wait for."""
+
+    def step(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            y = x
+            for w in weights:
+                y = jax.lax.optimization_barrier(jnp.tanh(y @ w))
+            return (y**2).mean()
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+    weights, x = [jnp.eye(64) * 0.9] * 8, jnp.ones((512, 64))
+    planned = jax.jit(coop.remat(step, budget=0.7))
+    for got, wanted in zip(planned(weights, x), jax.jit(step)(weights, x), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-6)

@@ -195,12 +195,26 @@ class _Emitter:
             self._barrier(list(operands))
 
     def _pass_own_barriers(self, root: int) -> None:
-        """The program's own barriers that stand before equation `root`."""
-        while self.own_barriers and self.own_barriers[0] < root:
-            eqn = self.lifted.jaxpr.eqns[self.own_barriers.pop(0)]
-            operands = [self.lifted.buffer_of[v] for v in compat.variables(eqn.invars)]
-            if operands:
-                self._barrier(list(dict.fromkeys(operands)))
+        """The program's own barriers that stand before equation `root`, but for those whose operands come
+        later: an update may run long before it was written."""
+        waiting: list[int] = []
+        pending: set[Var] = set()
+        for k, i in enumerate(self.own_barriers):
+            if i >= root:
+                waiting += self.own_barriers[k:]
+                break
+            eqn = self.lifted.jaxpr.eqns[i]
+            read = compat.variables(eqn.invars)
+            operands = list(dict.fromkeys(self.lifted.buffer_of[v] for v in read))
+            if not pending.isdisjoint(read) or any(not self._is_made(b) for b in operands):
+                waiting.append(i)
+                pending.update(eqn.outvars)
+            elif operands:
+                self._barrier(operands)
+        self.own_barriers = waiting
+
+    def _is_made(self, b: BufferId) -> bool:
+        return b in self.arguments or self.run_at[b] >= 0
 
     def _part_from_distant_kernels(self, op_id: OpId) -> None:
         """A barrier before an op that would share an expensive value with a kernel far away."""
