@@ -21,7 +21,7 @@ from coop_jax.remat import remat
 from passes.cost import DEVICES
 from passes.jaxpr import compat
 from passes.jaxpr.bodies import fit_bodies
-from passes.jaxpr.conds import recompute_in_second_cond
+from passes.jaxpr.conds import join_conds, recompute_in_second_cond
 from passes.jaxpr.constraints import constrain_program
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.values import Constraints
@@ -190,3 +190,63 @@ def test_conds_that_hold_what_is_kept_stay() -> None:
     assert recompute_in_second_cond(held) is held
     jaxpr = compat.open_jaxpr(closed)[0]
     assert recompute_in_second_cond(jaxpr) is not jaxpr
+
+
+def bounded_loop(w: Any, x: Any, field: Callable[[Any, Any], Any]) -> Any:
+    """As diffrax solves with its DirectAdjoint: scans over a cond over scans, each under `jax.checkpoint`."""
+
+    def stage(h: Any, _: Any) -> Any:
+        return field(w, h), None
+
+    def step(carry: Any, _: Any) -> Any:
+        h, k = carry
+        h = lax.cond(k < 5, lambda: lax.scan(stage, h, None, length=4)[0], lambda: h)
+        return (h, k + 1), None
+
+    @jax.checkpoint
+    def steps(carry: Any, _: Any) -> Any:
+        return lax.cond(carry[1] < 5, lambda: lax.scan(step, carry, None, length=4)[0], lambda: carry), None
+
+    (h, _), _ = lax.scan(steps, (x, 0), None, length=4)
+    return (h**2).mean()
+
+
+def field(w: Any, h: Any) -> Any:
+    for _ in range(4):
+        h = jnp.tanh(h @ w) + jnp.sin(h)
+    return h
+
+
+def test_scans_in_two_halves_of_conds_are_pairs() -> None:
+    # Plain, each of the 4 x 4 stages keeps what its gradient reads; by hand, its operand.
+    plain = jax.jit(jax.grad(lambda w, x: bounded_loop(w, x, field))).lower(W, X).compile()
+    hand = jax.jit(jax.grad(lambda w, x: bounded_loop(w, x, jax.checkpoint(field)))).lower(W, X).compile()
+    plain_bytes, hand_bytes = (aot.memory(c).temp_bytes for c in (plain, hand))
+    assert hand_bytes < 0.5 * plain_bytes
+    budget = aot.memory(hand).total_bytes
+    limited = jax.jit(remat(jax.grad(lambda w, x: bounded_loop(w, x, field)), budget=budget))
+    np.testing.assert_allclose(limited(W, X), plain(W, X), rtol=1e-5, atol=1e-3)
+
+
+def test_conds_are_joined_where_nothing_runs_twice() -> None:
+    def under_checkpoint(w: Any, x: Any) -> Any:
+        return jax.checkpoint(branching_loss)(w, x)
+
+    jaxpr = opened(jax.grad(under_checkpoint))
+    joined = join_conds(jaxpr)
+    check_jaxpr(joined)
+    assert len(conds(jaxpr)) == 2
+    assert len(conds(joined)) == 1
+    assert join_conds(joined) is joined
+    # The value comes of the first one: it would run twice.
+    outside = opened(jax.value_and_grad(branching_loss))
+    assert join_conds(outside) is outside
+
+
+def test_conds_stay_apart_where_operands_are_more_than_what_is_passed_on() -> None:
+    def narrow(w: Any, x: Any) -> Any:
+        rows = lax.cond(x[0, 0] > 0, lambda: x.sum(0), lambda: x.max(0))
+        return lax.cond(x[0, 0] > 0, lambda: w @ rows, lambda: rows)
+
+    jaxpr = opened(narrow)
+    assert join_conds(jaxpr) is jaxpr

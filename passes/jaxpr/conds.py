@@ -3,20 +3,59 @@
 Differentiation makes such pairs: what the backward branches need of the forward ones comes out of the first
 `cond`, padded to what all branches need together, and is alive in between. Written anew, the second takes the
 first one's operands and runs the first one's branch again before its own, and is then planned as any body of
-control flow (`passes.jaxpr.bodies`).
+control flow (`passes.jaxpr.bodies`). Where nothing else reads the first one, the two are one from the start.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
-from passes.jaxpr.primitives import Kind
+from passes.jaxpr.inline import flat_body
+from passes.jaxpr.primitives import CONTROL_FLOW, Kind
 from passes.jaxpr.purity import eqn_kind, has_effect
-from passes.jaxpr.rewrite import consts_as_literals
+from passes.jaxpr.rewrite import bodies_of, consts_as_literals, with_bodies
+
+
+@compat.cached_by_jaxpr
+def join_conds(jaxpr: Jaxpr) -> Jaxpr:
+    """An open jaxpr where a cond that computes only what a second one reads is a part of it, in bodies, too.
+
+    Under `jax.checkpoint` it is so, and where a pair of scans makes again what a cond made. Nothing runs
+    twice then, and a pair of scans that the two had one half each of (`passes.jaxpr.scans.pairs`) is in one
+    body. As it is where the first one's operands are more than it passes on: they would be kept until the
+    second.
+
+    Returns:
+        The same object if there is no such pair.
+    """
+    read = {*compat.variables([*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)])}
+
+    def serves_only(first: JaxprEqn, second: JaxprEqn) -> bool:
+        passed = [v for v in first.outvars if v in read]
+        passed_bytes = sum(compat.aval_nbytes(v.aval) for v in passed)
+        operand_bytes = sum(compat.aval_nbytes(v.aval) for v in compat.variables(first.invars[1:]))
+        return {*passed} <= {*compat.variables(second.invars)} and operand_bytes <= passed_bytes
+
+    joined = _with_second_conds(jaxpr, serves_only)
+    eqns = [_joined_inside(eqn) for eqn in joined.eqns]
+    if all(new is old for new, old in zip(eqns, joined.eqns, strict=True)):
+        return joined
+    return compat.rebuild(joined, eqns=eqns, outvars=joined.outvars)
+
+
+def _joined_inside(eqn: JaxprEqn) -> JaxprEqn:
+    def joined(body: ClosedJaxpr) -> ClosedJaxpr:
+        flat = flat_body(body)
+        new = join_conds(flat)
+        return body if new is flat else compat.close_jaxpr(new, [])
+
+    if eqn.primitive.name not in CONTROL_FLOW:
+        return eqn
+    return with_bodies(eqn, [joined(body) for body in bodies_of(eqn)])
 
 
 def recompute_in_second_cond(jaxpr: Jaxpr) -> Jaxpr:
@@ -25,6 +64,10 @@ def recompute_in_second_cond(jaxpr: Jaxpr) -> Jaxpr:
     Returns:
         The same object if there is no such pair.
     """
+    return _with_second_conds(jaxpr, lambda first, second: True)
+
+
+def _with_second_conds(jaxpr: Jaxpr, wanted: Callable[[JaxprEqn, JaxprEqn], bool]) -> Jaxpr:
     producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     elsewhere = _read_elsewhere(jaxpr)
     eqns = list(jaxpr.eqns)
@@ -34,7 +77,7 @@ def recompute_in_second_cond(jaxpr: Jaxpr) -> Jaxpr:
         sources = {producer[v] for v in second.invars if compat.is_variable(v) and v in producer}
         for i in sorted(sources):
             first = jaxpr.eqns[i]
-            if first.primitive.name == "cond" and _same_choice(first, second):
+            if first.primitive.name == "cond" and _same_choice(first, second) and wanted(first, second):
                 eqns[j] = _joined(first, eqns[j], elsewhere)
     if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
         return jaxpr

@@ -19,7 +19,7 @@ import jax
 from passes.backend import BACKENDS
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of, form_of, is_bitcast
-from passes.jaxpr.compat import JaxprEqn
+from passes.jaxpr.compat import Jaxpr, JaxprEqn
 from passes.jaxpr.primitives import CALLS, CONTROL_FLOW, Kind, kind_of
 from passes.saved import is_saved
 
@@ -37,12 +37,16 @@ def eqn_kind(eqn: JaxprEqn) -> Kind:
         return Kind.OPAQUE
     name = eqn.primitive.name
     if name in CONTROL_FLOW or name in CALLS:
-        inner = [e for j in compat.inner_jaxprs(eqn) for e in j.eqns]
-        return Kind.OPAQUE if any(eqn_kind(e) is Kind.OPAQUE for e in inner) else Kind.KERNEL
+        return Kind.OPAQUE if any(map(_has_opaque, compat.inner_jaxprs(eqn))) else Kind.KERNEL
     kind = kind_of(name)
     if kind is Kind.OPAQUE and is_pure_kernel(eqn):
         return Kind.FOREIGN
     return Kind.VIEW if kind is Kind.FUSIBLE and returns_its_operand(eqn) else kind
+
+
+@compat.cached_by_jaxpr
+def _has_opaque(jaxpr: Jaxpr) -> bool:
+    return any(eqn_kind(eqn) is Kind.OPAQUE for eqn in jaxpr.eqns)
 
 
 def returns_its_operand(eqn: JaxprEqn) -> bool:

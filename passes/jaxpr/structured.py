@@ -14,15 +14,15 @@ from passes.jaxpr import compat
 from passes.jaxpr.bodies import fit_bodies
 from passes.jaxpr.candidate import Candidate, JaxprRequest
 from passes.jaxpr.compat import Jaxpr
+from passes.jaxpr.conds import join_conds
 from passes.jaxpr.lift import lift
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.scans.choice import Level
 from passes.jaxpr.scans.emit import rewrite
 from passes.jaxpr.scans.frontier import frontier, hand_levels, segment_frontier
 from passes.jaxpr.scans.host_choice import sent_to_host
+from passes.jaxpr.scans.pairs import with_open_pairs
 from passes.jaxpr.scans.parts import between
-from passes.jaxpr.scans.sink import sink_into_scans
-from passes.jaxpr.scans.views import view_inside_scans
 from passes.jaxpr.straight import as_it_is, lift_as_xla, search
 from passes.objective import Price
 from passes.recipe import Recipe, Scans
@@ -81,15 +81,22 @@ def search_structured(
     look_at = search_for.levels
     if request.inside:
         return _taken(look_at(_Levels(jaxpr, [()], request.device), WAYS), request)
-    sunk = sink_into_scans(view_inside_scans(jaxpr))
+    opened = with_open_pairs(jaxpr)
     # What takes least energy may be too slow, so there are the levels of least time, too.
     weighed_by = dict.fromkeys(("time", request.objective.of(as_is.program).least))
-    frontiers = [_on_frontier(sunk, request.device, least) for least in weighed_by]
+    frontiers = [_on_frontier(opened, request.device, least) for least in weighed_by]
     looks = [look for levels in frontiers for look in look_at(levels, WAYS)]
-    looks += search_for.alone(_by_hand(sunk, request.device))
+    looks += search_for.alone(_by_hand(opened, request.device))
+    for least, levels in zip(weighed_by, frontiers, strict=True):
+        while all(look.over for look in looks):
+            below = _with_conds_joined(levels, request.device, least)
+            if below is None:
+                break
+            looks += look_at(below, WAYS)
+            levels = below
     if all(look.over for look in looks):
         for least in weighed_by:
-            looks += look_at(_in_segments(sunk, request.device, least), (ALONE, RECOMPUTES))
+            looks += look_at(_in_segments(opened, request.device, least), (ALONE, RECOMPUTES))
     if request.host_bytes:
         here = _next(looks, request)
         looks += [look for levels in frontiers for look in search_for.sent(levels, here)]
@@ -108,8 +115,8 @@ class _Rewritten:
 class _Levels:
     """A program on the levels of a frontier, each rewritten when it is first looked at."""
 
-    def __init__(self, jaxpr: Jaxpr, levels: Sequence[Level], device: DeviceModel) -> None:
-        self._jaxpr, self._levels, self._device = jaxpr, levels, device
+    def __init__(self, jaxpr: Jaxpr, levels: Sequence[Level], device: DeviceModel, above: Level = ()) -> None:
+        self._jaxpr, self._levels, self._device, self._above = jaxpr, levels, device, above
         self._made: dict[int, _Rewritten] = {}
 
     def __len__(self) -> int:
@@ -119,6 +126,11 @@ class _Levels:
         if k not in self._made:
             self._made[k] = self._rewritten(self._levels[k])
         return self._made[k]
+
+    @property
+    def lowest(self) -> _Rewritten:
+        """That of fewest bytes."""
+        return self[len(self) - 1]
 
     def between(self, k: int, share: float) -> _Rewritten | None:
         """Level `k` with that share of the iterations on the level above it; None where that is level `k`."""
@@ -130,7 +142,7 @@ class _Levels:
     def _rewritten(self, level: Level) -> _Rewritten:
         program = rewrite(self._jaxpr, level) if level else self._jaxpr
         lifted = lift_as_xla(program, self._device)
-        return _Rewritten(level=level, program=program, lifted=lifted)
+        return _Rewritten(level=(*self._above, *level), program=program, lifted=lifted)
 
 
 @compat.cached_by_jaxpr
@@ -142,6 +154,17 @@ def _frontier(jaxpr: Jaxpr, device: DeviceModel, least: str) -> tuple[Level, ...
 @compat.cached_by_jaxpr
 def _on_frontier(jaxpr: Jaxpr, device: DeviceModel, least: str) -> _Levels:
     return _Levels(jaxpr, _frontier(jaxpr, device, least), device)
+
+
+@compat.cached_by_jaxpr
+def _with_conds_joined(levels: _Levels, device: DeviceModel, least: str) -> _Levels | None:
+    """Levels below the lowest: what it makes again of conds stands in the conds that read it, where pairs of
+    scans may be; None where there is no such cond."""
+    program = levels.lowest.program
+    if join_conds(program) is program:
+        return None
+    opened = with_open_pairs(program)
+    return _Levels(opened, _frontier(opened, device, least), device, above=levels.lowest.level)
 
 
 @compat.cached_by_jaxpr

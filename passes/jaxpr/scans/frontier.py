@@ -204,7 +204,7 @@ def _sites(jaxpr: Jaxpr, weight: Weight) -> list[Place]:
 def _pair_site(pair: ScanPair, weight: Weight) -> Place:
     inner = _sites(joined_body(pair), weight)
     if inner:
-        return partial(_choose_nested, pair, inner, weight)
+        return partial(_choose_nested, _Nested(pair, weight), inner)
     return _site_of(iteration_of(pair, weight))
 
 
@@ -217,10 +217,25 @@ def _choose_inside(enclosure: Enclosure, sites: Sequence[Sequence[Place]], choos
     return Inside(enclosure=enclosure, bodies=bodies)
 
 
-def _choose_nested(pair: ScanPair, sites: Sequence[Place], weight: Weight, choose_one: Choose) -> Choice:
+class _Nested:
+    """A pair's iteration for what is chosen inside its bodies; at most prices that is what it was before."""
+
+    def __init__(self, pair: ScanPair, weight: Weight) -> None:
+        self._pair, self._weight, self._joined = pair, weight, joined_body(pair)
+        self._made: dict[tuple[Any, ...], tuple[Level, Iteration]] = {}
+
+    def iteration(self, inner: Level) -> tuple[Level, Iteration]:
+        """The inner choices, those that were made first among equal ones, and the iteration with them."""
+        signature = tuple(_signatures(inner))
+        if signature not in self._made:
+            pair = with_inner(self._pair, self._joined, inner)
+            self._made[signature] = inner, iteration_of(pair, self._weight)
+        return self._made[signature]
+
+
+def _choose_nested(nested: _Nested, sites: Sequence[Place], choose_one: Choose) -> Choice:
     """The choice for one pair after what is inside its bodies has been rewritten in the same way."""
-    inner = tuple(site(choose_one) for site in sites)
-    pair = with_inner(pair, joined_body(pair), inner)
-    choice = choose_one(iteration_of(pair, weight))
+    inner, iteration = nested.iteration(tuple(site(choose_one) for site in sites))
+    choice = choose_one(iteration)
     assert isinstance(choice, Choice), "a pair is no loop"
     return dataclasses.replace(choice, inner=inner)

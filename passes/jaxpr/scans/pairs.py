@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
+from passes.jaxpr.conds import join_conds
 from passes.jaxpr.flops import iterations_of
 from passes.jaxpr.inline import flat_body
 from passes.jaxpr.primitives import CONTROL_FLOW
@@ -179,9 +180,17 @@ def body_of(eqn: JaxprEqn) -> Body:
     )
 
 
+def with_open_pairs(jaxpr: Jaxpr) -> Jaxpr:
+    """An open jaxpr, calls inlined, where nothing stands between the scans of a pair.
+
+    Conds that hold one half each are one, views of stacks are inside, what comes from little is sunk.
+    """
+    return sink_into_scans(view_inside_scans(join_conds(jaxpr)))
+
+
 def _flat(body: Jaxpr) -> Jaxpr:
-    """A closed body as an open jaxpr, calls inlined, constants written in, what comes from little sunk."""
-    return sink_into_scans(view_inside_scans(flat_body(body)))
+    """A closed body as an open jaxpr, calls inlined, constants written in, with open pairs."""
+    return with_open_pairs(flat_body(body))
 
 
 def _pair(
