@@ -90,6 +90,23 @@ def test_a_plan_that_misses_is_held_to_what_stays_mapped(
     assert outcome.cost_ns > mapping_ns(device, found["temp"])
 
 
+def test_a_budget_below_what_stays_mapped_is_kept_or_refused() -> None:
+    data, compiled = h.scheduled(h.example("gpt", "grad"))
+    found = h.totals(compiled)
+    fixed_bytes = found["total"] - found["temp"]
+    device = replace(CPU, kept_bytes=int(0.9 * found["temp"]), mapped_bytes_per_second=1e7)
+    for ratio in (0.8, 0.01):
+        request = EnforceRequest(
+            budget_bytes=fixed_bytes + int(ratio * found["temp"]), device=device, platform="cpu",
+            old_rules=h.OLD_RULES, expected_bytes=1,
+        )  # fmt: skip
+        _, outcome = enforce(data, request)
+        assert outcome.status.found == (ratio == 0.8)
+        assert (
+            (outcome.planned_total_bytes <= request.budget_bytes) == outcome.changed == outcome.status.found
+        )
+
+
 def test_what_an_order_alone_brings_below_what_stays_mapped_is_held_to_it() -> None:
     def branches(x: Any, w: Any) -> Any:
         return [jnp.tanh(jnp.tanh(jnp.tanh(x * k) @ w) @ w)[:8] @ w for k in range(1, 7)]

@@ -97,7 +97,7 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
     module = _read(module_bytes, request)
     returned, outcome = _held(module, request)
     kept_bytes, expected_bytes = request.device.kept_bytes, request.expected_bytes
-    is_mapped = 0 < kept_bytes < outcome.planned_temp_bytes
+    is_mapped = outcome.status.found and 0 < kept_bytes < outcome.planned_temp_bytes
     if is_mapped and expected_bytes is not None and _is_near(kept_bytes, expected_bytes, module, outcome):
         smaller = replace(request, budget_bytes=outcome.fixed_bytes + kept_bytes)
         other, mapped_less = _held(module, smaller)
