@@ -78,21 +78,17 @@ class Target:
 class Memory(Counted):
     """What XLA says a compiled program needs on one device."""
 
-    @property
-    def fixed_bytes(self) -> int:
-        """Arguments and outputs, donated storage counted once."""
-        return self.argument_bytes + self.output_bytes - self.alias_bytes
-
     def to_dict(self) -> dict[str, int]:
         """The fields of the device's memory by name."""
         names = ("argument_bytes", "output_bytes", "temp_bytes", "alias_bytes", "total_bytes")
         return {name: getattr(self, name) for name in names}
 
     def __str__(self) -> str:
+        constants = f"+ constants {format_bytes(self.constant_bytes)} " if self.constant_bytes else ""
         return (
             f"total {format_bytes(self.total_bytes)} = arguments {format_bytes(self.argument_bytes)} "
             f"+ outputs {format_bytes(self.output_bytes)} + temporaries {format_bytes(self.temp_bytes)} "
-            f"- donated {format_bytes(self.alias_bytes)}"
+            f"{constants}- donated {format_bytes(self.alias_bytes)}"
         )
 
 

@@ -137,7 +137,7 @@ class InfeasibleBudgetError(_WithNumbers):
         least_bytes: the least budget that a plan was found for or that is proved to be needed; None if
             not known.
         proved: True if it is proved that no plan goes below `least_bytes`; False means not found.
-        argument_bytes, output_bytes, alias_bytes: storage that no plan can remove.
+        argument_bytes, output_bytes, alias_bytes, constant_bytes: storage that no plan can remove.
         tightest: the largest values alive at the tightest point, largest first.
         advice: what would help, one sentence each.
         constraints: what was asked about single values, such as "save=('h',)"; "" if nothing was.
@@ -164,6 +164,7 @@ class InfeasibleBudgetError(_WithNumbers):
         estimated: bool = False,
         host_budget_bytes: int = 0,
         host_bytes: int = 0,
+        constant_bytes: int = 0,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.least_bytes = least_bytes
@@ -177,12 +178,13 @@ class InfeasibleBudgetError(_WithNumbers):
         self.estimated = estimated
         self.host_budget_bytes = host_budget_bytes
         self.host_bytes = host_bytes
+        self.constant_bytes = constant_bytes
         super().__init__(_infeasible_text(self))
 
     @property
     def fixed_bytes(self) -> int:
-        """Arguments and outputs, donated storage counted once."""
-        return self.argument_bytes + self.output_bytes - self.alias_bytes
+        """Arguments, outputs and constants, donated storage counted once."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.constant_bytes
 
     @classmethod
     def from_outcome(cls, outcome: StageOutcome) -> Self:
@@ -200,6 +202,7 @@ class InfeasibleBudgetError(_WithNumbers):
             estimated=_is_estimate(outcome),
             host_budget_bytes=outcome.host_budget_bytes,
             host_bytes=outcome.host_bytes,
+            constant_bytes=outcome.constant_bytes,
         )
 
     def fields(self) -> dict[str, Any]:
@@ -268,12 +271,17 @@ def _advice(outcome: StageOutcome) -> tuple[str, ...]:
             "donate the arguments that the outputs replace, as in jax.jit(step, donate_argnums=0): "
             f"saves up to {format_bytes(donatable)}"
         )
+    if outcome.constant_bytes >= worth:
+        advice.append(
+            "pass the arrays that the function closes over as arguments: they are constants of the program, "
+            f"which XLA keeps in every form that it reads, {format_bytes(outcome.constant_bytes)}"
+        )
     if (over := outcome.fixed_bytes - outcome.budget_bytes) > 0:
         advice.append(
             f"smaller arguments and outputs, or more devices to spread them over: they alone are "
             f"{format_bytes(over)} over the budget"
         )
-    elif (temp := needed - outcome.fixed_bytes) >= worth:
+    elif (temp := needed - outcome.fixed_bytes - outcome.constant_bytes) >= worth:
         advice.append(
             "a smaller batch, or a shorter sequence, if the temporaries shrink with it: "
             f"{format_bytes(temp)} of them are left"
@@ -307,9 +315,10 @@ def _infeasible_text(error: InfeasibleBudgetError) -> str:
         lines.append(
             f"Least budget found: {format_bytes(error.least_bytes)} (not proved: a smaller one may exist)."
         )
+    constants = f"+ constants {format_bytes(error.constant_bytes)} " if error.constant_bytes else ""
     lines.append(
         f"Arguments {format_bytes(error.argument_bytes)} + outputs {format_bytes(error.output_bytes)} "
-        f"- donated {format_bytes(error.alias_bytes)} = {format_bytes(error.fixed_bytes)}, "
+        f"{constants}- donated {format_bytes(error.alias_bytes)} = {format_bytes(error.fixed_bytes)}, "
         "which no plan can remove."
     )
     if error.tightest:

@@ -30,6 +30,8 @@ from passes.outcome import Recomputed, StageOutcome, changes
 # What tells kernels of the same kind apart.
 _NUMBER = re.compile(r"\.[0-9]+$")
 _SHOWN = 12
+# Constants of less than this share of the budget are not worth a row.
+_SEEN_RATIO = 0.0005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +45,7 @@ class Report(Printable):
             prediction made before XLA's own choices, which was seen a third too low and half too high.
         baseline_compiled: True if XLA counted the baseline, False if it was predicted.
         planned_total_bytes: what the last stage that planned expected.
-        compiled_total_bytes: XLA's count: arguments + outputs + temporaries - aliased.
+        compiled_total_bytes: XLA's count: arguments + outputs - aliased + temporaries + constants.
         argument_bytes, output_bytes, alias_bytes, temp_bytes: XLA's parts of it.
         baseline_cost_ns, compiled_cost_ns: estimated time of all kernels, and on a CPU of mapping temporaries
             (`passes.cost.mapping_ns`), without rematerialization and as
@@ -190,6 +192,8 @@ class Report(Printable):
         return f", with the time to map temporaries, if more than {format_bytes(kept_bytes, exact=False)}"
 
     def _byte_rows(self) -> list[tuple[str, str, str, str]]:
+        fixed_bytes = self.argument_bytes + self.output_bytes - self.alias_bytes
+        constant_bytes = self.compiled_total_bytes - fixed_bytes - self.temp_bytes
         rows = (
             (f"without rematerialization ({self.baseline})", self.baseline_total_bytes),
             ("planned", self.planned_total_bytes),
@@ -198,6 +202,7 @@ class Report(Printable):
             ("  outputs", self.output_bytes),
             ("  temporaries", self.temp_bytes),
             ("  outputs in donated arguments", -self.alias_bytes),
+            *([("  constants", constant_bytes)] if constant_bytes >= _SEEN_RATIO * self.budget_bytes else []),
         )
         return [
             (name, str(n), format_bytes(n, exact=False), f"{100 * n / self.budget_bytes:.1f} %")

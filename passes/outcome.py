@@ -110,6 +110,7 @@ class StageOutcome:
         kernels_ns: the least that the program is expected to take with its own kernels, some of them run
             again, within the budget; None where that is not known, or not possible.
         unrivalled: True if no other plan was near that costs less.
+        constant_bytes: arrays that are written in the program; counted with its temporaries.
         holes_bytes: what holes of XLA's heap would add to `planned_temp_bytes`, where they are not counted.
     """
 
@@ -144,6 +145,7 @@ class StageOutcome:
     energy_pj: int = 0
     recompute_pj: int = 0
     unrivalled: bool = False
+    constant_bytes: int = 0
     holes_bytes: int = 0
     ordered_temp_bytes: int | None = None
     unordered_temp_bytes: int | None = None

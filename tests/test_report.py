@@ -200,6 +200,23 @@ def test_minimum_budget_is_met_and_less_is_not() -> None:
     assert json.dumps(least.to_dict())
 
 
+def test_constants_are_told_apart() -> None:
+    held = jax.random.normal(jax.random.key(0), (256, 256))
+
+    def f(x: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ held) @ jnp.cos(held)
+
+    x = jnp.ones((2, 256))
+    told = coop.report(jax.jit(coop.remat(f, budget="8MiB")).lower(x).compile())
+    assert "  constants" in str(told)
+    parts = told.argument_bytes + told.output_bytes - told.alias_bytes + told.temp_bytes
+    assert told.compiled_total_bytes - parts >= held.nbytes
+    with pytest.raises(coop.InfeasibleBudgetError, match="closes over") as refused:
+        jax.jit(coop.remat(f, budget=held.nbytes // 2)).lower(x).compile()
+    assert refused.value.constant_bytes == told.compiled_total_bytes - parts
+    assert refused.value.fixed_bytes > refused.value.budget_bytes
+
+
 def test_other_programs_have_no_report() -> None:
     compiled = jax.jit(jnp.sin).lower(1.0).compile()
     with pytest.raises(coop.UnsupportedError, match=r"no function that `coop.remat` decorates"):

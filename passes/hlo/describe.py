@@ -46,7 +46,7 @@ class Counted:
         argument_bytes, output_bytes: storage of the program's arguments and results.
         temp_bytes: XLA's heap of temporaries.
         alias_bytes: results that live in donated arguments.
-        total_bytes: arguments + outputs + temporaries - aliased; this is what budgets bound.
+        total_bytes: arguments + outputs - aliased + temporaries + constants; this is what budgets bound.
         host_bytes: the same in the host's memory.
     """
 
@@ -56,6 +56,16 @@ class Counted:
     alias_bytes: int
     total_bytes: int
     host_bytes: int = 0
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Arguments and outputs, donated storage counted once."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes
+
+    @property
+    def constant_bytes(self) -> int:
+        """What is in the total beside these and the temporaries: arrays that are written in the program."""
+        return self.total_bytes - self.fixed_bytes - self.temp_bytes
 
 
 def describe(

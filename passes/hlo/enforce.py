@@ -385,7 +385,7 @@ def _outcome(
         cost_ns=cost_ns, recompute_ns=0, lower_bound_ratio=0.0, status=Status.OPTIMAL,
         recipe=Recipe(recompute=request.planner), seconds=0.0,
         host_budget_bytes=request.host_bytes if request.pages else 0, host_bytes=after.host_bytes,
-        energy_pj=energy_pj,
+        energy_pj=energy_pj, constant_bytes=before.constant_bytes,
     )  # fmt: skip
 
 
