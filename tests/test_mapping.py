@@ -17,8 +17,11 @@ import coop_jax as coop
 from coop_jax import aot
 from passes.cost import DEVICES, DeviceModel, mapping_ns, maps_huge_pages
 from passes.hlo.enforce import MISSED_RATIO, EnforceRequest, enforce
+from passes.ir import Plan, Program
+from passes.jaxpr import straight
 from passes.outcome import StageOutcome
 from passes.pipeline import plan_program
+from passes.planners import LAST_RESORTS, PlannerConfig
 
 CPU = replace(DEVICES["cpu"], mapped_bytes_per_second=1e9)
 
@@ -66,6 +69,21 @@ def test_a_plan_needs_less_than_its_budget_where_mapping_takes_longer(ratio: flo
     # Nothing is recomputed for what hardly takes time.
     cheap = planned(ratio, replace(CPU, kept_bytes=kept_bytes, mapped_bytes_per_second=1e14))
     assert cheap.planned_temp_bytes > kept_bytes
+
+
+def test_what_stays_mapped_is_worth_no_last_resort(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept_bytes = planned(0.5, replace(CPU, kept_bytes=0)).planned_temp_bytes
+    asked: dict[int, frozenset[str]] = {}
+    plan = straight.plan
+
+    def noted(program: Program, budget_bytes: int, config: PlannerConfig) -> Plan:
+        asked[budget_bytes] = config.without
+        return plan(program, budget_bytes, config)
+
+    monkeypatch.setattr(straight, "plan", noted)
+    planned(0.9, replace(CPU, kept_bytes=kept_bytes, mapped_bytes_per_second=1e10))
+    assert asked[max(asked)] == frozenset()
+    assert asked[min(asked)] == LAST_RESORTS
 
 
 @pytest.mark.parametrize(

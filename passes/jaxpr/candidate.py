@@ -30,6 +30,7 @@ class JaxprRequest:
         host_bytes: how many bytes of stacks of scans may wait on the host.
         objective: what is least.
         parts: of how many devices together bytes and times are.
+        optional: True where more bytes would do: what misses is given up soon.
         inside: True for a body of a program whose scans, inner ones, too, are rewritten already.
     """
 
@@ -44,6 +45,7 @@ class JaxprRequest:
     host_bytes: int = 0
     objective: Objective = LEAST_TIME
     parts: int = 1
+    optional: bool = False
     inside: bool = False
 
     @property

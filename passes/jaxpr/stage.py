@@ -245,7 +245,10 @@ def _with_less_mapped(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -
             )
             if CONFIG.hoped_ratio * hoped_ns >= rank(best)[1]:
                 continue
-        made = _searched(as_is, replace(request, budget_bytes=request.fixed_bytes + temp_bytes), scale)
+        asked = replace(
+            request, budget_bytes=request.fixed_bytes + temp_bytes, optional=temp_bytes != aims[0]
+        )
+        made = _searched(as_is, asked, scale)
         if best is None or rank(made) < rank(best):
             best = made
         elif not upwards:

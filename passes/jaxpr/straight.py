@@ -25,7 +25,7 @@ from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.moved import moved
 from passes.objective import Objective
 from passes.offsets.foreseen import holes_bytes
-from passes.planners import PlannerConfig, plan
+from passes.planners import LAST_RESORTS, PlannerConfig, plan
 from passes.simulate import simulate
 
 
@@ -88,7 +88,16 @@ def search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate
     device, calibration = request.device, request.calibration
     holes = calibration.holes or BACKENDS[device.platform].heap != "in time order"
     bases = [
-        _depths(as_is.jaxpr, device, request.planner, request.objective, calibration.rounded, holes, as_xla)
+        _depths(
+            as_is.jaxpr,
+            device,
+            request.planner,
+            request.objective,
+            calibration.rounded,
+            holes,
+            as_xla,
+            request.optional,
+        )
         for as_xla in ((True, False) if BACKENDS[device.platform].fuses_greedily else (False,))
     ]
     deepenings = [_Deepening(base, as_is, request, target_bytes) for base in bases]
@@ -193,6 +202,7 @@ def _depths(
     rounded: bool,
     holes: bool,
     as_xla: bool,
+    optional: bool,
 ) -> _Depths:
     lifted = (
         _lifted_as_xla(jaxpr, device) if as_xla else lift_known(jaxpr, device, as_xla=False, rounded=rounded)
@@ -207,6 +217,7 @@ def _depths(
             near_overhead=CONFIG.near_overhead,
             bound=False,
             objective=objective.of(program),
+            without=LAST_RESORTS if optional else frozenset(),
         ),
         device=device,
         rounded=rounded,

@@ -3,5 +3,14 @@
 from passes.planners.bounds import cut_bound, working_set_bytes
 from passes.planners.config import PlannerConfig
 from passes.planners.dispatch import frontier, least_peak, plan
+from passes.planners.strategies import LAST_RESORTS
 
-__all__ = ["PlannerConfig", "cut_bound", "frontier", "least_peak", "plan", "working_set_bytes"]
+__all__ = [
+    "LAST_RESORTS",
+    "PlannerConfig",
+    "cut_bound",
+    "frontier",
+    "least_peak",
+    "plan",
+    "working_set_bytes",
+]

@@ -91,10 +91,13 @@ def cuts(state: SearchState, pool: CandidatePool, work: WorkLimit) -> Iterator[C
         work.done += part.done
         if not work.left or state.is_near(pool):
             break
-    if not pool.keeps_budget:
-        part = WorkLimit(int(work.limit * CONFIG.missed_cuts_limits) - work.done)
-        yield descend(state.graph, state.start, pool.budget_bytes, part, CONFIG.portfolio[0])
-        work.done += part.done
+
+
+def longer_cuts(state: SearchState, pool: CandidatePool, work: WorkLimit) -> Iterator[Candidate]:
+    """The first style of cuts goes on where every style misses the budget."""
+    part = WorkLimit(int(work.limit * CONFIG.missed_cuts_limits) - work.done)
+    yield descend(state.graph, state.start, pool.budget_bytes, part, CONFIG.portfolio[0])
+    work.done += part.done
 
 
 def evictions(state: SearchState, pool: CandidatePool, work: WorkLimit) -> Iterator[Candidate]:
@@ -232,6 +235,7 @@ def _around(state: SearchState) -> float:
 
 _AUTO = (
     Strategy(name="cuts", run=cuts),
+    Strategy(name="longer cuts", run=longer_cuts, when="missed", limits=_none, after=("cuts",)),
     Strategy(name="evictions", run=evictions, limits=_none, after=("cuts",)),
     Strategy(name="led below", run=led_below, when="missed", limits=lambda state: 2.0),
     Strategy(name="relaxed", run=relaxed, when="missed", limits=_none, after=("cuts",)),
@@ -239,10 +243,13 @@ _AUTO = (
         name="neighbourhoods", run=neighbourhoods, when="kept", limits=_around, after=("cuts",), rest=1 / 3
     ),
 )
+# What is tried where all else misses the budget; most of the work.
+LAST_RESORTS = frozenset({"longer cuts", "led below", "relaxed", "small steps", "bisection"})
 # What each planner that searches tries for a budget.
 STRATEGIES = {"auto": _AUTO, "cut": _AUTO[:-1], "window": (Strategy(name="walks", run=pool_walks),)}
 DEEPEST = (
     Strategy(name="cuts", run=cuts, own=True),
+    Strategy(name="longer cuts", run=longer_cuts, when="missed", limits=_none, after=("cuts",)),
     Strategy(name="small steps", run=small_steps, when="missed", limits=lambda state: 1 / 3, own=True),
     Strategy(name="bisection", run=bisection, when="missed", own=True),
 )
