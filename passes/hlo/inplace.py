@@ -218,20 +218,27 @@ class Sharing:
         if seen is None:
             return False
         root = fused.by_id[fused.root]
-        if root.opcode == "tuple" and not self._other_roots(fusion, fused, root, output, core, seen):
+        is_turned = hero is None and fusion.proto.fusion_kind == "kInput"
+        if root.opcode == "tuple" and not self._other_roots(fused, root, output, core, seen, is_turned):
             return False
         return output.id in seen
 
     def _other_roots(
-        self, fusion: Instruction, fused: Computation, root: Instruction, output: Instruction,
-        core: Instruction, seen: set[int],
+        self, fused: Computation, root: Instruction, output: Instruction, core: Instruction, seen: set[int],
+        is_turned: bool,
     ) -> bool:  # fmt: skip
+        """True if no other result that the parameter reaches is in the way.
+
+        Args:
+            is_turned: whether the transpose emitter writes it, if it has a transposed result. The reduction
+                emitter, which comes first, leaves elements where they are.
+        """
         written = [fused.by_id[o] for o in root.operands if o in seen]
         if all(r is output for r in written):
             return True
         if not is_elementwise(core) or any(r.opcode in ("transpose", "copy") for r in written):
             return False
-        return fusion.proto.fusion_kind != "kInput" or not any(_is_transposed(fused, r) for r in written)
+        return not is_turned or not any(_is_transposed(fused, r) for r in written)
 
     def _walk(
         self, fused: Computation, parameter: Instruction, core: Instruction, target: tuple[int, ...],
