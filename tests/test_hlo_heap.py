@@ -92,7 +92,7 @@ ENTRY e {
 
 
 def test_a_reduced_result_leaves_elements_where_they_are() -> None:
-    """XLA:GPU's reduction emitter comes before its transpose emitter: a step of MAML was predicted 1 MiB off."""
+    """XLA:GPU's reduction emitter comes before its transpose emitter: a MAML was predicted 1 MiB too low."""
     view = graph.read(proto.parse(compat.hlo_of_text(REDUCED)))
     by_name = {i.name: i for i in view.entry.by_id.values()}
     sharing = Sharing(view, BACKENDS["cuda"])

@@ -24,7 +24,6 @@ class LimitsConfig:
         units_per_op: of a large program.
         least_units: of a small one.
         quick_units: of a small one, where someone waits.
-        quick_units_per_op: of a tiny one, where someone waits.
         fewest_cuts: positions at which the bound is looked for.
         most_cuts: such positions of a small program, where nobody waits.
         cut_ops: the ops of a program times those positions, between the two.
@@ -33,7 +32,6 @@ class LimitsConfig:
     units_per_op: int = 100
     least_units: int = 1_000_000
     quick_units: int = 200_000
-    quick_units_per_op: int = 2_000
     fewest_cuts: int = 8
     most_cuts: int = 32
     cut_ops: int = 10_000
@@ -52,9 +50,8 @@ class PlannerConfig:
             "coop-online", "chen"; "delta" with a host.
         work_limit: how much work a search may do, in units of about a microsecond; None scales with the
             program (about a second, and 100 us an op from 10,000 ops on; if `quick` a fifth of a second, two
-            with pages, less below 100 ops, and 100 us an op from 2000 ops on). It ends sooner near the
-            bound; far from it, or where the first search misses the budget, a few times as much is done in
-            all.
+            with pages, and 100 us an op from 2000 ops on). It ends sooner near the bound; far from it, or
+            where the first search misses the budget, a few times as much is done in all.
         quick: whether someone waits for the plan, such as a compile.
         near_overhead: neighbourhoods are searched until a plan costs no more above the bound than this share
             of the program's cost.
@@ -126,6 +123,5 @@ class PlannerConfig:
         """The work limit for a program of `n_ops` ops."""
         if self.work_limit is not None:
             return self.work_limit
-        quick_units = min(LIMITS.quick_units, LIMITS.quick_units_per_op * n_ops)
-        quick_units *= 2 if self.host_bytes else 1
+        quick_units = LIMITS.quick_units * (2 if self.host_bytes else 1)
         return max(quick_units if self.quick else LIMITS.least_units, LIMITS.units_per_op * n_ops)
