@@ -186,14 +186,17 @@ class Report(Printable):
     def _mapped_text(self) -> str:
         """What a run takes beside its kernels, where the plain program's does."""
         kept_bytes = DEVICES[self.device_name].kept_bytes if self.device_name in DEVICES else 0
-        fixed_bytes = self.argument_bytes + self.output_bytes - self.alias_bytes
-        if not 0 < kept_bytes < self.baseline_total_bytes - fixed_bytes:
+        if not 0 < kept_bytes < self.baseline_total_bytes - self._fixed_bytes:
             return ""
         return f", with the time to map temporaries, if more than {format_bytes(kept_bytes, exact=False)}"
 
+    @property
+    def _fixed_bytes(self) -> int:
+        """Arguments and outputs, donated storage counted once."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes
+
     def _byte_rows(self) -> list[tuple[str, str, str, str]]:
-        fixed_bytes = self.argument_bytes + self.output_bytes - self.alias_bytes
-        constant_bytes = self.compiled_total_bytes - fixed_bytes - self.temp_bytes
+        constant_bytes = self.compiled_total_bytes - self._fixed_bytes - self.temp_bytes
         rows = (
             (f"without rematerialization ({self.baseline})", self.baseline_total_bytes),
             ("planned", self.planned_total_bytes),

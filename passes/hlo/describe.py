@@ -81,9 +81,7 @@ def describe(
     prediction = predict_assigned(assigner)
     totals = counted or _as_counted(prediction, real)
     work = _Describe(assigner, {} if real is None else real.addresses)
-    constants = totals.total_bytes - totals.temp_bytes
-    constants -= totals.argument_bytes + totals.output_bytes - totals.alias_bytes
-    values = (*work.fixed(constants), *work.temporaries())
+    values = (*work.fixed(totals.constant_bytes), *work.temporaries())
     return MemoryMap(
         name=assigner.module.name, platform=assigner.backend.name, steps=work.steps, values=values,
         argument_bytes=totals.argument_bytes, output_bytes=totals.output_bytes,
