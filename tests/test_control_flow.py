@@ -24,6 +24,7 @@ from passes.jaxpr.bodies import fit_bodies
 from passes.jaxpr.conds import join_conds, recompute_in_second_cond
 from passes.jaxpr.constraints import constrain_program
 from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.simplify import without_repeats
 from passes.jaxpr.values import Constraints
 
 KEY = jax.random.key(0)
@@ -243,10 +244,23 @@ def test_conds_are_joined_where_nothing_runs_twice() -> None:
     assert join_conds(outside) is outside
 
 
+def test_conds_stay_apart_where_the_first_serves_another_too() -> None:
+    def shared(w: Any, x: Any) -> Any:
+        index = (x[0, 0] > 0).astype(int)
+        a, b = lax.switch(index, [lambda: (x, x), lambda: (x @ w, x + 1)])
+        both = lax.switch(index, [lambda: a - b, lambda: a + b])
+        return both + lax.switch(index, [lambda: b, lambda: b * 2])
+
+    jaxpr = without_repeats(opened(shared))
+    assert len(conds(jaxpr)) == 3
+    assert join_conds(jaxpr) is jaxpr
+
+
 def test_conds_stay_apart_where_operands_are_more_than_what_is_passed_on() -> None:
     def narrow(w: Any, x: Any) -> Any:
-        rows = lax.cond(x[0, 0] > 0, lambda: x.sum(0), lambda: x.max(0))
-        return lax.cond(x[0, 0] > 0, lambda: w @ rows, lambda: rows)
+        index = (x[0, 0] > 0).astype(int)
+        rows = lax.switch(index, [lambda: x.max(0), lambda: x.sum(0)])
+        return lax.switch(index, [lambda: rows, lambda: w @ rows])
 
-    jaxpr = opened(narrow)
+    jaxpr = without_repeats(opened(narrow))
     assert join_conds(jaxpr) is jaxpr

@@ -17,7 +17,7 @@ from passes.jaxpr.compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.inline import flat_body
 from passes.jaxpr.primitives import CONTROL_FLOW, Kind
 from passes.jaxpr.purity import eqn_kind, has_effect
-from passes.jaxpr.rewrite import bodies_of, consts_as_literals, with_bodies
+from passes.jaxpr.rewrite import bodies_of, consts_as_literals, readers_of, with_bodies
 
 
 @compat.cached_by_jaxpr
@@ -32,13 +32,14 @@ def join_conds(jaxpr: Jaxpr) -> Jaxpr:
     Returns:
         The same object if there is no such pair.
     """
-    read = {*compat.variables([*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)])}
+    readers, results = readers_of(jaxpr.eqns), {*compat.variables(jaxpr.outvars)}
 
     def serves_only(first: JaxprEqn, second: JaxprEqn) -> bool:
-        passed = [v for v in first.outvars if v in read]
+        passed = [v for v in first.outvars if v in readers]
+        others = any(jaxpr.eqns[i] is not second for v in passed for i in readers[v])
         passed_bytes = sum(compat.aval_nbytes(v.aval) for v in passed)
         operand_bytes = sum(compat.aval_nbytes(v.aval) for v in compat.variables(first.invars[1:]))
-        return {*passed} <= {*compat.variables(second.invars)} and operand_bytes <= passed_bytes
+        return not others and results.isdisjoint(first.outvars) and operand_bytes <= passed_bytes
 
     joined = _with_second_conds(jaxpr, serves_only)
     eqns = [_joined_inside(eqn) for eqn in joined.eqns]
