@@ -62,6 +62,8 @@ class Backend:
             time of one compile (in `benchmarks.side_by_side` once took .1 to .35 of a compile's CPU time on a
             CPU, where most of that is code generation, .6 to 1.3 for an H200; XLA's part is .1 on a TPU).
         fuses_results: True if XLA computes what follows a dot or convolution inside of its kernel.
+        fuses_products: True if what surrounds a product of matrices is computed in its kernel as
+            `passes.jaxpr.product_kernels` says.
         rounds_products: True if XLA stores what only products of float32 read in bfloat16.
         runs_free_early: True if XLA runs what reads nothing but arguments long before its turn: the products
             of an LSTM's inputs. On a CPU a barrier against that costs more than it holds back.
@@ -102,6 +104,7 @@ class Backend:
     drops_rounding: bool = False
     reads_together: bool = False
     fuses_results: bool = False
+    fuses_products: bool = False
     rounds_products: bool = False
     runs_free_early: bool = False
     splits_small_dots: bool = False
@@ -117,7 +120,7 @@ CUDA = Backend(
     name="cuda", aliases=("gpu", "rocm"), alignment=256, sharing="emitters",
     library="jax_plugins.xla_cuda13", default_device="h100", takes_thunks=True,
     splits_small_dots=True, fuses_normalisation=True, drops_rounding=True, reads_together=True,
-    host_pool_bytes=64 << 30, awaits_at_once=True,
+    fuses_products=True, host_pool_bytes=64 << 30, awaits_at_once=True,
 )  # fmt: skip
 TPU = Backend(
     name="tpu", alignment=16384, host_alignment=4096, host_multiple=4096, heap="in time order",

@@ -51,7 +51,7 @@ def test_elementwise_chain_is_computed_inside_the_reduction_that_reads_it():
 
 
 def test_operands_of_a_dot_are_stored():
-    found = lifted(lambda x, y: jnp.sum((x + 1.0) @ (y * 2.0)), WIDE, WIDE)
+    found = lifted(lambda x, y: jnp.sum((x + 1.0) @ (y * 2.0)), WIDE, WIDE, device="v5e")
     assert sorted(names(found)) == ["add", "dot_general", "mul", "reduce_sum"]
     assert stored_bytes(found) == 3 * NBYTES
 
@@ -64,7 +64,7 @@ def test_views_of_stored_values_have_no_bytes():
 
 def test_expensive_values_of_several_kernels_are_stored_only_as_xla_does_by_itself():
     def twice(x: Any) -> Any:
-        y = jnp.exp(x @ x)
+        y = jnp.exp(jnp.sort(x))
         return y.sum(0) @ (y / y.sum(1, keepdims=True))
 
     assert "exp" in names(lifted(twice, WIDE, as_xla=True))
@@ -190,9 +190,11 @@ def test_sum_of_many_values_does_not_keep_them_all():
             total = total + jnp.full((64, 64), float(i)) @ x
         return jnp.sum(total)
 
-    program = lifted(added, WIDE).program
-    peak_bytes = simulate(program).peak_bytes
-    assert peak_bytes <= 5 * NBYTES
+    def peak_bytes(device: str) -> int:
+        return simulate(lifted(added, WIDE, device=device).program).peak_bytes
+
+    assert peak_bytes("v5e") <= 5 * NBYTES
+    assert peak_bytes("h200") == 8 * NBYTES, "XLA:GPU adds them all in the kernel of the first"
 
 
 @pytest.mark.parametrize("device", ["h200", "v5e"])
@@ -261,7 +263,7 @@ def test_what_only_products_read_is_stored_rounded(read: Callable[..., Any], sha
         return read(jnp.tanh(x), y)
 
     for rounded, expected in ((True, NBYTES // share), (False, NBYTES)):
-        found = lifted(function, WIDE, WIDE, rounded=rounded)
+        found = lifted(function, WIDE, WIDE, rounded=rounded, device="v5e")
         (made,) = (op for op in found.program.ops if op.name == "tanh")
         assert found.program.buffers[made.outputs[0]].nbytes == expected
 
@@ -271,10 +273,13 @@ def test_a_rounded_value_is_not_written_over_a_whole_one():
         whole = x @ y
         return jnp.tanh(whole) @ y
 
-    (made,) = (op for op in lifted(function, WIDE, WIDE).program.ops if op.name == "tanh")
-    assert made.may_share
-    (made,) = (op for op in lifted(function, WIDE, WIDE, rounded=True).program.ops if op.name == "tanh")
-    assert not made.may_share
+    def shares(*, rounded: bool) -> bool:
+        ops = lifted(function, WIDE, WIDE, rounded=rounded, device="v5e").program.ops
+        (made,) = (op for op in ops if op.name == "tanh")
+        return bool(made.may_share)
+
+    assert shares(rounded=False)
+    assert not shares(rounded=True)
 
 
 def test_slice_reads_only_what_it_returns():
@@ -354,10 +359,12 @@ def test_a_loop_writes_its_carry_over_what_it_started_from():
     def accumulated(x: Any, ws: Any) -> Any:
         return lax.scan(lambda total, w: (total + x @ w, None), x * 2.0, ws)[0] @ x
 
-    program = lifted(accumulated, WIDE, jax.ShapeDtypeStruct((4, 64, 64), jnp.float32), as_xla=True).program
-    op = next(op for op in program.ops if op.name == "scan")
-    assert op.workspace_bytes == NBYTES, "the product; the sum takes the place of the one before"
-    assert simulate(program).peak_bytes <= 2 * NBYTES
+    stacks = jax.ShapeDtypeStruct((4, 64, 64), jnp.float32)
+    for device, product in (("v5e", NBYTES), ("h200", 0)):
+        program = lifted(accumulated, WIDE, stacks, as_xla=True, device=device).program
+        op = next(op for op in program.ops if op.name == "scan")
+        assert op.workspace_bytes == product, "the sum takes the place of the one before"
+        assert simulate(program).peak_bytes <= NBYTES + product
 
 
 def test_what_a_result_is_reshaped_from_has_no_bytes_of_its_own():

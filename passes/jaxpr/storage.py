@@ -16,6 +16,7 @@ from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
 from passes.jaxpr.greedy_fusion import GreedyFusion
 from passes.jaxpr.in_place import UPDATES
 from passes.jaxpr.primitives import INSIDE, SLICING, Kind, is_dear_to_xla
+from passes.jaxpr.product_kernels import ProductKernels
 from passes.jaxpr.purity import kernel_kind
 from passes.jaxpr.softmax import DataflowGraph, inside_softmax
 
@@ -70,10 +71,17 @@ class Storage:
         # What kernels read which compute a variable themselves; `reads` where it is not here.
         self._inside_reads: dict[Var, dict[Var, int]] = {}
         self._backend, self._as_xla = BACKENDS[device.platform], as_xla
+        self._products: ProductKernels | None = None
         needed = self._needed_in_memory()
         self._inside = set[Var]()
         if self._backend.fuses_normalisation:
             self._inside = inside_softmax(self._graph, self.results, needed)
+        if self._backend.fuses_products:
+            given = {*jaxpr.constvars, *jaxpr.invars[: n_consts + n_carry if carried else None]}
+            self._products = ProductKernels(
+                self._graph, device, results=self.results, given=given, apart=self._inside
+            )
+            needed = self._needed_in_memory()
         self._greedy = None
         self.slices = set[Var]()
         if as_xla and self._backend.fuses_greedily:
@@ -136,7 +144,8 @@ class Storage:
             if kind in (*WHOLE, Kind.BARRIER) or (
                 kind is Kind.VIEW and any(v in needed for v in eqn.outvars)
             ):
-                needed.update(self.operands[i])
+                reads = self._products.reads if self._products is not None else {}
+                needed.update(reads.get(i, self.operands[i]))
         return needed
 
     def _reading_kernels(self, needed: set[Var]) -> dict[Var, frozenset[int]]:
@@ -145,7 +154,7 @@ class Storage:
         for i in reversed(range(len(self.jaxpr.eqns))):
             eqn = self.jaxpr.eqns[i]
             joins = self.kinds[i] in INSIDE or self._inside & {*eqn.outvars}
-            own = not joins or any(v in needed for v in eqn.outvars)
+            own = not joins or any(v in needed or self._is_end(v) for v in eqn.outvars)
             reading = [i] if own else sorted({k for v in eqn.outvars for k in kernels.get(v, ())})
             for v in self.operands[i]:
                 kernels[v] = frozenset(sorted({*kernels.get(v, ()), *reading})[:2])
@@ -185,6 +194,8 @@ class Storage:
             return False
         if self._greedy is not None and (v in self._greedy.inner or v in self._greedy.stored):
             return v in self._greedy.stored
+        if self._products is not None and (v in self._products.inner or v in self._products.ends):
+            return v in self._products.ends
         if kind in (*WHOLE, Kind.REDUCTION):
             return not self._is_epilogue(i, v, readers)
         is_held = any(self.kinds[r] is Kind.BARRIER for r in readers)
@@ -241,7 +252,13 @@ class Storage:
             return False
         if self._greedy is not None and v in self._greedy.inner:
             return False
+        if self._products is not None and v in self._products.inner:
+            return False
         return self.kinds[i] in (Kind.KERNEL, Kind.REDUCTION)
+
+    def _is_end(self, v: Var) -> bool:
+        """True for what a product's kernel stores instead of the product."""
+        return self._products is not None and v in self._products.ends
 
     def _is_epilogue(self, i: int, v: Var, readers: Sequence[int]) -> bool:
         """True for a kernel's wide result that its one reader converts to something narrower."""

@@ -1,0 +1,81 @@
+"""What XLA:GPU computes in the kernels of products: what is foreseen is what it compiles to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from coop_jax import aot
+from passes.cost import DEVICES
+from passes.hlo import graph, proto
+from passes.jaxpr import compat
+from passes.jaxpr.inline import flat_body
+from passes.jaxpr.straight import lift_as_xla
+
+N = 1024
+WIDE = jax.ShapeDtypeStruct((N, N), jnp.float32)
+NARROW = jax.ShapeDtypeStruct((N, N), jnp.bfloat16)
+ROW = jax.ShapeDtypeStruct((N,), jnp.float32)
+NUMBER = jax.ShapeDtypeStruct((), jnp.float32)
+MASK = jax.ShapeDtypeStruct((N, N), jnp.bool_)
+MANY = jax.ShapeDtypeStruct((2, 4, 256, 256), jnp.float32)
+
+
+def both(x: Any) -> tuple[Any, Any]:
+    return x + 1.0, x * 2.0
+
+
+CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]] = {
+    # Operands.
+    "a function of an argument": (lambda x, w: jnp.exp(2 * x) @ w, (WIDE, WIDE), 1),
+    "computed twice": (lambda x, w: (jnp.exp(x) @ w, jnp.exp(x)), (WIDE, WIDE), 2),
+    "two in memory": (lambda x, y, w: (x * jnp.sin(y)) @ w, (WIDE, WIDE, WIDE), 2),
+    "widened": (lambda x, w: x.astype(jnp.float32) @ w, (NARROW, WIDE), 1),
+    "batches": (lambda x, w: jnp.exp(x) @ w, (MANY, MANY), 1),
+    "a row that is made": (lambda x, w, s: (x - jnp.sort(s)) @ w, (WIDE, WIDE, ROW), 3),
+    "a number that is computed": (lambda x, w, s: (x * jnp.exp(s)) @ w, (WIDE, WIDE, NUMBER), 2),
+    "both": (lambda x, w: jnp.exp(x).T @ jnp.tanh(w), (WIDE, WIDE), 1),
+    # Results.
+    "a function of it": (lambda x, w: jnp.exp(x @ w), (WIDE, WIDE), 1),
+    "with a row": (lambda x, w, b: jax.nn.relu(x @ w + b), (WIDE, WIDE, ROW), 1),
+    "with an argument": (lambda x, g, p: p - 0.01 * (x.T @ g), (WIDE, WIDE, WIDE), 1),
+    "with another product": (lambda x, w, y, z: x @ w + y @ z, (WIDE, WIDE, WIDE, WIDE), 2),
+    "with what another kernel makes": (lambda x, w, y: x @ w + jnp.sort(y), (WIDE, WIDE, WIDE), 2),
+    "with what could be computed there": (lambda x, w, y: x @ w + jnp.tanh(y), (WIDE, WIDE, WIDE), 2),
+    "widened, too": (lambda x, w: jnp.exp((x @ w).astype(jnp.float32)), (NARROW, NARROW), 2),
+    "two readers": (lambda x, w: both(x @ w), (WIDE, WIDE), 3),
+    "two readers at its end": (lambda x, w: both(jnp.exp(x @ w)), (WIDE, WIDE), 3),
+    "masked by an argument": (lambda x, w, m: jnp.where(m, x @ w, 0), (WIDE, WIDE, MASK), 1),
+    "reduced": (lambda x, w: jnp.exp(x @ w).sum(1), (WIDE, WIDE), 2),
+    "squared": (lambda x, w: (x @ w) ** 2, (WIDE, WIDE), 2),
+    # One after the other.
+    "between two": (lambda x, y, b, w: jax.nn.relu(x @ y + b) @ w, (WIDE, WIDE, ROW, WIDE), 2),
+    "residual": (
+        lambda x, c, v, w, b: (lambda h: h + (jax.nn.relu(h @ v) @ w + b))(x @ c),
+        (WIDE, WIDE, WIDE, WIDE, ROW),
+        3,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_many_kernels_as_xla_makes(h200: str, name: str) -> None:
+    function, specs, kernels = CASES[name]
+    found = lift_as_xla(flat_body(jax.make_jaxpr(function)(*specs)), DEVICES["h200"])
+    assert len(found.program.ops) == kernels, [op.name for op in found.program.ops]
+    module = graph.read(
+        proto.parse(aot.final_module(aot.lower_for(jax.jit(function), specs, device=h200).compile()))
+    )
+    made = [i for i in module.entry.by_id.values() if i.opcode in ("fusion", "custom-call", "sort")]
+    assert len(made) == kernels, [i.name for i in made]
+
+
+def test_a_product_in_parts_is_not_followed_in_its_kernel() -> None:
+    """An LSTM's step on an H200: the sums of the parts are read by what follows."""
+    deep = jax.ShapeDtypeStruct((64, 8192), jnp.float32), jax.ShapeDtypeStruct((8192, 64), jnp.float32)
+    jaxpr = compat.open_jaxpr(jax.make_jaxpr(lambda x, w: jnp.exp(x @ w))(*deep))[0]
+    assert len(lift_as_xla(jaxpr, DEVICES["h200"]).program.ops) == 2
