@@ -124,6 +124,13 @@ def predict(module: Any, platform: str) -> HeapPrediction:
     return predict_assigned(Assigner(graph.read(module), platform, old_rules=OLD_RULES))
 
 
+def kernels_for(device: str, function: Callable[..., Any], specs: Sequence[Any]) -> list[graph.Instruction]:
+    """The kernels of a program that is compiled for an absent device, without those of its loops."""
+    compiled = aot.lower_for(jax.jit(function), specs, device=device).compile()
+    entry = graph.read(proto.parse(aot.final_module(compiled))).entry
+    return [i for i in entry.by_id.values() if i.opcode in ("custom-call", "fusion", "sort")]
+
+
 def with_steps(
     example: Example, choose: Callable[[Program], Sequence[OpId]], platform: str = "cpu"
 ) -> tuple[Any, HeapPrediction, LiftedModule]:

@@ -88,9 +88,10 @@ _EXPENSIVE_NAMES = frozenset(_EXPENSIVE.split())
 # XLA:CPU does not compute these twice.
 _DEAR_TO_XLA_CPU = _EXPENSIVE_NAMES - {"cos", "sin", "tan"} | {"div", "rem", "rsqrt", "sqrt"}
 
-# In bfloat16 XLA:GPU has no price for them: its table of clock cycles (`hlo_op_profiles_data.h`) says 79 for
-# an exponential in float32, 467 for a tanh, which is converted, and nothing for bfloat16.
-_UNPRICED_IN_BFLOAT16 = frozenset({"exp", "exp2", "log", "logistic"})
+# XLA:GPU computes them again for every reader: by its table of clock cycles (`hlo_op_profiles_data.h`) an
+# exponential in float32 takes 79, a tanh 467; what is not there, as most in bfloat16, costs next to nothing.
+_CHEAP_TO_XLA = frozenset({"exp", "exp2", "log", "logistic"})
+_CHEAP_IN = {"bfloat16": _CHEAP_TO_XLA, "float32": _CHEAP_TO_XLA | {"asinh", "expm1", "log1p"}}
 
 MATRIX = frozenset({"dot_general", "conv_general_dilated"})
 """Products of matrices, and convolutions."""
@@ -134,8 +135,7 @@ def is_expensive(primitive_name: str) -> bool:
 
 def is_dear_to_xla(primitive_name: str, dtype_name: str) -> bool:
     """True if XLA:GPU takes an elementwise primitive on such elements for expensive."""
-    unpriced = dtype_name == "bfloat16" and primitive_name in _UNPRICED_IN_BFLOAT16
-    return is_expensive(primitive_name) and not unpriced
+    return is_expensive(primitive_name) and primitive_name not in _CHEAP_IN.get(dtype_name, ())
 
 
 def is_dear_to_xla_cpu(eqn: JaxprEqn) -> bool:

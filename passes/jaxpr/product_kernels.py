@@ -43,7 +43,7 @@ class ProductKernels:
 
     Attributes:
         reads: for every product the variables that its kernel reads from memory for its operands.
-        inner: products, and what follows them, that are not stored.
+        inner: not stored: products and what follows them, and what only products read, who compute it.
         ends: what is stored instead of them.
     """
 
@@ -68,14 +68,25 @@ class ProductKernels:
         self.reads = dict[int, list[Var]]()
         self.inner = set[Var]()
         self.ends = set[Var]()
+        computed = set[Var]()
         for i, eqn in enumerate(graph.eqns):
             if _is_for_triton(eqn):
-                self.reads[i] = [u for v in graph.operands[i] for u in self._read_for(v)]
+                self.reads[i] = [u for v in graph.operands[i] for u in self._read_for(v, computed)]
                 if not split_bytes(eqn, device):
                     self._follow(eqn.outvars[0])
+        self.inner |= self._read_by_products_alone(computed)
 
-    def _read_for(self, operand: Var) -> list[Var]:
-        """What the kernel of a product reads to compute an operand."""
+    def _read_by_products_alone(self, computed: Set[Var]) -> set[Var]:
+        """Of what products compute for themselves what nothing else reads."""
+        alone, eqns = set[Var](), self._graph.eqns
+        for v in sorted(computed - self._results, key=self._graph.producer.__getitem__, reverse=True):
+            readers = self._graph.readers[v]
+            if all(v not in self.reads.get(i, (v,)) or alone.issuperset(eqns[i].outvars) for i in readers):
+                alone.add(v)
+        return alone
+
+    def _read_for(self, operand: Var, computed: set[Var]) -> list[Var]:
+        """What the kernel of a product reads to compute an operand, and marks what it computes."""
         inputs, found = {operand: None}, deque([operand])
         while found:
             v = found.popleft()
@@ -87,6 +98,7 @@ class ProductKernels:
                 **dict.fromkeys(self._graph.operands[i]),
             }
             if len(above) <= _MOST_READ:
+                computed.add(v)
                 found.extend(u for u in above if u not in inputs)
                 inputs = above
         return [*inputs]

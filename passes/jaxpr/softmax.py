@@ -81,22 +81,25 @@ class DataflowGraph:
             v = before
         return bool(axis == array_of(v).ndim - 1)
 
-    def is_normalised(self, v: Var) -> bool:
-        """True for a value that is combined with its own reduction, as softmax does: one kernel makes all."""
-        return any(
-            u is not v and v in self._reduced(u) for i in self.readers.get(v, ()) for u in self.operands[i]
-        )
+    def row_length(self, v: Var) -> int | None:
+        """How many elements of a value are combined with their own reduction, as in a softmax."""
+        for i in self.readers.get(v, ()):
+            for u in self.operands[i]:
+                reduced = None if u is v else self._reduction(u)
+                if reduced is not None and v in self.operands[reduced]:
+                    return int(array_of(v).size // max(array_of(self.eqns[reduced].outvars[0]).size, 1))
+        return None
 
-    def _reduced(self, v: Atom) -> Sequence[Var]:
-        """The operands of the reduction that `v` is a broadcast of, if it is one."""
+    def _reduction(self, v: Atom) -> int | None:
+        """The reduction that `v` is a broadcast of, if it is one."""
         while (i := compat.of_variable(self.producer, v)) is not None:
             eqn = self.eqns[i]
             if self.kinds[i] is Kind.REDUCTION:
-                return self.operands[i]
+                return i
             if self.kinds[i] is not Kind.VIEW and eqn.primitive.name != "broadcast_in_dim":
                 break
             v = eqn.invars[0]
-        return ()
+        return None
 
     def made_of(self, v: Var) -> set[Var]:
         """What is computed elementwise from a value."""

@@ -15,7 +15,7 @@ from passes.jaxpr.avals import array_of
 from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
 from passes.jaxpr.greedy_fusion import GreedyFusion
 from passes.jaxpr.in_place import UPDATES
-from passes.jaxpr.primitives import INSIDE, SLICING, Kind, is_dear_to_xla
+from passes.jaxpr.primitives import INSIDE, SLICING, Kind, is_dear_to_xla, is_expensive
 from passes.jaxpr.product_kernels import ProductKernels
 from passes.jaxpr.purity import kernel_kind
 from passes.jaxpr.softmax import DataflowGraph, inside_softmax
@@ -29,6 +29,9 @@ ONE_READER_RATIO = 2.5
 MOST_INSIDE = 256
 # XLA:GPU stores an expensive value for several readers, unless reading its leaves is that much cheaper.
 SHARED_RATIO = 0.75
+# Where a softmax's rows are fewer for each core, or padded to more, XLA:GPU stores what they are widened to.
+_ROWS_PER_CORE = 512
+_MOST_PADDED = 7 / 6
 # Kernels whose operands are in memory.
 WHOLE = (Kind.KERNEL, Kind.FOREIGN, Kind.OPAQUE)
 
@@ -70,7 +73,7 @@ class Storage:
         self._kernel_reads: dict[int, dict[Var, int]] = {}
         # What kernels read which compute a variable themselves; `reads` where it is not here.
         self._inside_reads: dict[Var, dict[Var, int]] = {}
-        self._backend, self._as_xla = BACKENDS[device.platform], as_xla
+        self._device, self._backend, self._as_xla = device, BACKENDS[device.platform], as_xla
         self._products: ProductKernels | None = None
         needed = self._needed_in_memory()
         self._inside = set[Var]()
@@ -242,8 +245,22 @@ class Storage:
         """True if XLA by itself stores an elementwise value that several kernels read."""
         if not self._as_xla or traffic == 0:
             return False
-        costly = traffic > SHARED_RATIO * compat.aval_nbytes(v.aval) or self._graph.is_normalised(v)
-        return costly and is_dear_to_xla(eqn.primitive.name, str(array_of(v).dtype))
+        nbytes = compat.aval_nbytes(v.aval)
+        if is_dear_to_xla(eqn.primitive.name, str(array_of(v).dtype)):
+            return traffic > SHARED_RATIO * nbytes or self._graph.row_length(v) is not None
+        is_widened = is_expensive(eqn.primitive.name) and traffic < nbytes
+        return is_widened and self._is_of_few_rows(v)
+
+    def _is_of_few_rows(self, v: Var) -> bool:
+        """True for values of a softmax whose rows do not fill the device, or the tiles that they are read in.
+
+        Seen with rows of 128 to 2048 numbers that are converted from bfloat16 (`tests/test_jaxpr_lift.py`).
+        """
+        length = self._graph.row_length(v)
+        if length is None:
+            return False
+        rows, tile = array_of(v).size // length, 1 << (length - 1).bit_length()
+        return rows <= _ROWS_PER_CORE * self._device.cores or tile > _MOST_PADDED * length
 
     def _is_unstored_kernel(self, v: Var) -> bool:
         """True for a kernel's result that is stored only in the form that its one reader gives it."""
