@@ -16,9 +16,8 @@ from typing import TypeGuard
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.halves import closed_halves, join, split
-from passes.jaxpr.inline import flat_body
-from passes.jaxpr.primitives import CONTROL_FLOW
-from passes.jaxpr.rewrite import bodies_of, defined, with_bodies
+from passes.jaxpr.inline import with_flat_bodies
+from passes.jaxpr.rewrite import defined
 from passes.jaxpr.scans.choice import Choice
 from passes.jaxpr.scans.cut import joined_body
 from passes.jaxpr.scans.emit import rewrite_groups, with_inner
@@ -107,20 +106,13 @@ def _with_constrained_bodies(halves: _Halves, constraints: Constraints, passed: 
 
 def _with_bodies(eqn: JaxprEqn, backward: bool, across: Sequence[bool], constraints: Constraints) -> JaxprEqn:
     """`across`: for every result whether a backward pass reads it."""
-    if eqn.primitive.name not in CONTROL_FLOW:
-        return eqn
-    return with_bodies(
-        eqn, [_constrained_body(body, backward, across, constraints) for body in bodies_of(eqn)]
-    )
 
+    def constrained(body: Jaxpr) -> Jaxpr:
+        flags = tuple(backward or compat.is_transposed(inner) for inner in body.eqns)
+        passed = [v for v, a in zip(body.outvars, across, strict=True) if a and compat.is_variable(v)]
+        return _constrained(_Halves(jaxpr=body, backward=flags), constraints, passed).jaxpr
 
-def _constrained_body(body: Jaxpr, backward: bool, across: Sequence[bool], constraints: Constraints) -> Jaxpr:
-    jaxpr = flat_body(body)
-    flags = tuple(backward or compat.is_transposed(eqn) for eqn in jaxpr.eqns)
-    halves = _Halves(jaxpr=jaxpr, backward=flags)
-    passed = [v for v, a in zip(jaxpr.outvars, across, strict=True) if a and compat.is_variable(v)]
-    constrained = _constrained(halves, constraints, passed)
-    return body if constrained is halves else compat.close_jaxpr(constrained.jaxpr, [])
+    return with_flat_bodies(eqn, constrained)
 
 
 def _with_saved(halves: _Halves, values: Values) -> _Halves:

@@ -61,7 +61,7 @@ def first_body(choice: Choice) -> First:
     there = {*producer.jaxpr.invars[: producer.n_consts], *producer.x_vars, *compat.variables(staying)}
     added = [v for v in choice.kept if v not in there]
     outvars = [*producer.jaxpr.outvars[: producer.n_carry], *staying, *added]
-    body = compat.rebuild(producer.jaxpr, eqns=producer.jaxpr.eqns, outvars=outvars)
+    body = compat.rebuild(producer.jaxpr, outvars=outvars)
     return First(jaxpr=compat.without_dead_code(body), staying=tuple(staying), added=tuple(added))
 
 
@@ -86,7 +86,6 @@ def second_body(choice: Choice, sliced: Collection[Var]) -> Second:
     body = compat.rebuild(
         consumer.jaxpr,
         eqns=when_needed(recomputed, consumer.jaxpr.eqns),
-        outvars=consumer.jaxpr.outvars,
         invars=[*consts, *fixed, *slices, *(consumer.x_vars[k] for k in others)],
         constvars=[],
     )
@@ -109,9 +108,7 @@ def _second_segment(pair: ScanPair, segments: Segments) -> Second:
     first, others = invars[:n_first], invars[fixed:]
     order = [*first[:n_consts], *invars[n_first:fixed], *first[n_consts:], *others]
     return Second(
-        jaxpr=compat.rebuild(
-            segments.body, eqns=segments.body.eqns, outvars=segments.body.outvars, invars=order
-        ),
+        jaxpr=compat.rebuild(segments.body, invars=order),
         consts=tuple(producer.jaxpr.invars[:n_consts]),
         slices=tuple(producer.jaxpr.invars[n_consts:]),
         others=tuple(other_xs(pair, consumer)),
