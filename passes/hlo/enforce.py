@@ -209,15 +209,15 @@ def _without_mapping(module: _Scheduled, request: EnforceRequest) -> tuple[bytes
         # Recompute alone packs otherwise, so it may be given more bytes. And copies of the program's own, of
         # which plans know nothing, share the link with pages.
         found = min(found, _found(replace(request, host_bytes=0), lifted), key=_Found.rank)
-    ordered_bytes = None
+    if found.is_over:
+        returned, outcome = module.data, _refusal(request, found, prediction)
+    else:
+        outcome = _outcome(request, prediction, found.written.prediction, cost_ns, energy_pj)
+        returned, outcome = proto.serialize(found.written.view.proto), _changed(request, outcome, found)
     if before.backend.runs_branches_together:
         ordered_bytes = lifted.prediction.temp_bytes + lifted.prediction.constant_bytes
-    if found.is_over:
-        return module.data, replace(_refusal(request, found, prediction), ordered_temp_bytes=ordered_bytes)
-    written = found.written
-    outcome = _outcome(request, prediction, written.prediction, cost_ns, energy_pj)
-    outcome = replace(outcome, ordered_temp_bytes=ordered_bytes)
-    return proto.serialize(written.view.proto), _changed(request, outcome, found)
+        outcome = replace(outcome, ordered_temp_bytes=ordered_bytes)
+    return returned, outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
