@@ -40,14 +40,12 @@ class Second:
         jaxpr: (*consts, *its own consts, *carry, *slices, *other slices) -> (*carry, *slices).
         consts, slices: variables of the first body, what of it is read whole, and slice by slice.
         others: which of the second scan's sliced operands are no stacks of the first.
-        n_consts: how many of the inputs are constants.
     """
 
     jaxpr: Jaxpr
     consts: tuple[Var, ...]
     slices: tuple[Var, ...]
     others: tuple[int, ...]
-    n_consts: int
 
 
 def first_body(choice: Choice) -> First:
@@ -94,7 +92,6 @@ def second_body(choice: Choice, sliced: Collection[Var]) -> Second:
         consts=tuple(consts),
         slices=tuple(slices),
         others=tuple(others),
-        n_consts=len(consts) + consumer.n_consts,
     )
 
 
@@ -112,7 +109,6 @@ def _second_segment(pair: ScanPair, segments: Segments) -> Second:
         consts=tuple(producer.jaxpr.invars[:n_consts]),
         slices=tuple(producer.jaxpr.invars[n_consts:]),
         others=tuple(other_xs(pair, consumer)),
-        n_consts=n_consts + consumer.n_consts,
     )
 
 
