@@ -14,14 +14,14 @@ from passes.planners.baselines.runtime import Policy, Runtime
 from passes.planners.bounds import working_set_bytes
 from passes.planners.config import PlannerConfig
 from passes.planners.paging.queues import traffic
-from passes.planners.pool_run import NoRoomError, Walked
+from passes.planners.pool_run import NoRoomError, Walked, median_byte_ns
 from passes.simulate import simulate_graph
 
 POLICIES: dict[str, Callable[[Graph], Policy]] = {
     "dtr": lambda graph: scores.Dtr(),
     "dtr-eq": lambda graph: scores.DtrEq(),
     "dte": lambda graph: scores.Dte(),
-    "coop-online": lambda graph: scores.CoopOnline(_middle(graph)),
+    "coop-online": lambda graph: scores.CoopOnline(median_byte_ns(graph)),
 }
 
 
@@ -104,11 +104,3 @@ def _chen(graph: Graph, budget_bytes: int) -> Walked | None:
         if placement.heap_bytes <= budget_bytes:
             best = cost_ns, Walked(steps=tuple(steps), offsets=placement.offsets)
     return None if best is None else best[1]
-
-
-def _middle(graph: Graph) -> float:
-    """The median cost of a byte: above it a value is expensive."""
-    ratios = sorted(
-        graph.cost_ns[p] / max(1, graph.nbytes[b]) for b, p in enumerate(graph.producer) if p >= 0
-    )
-    return ratios[len(ratios) // 2] if ratios else 0.0

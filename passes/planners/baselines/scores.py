@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from passes.offsets.pool import FREE
 from passes.planners.baselines.runtime import Policy, Runtime, adjacent_free_bytes
+from passes.planners.pool_run import byte_ns
 from passes.union_find import UnionFind
 
 # MegEngine's own factor, see above.
@@ -137,7 +138,7 @@ class CoopOnline(_WithComponents):
 
     def from_top(self, runtime: Runtime, buffer: int) -> bool:
         """Expensive values, for their bytes, grow from the top."""
-        return _cost_ns(runtime, buffer) / max(1, runtime.graph.nbytes[buffer]) > self.middle
+        return byte_ns(runtime.graph, buffer) > self.middle
 
     def make_room(self, runtime: Runtime, nbytes: int) -> None:
         """Evict the cheapest window that holds the request."""
