@@ -275,14 +275,13 @@ def report(compiled: Compiled) -> Report:
     if memory.total_bytes > record.budget_bytes:
         raise BudgetExceededError(budget_bytes=record.budget_bytes, compiled_bytes=memory.total_bytes)
     platform = serialized.platform_of(compiled)
-    stages = [s for s in (record.jaxpr, record.hlo) if s is not None]
     limit_bytes = aot.host_limit_bytes(platform)
-    host = HostUse.of(record, stages, memory.host_bytes, backend_of(platform), limit_bytes)
+    host = HostUse.of(record, memory.host_bytes, backend_of(platform), limit_bytes)
     return _assemble(record, memory, Offsets.of(compiled, record, memory.temp_bytes), host)
 
 
 def _assemble(record: Record, memory: aot.Memory, offsets: Offsets, host: HostUse) -> Report:
-    stages = [s for s in (record.jaxpr, record.hlo) if s is not None]
+    stages = record.stages
     planned = memory.fixed_bytes + stages[-1].planned_temp_bytes if stages else memory.total_bytes
     baseline = record.baseline_total_bytes
     if baseline is None:

@@ -144,7 +144,7 @@ def distinct(kept: Iterable[tuple[Wish, Variant]]) -> list[tuple[Wish, Variant]]
 def price_of(way: Choice | Variant) -> Price:
     """What the objective makes of a way's time and energy."""
     hlo = hlo_of(way)
-    slower_ratio, _ = changes(filter(None, (way.record.jaxpr, hlo)))
+    slower_ratio, _ = changes(way.record.stages)
     base_ns = round(cost_ns_of(hlo) / (1 + slower_ratio))
     return way.record.objective.price(
         cost_ns=cost_ns_of(hlo), energy_pj=hlo.energy_pj + hlo.recompute_pj, base_ns=base_ns
