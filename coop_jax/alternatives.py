@@ -40,7 +40,7 @@ from coop_jax.record import UNLIMITED_BYTES, Record, with_hlo
 from coop_jax.registry import Choice
 from coop_jax.relowering import Plain, Variant, Wish
 from coop_jax.replacing import Calls, in_place_of, signature
-from coop_jax.tries import TRIES, cost_ns_of, hlo_of, is_cheaper, plan_key, price_of, rank
+from coop_jax.tries import TRIES, hlo_of, is_cheaper, plan_key, price_of, rank
 from coop_jax.verdict import named
 from passes.jaxpr.calibration import UNCALIBRATED
 from passes.jaxpr.compat import BeingLowered
@@ -203,7 +203,7 @@ class _Search:
             if variant is not None and rank(variant) < rank(best):
                 best = self._choice(variant)
         hlo = hlo_of(best)
-        if self.ways.alone and cost_ns_of(hlo) > TRIES.missed_ratio * (cost_ns_of(hlo) - hlo.waiting_ns):
+        if self.ways.alone and hlo.run_ns > TRIES.missed_ratio * (hlo.run_ns - hlo.waiting_ns):
             deeper = (dataclasses.replace(asked, alone=True) for asked in tries.deeper(self.record, first))
             found = self._first(deeper)
             best = best if found is None or rank(found) >= rank(best) else found

@@ -300,7 +300,7 @@ def _assemble(record: Record, memory: aot.Memory, offsets: Offsets, host: HostUs
         alias_bytes=memory.alias_bytes,
         temp_bytes=memory.temp_bytes,
         baseline_cost_ns=record.baseline_cost_ns,
-        compiled_cost_ns=None if record.hlo is None else record.hlo.cost_ns + record.hlo.recompute_ns,
+        compiled_cost_ns=None if record.hlo is None else record.hlo.run_ns,
         overhead_ratio=overhead_ratio,
         objective=str(record.objective),
         max_overhead=record.objective.max_overhead,

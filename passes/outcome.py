@@ -157,6 +157,11 @@ class StageOutcome:
         return self.before_temp_bytes if ordered_bytes is None else ordered_bytes
 
     @property
+    def run_ns(self) -> int:
+        """Estimated time of the program after this stage."""
+        return self.cost_ns + self.recompute_ns
+
+    @property
     def fixed_bytes(self) -> int:
         """Arguments and outputs, donated storage counted once."""
         return self.argument_bytes + self.output_bytes - self.alias_bytes

@@ -101,7 +101,7 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
     if is_mapped and expected_bytes is not None and _is_near(kept_bytes, expected_bytes, module, outcome):
         smaller = replace(request, budget_bytes=outcome.fixed_bytes + kept_bytes)
         other, mapped_less = _held(module, smaller)
-        if mapped_less.status.found and _run_ns(mapped_less) < _run_ns(outcome):
+        if mapped_less.status.found and mapped_less.run_ns < outcome.run_ns:
             returned, outcome = other, replace(mapped_less, budget_bytes=request.budget_bytes)
     return returned, replace(outcome, seconds=time.perf_counter() - begin)
 
@@ -165,10 +165,6 @@ def _read(module_bytes: bytes, request: EnforceRequest) -> _Scheduled:
         data=module_bytes, view=view, assigner=assigner, prediction=predict_assigned(assigner),
         device=request.device,
     )  # fmt: skip
-
-
-def _run_ns(outcome: StageOutcome) -> int:
-    return outcome.cost_ns + outcome.recompute_ns
 
 
 def _held(module: _Scheduled, request: EnforceRequest) -> tuple[bytes, StageOutcome]:
