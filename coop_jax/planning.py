@@ -18,6 +18,7 @@ from coop_jax.errors import BudgetExceededError, InfeasibleBudgetError, error_fr
 from coop_jax.remat import remat
 from coop_jax.report import Report, report
 from coop_jax.text import format_bytes
+from passes.counts import Fixed
 from passes.outcome import LiveValue
 
 # The least budget is found when it is this close to one that is refused, as a share of it.
@@ -27,7 +28,7 @@ MOST_COMPILES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MinimumBudget:
+class MinimumBudget(Fixed):
     """The least budget of a function that was reached by compiling it.
 
     Attributes:
@@ -51,8 +52,7 @@ class MinimumBudget:
     @property
     def dominated_by(self) -> str:
         """What takes most of the least budget: "arguments and outputs" or the largest value's name."""
-        fixed = self.argument_bytes + self.output_bytes - self.alias_bytes
-        if 2 * fixed >= self.least_bytes or not self.tightest:
+        if 2 * self.fixed_bytes >= self.least_bytes or not self.tightest:
             return "arguments and outputs"
         largest = self.tightest[0]
         return f"{largest.op} at {largest.source}" if largest.source else largest.op

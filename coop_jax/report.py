@@ -23,6 +23,7 @@ from coop_jax.screen import Block, Lines, Printable, Table
 from coop_jax.text import format_bytes, format_ns, format_pj, format_table
 from passes.backend import backend_of
 from passes.cost import DEVICES
+from passes.counts import Fixed
 from passes.ir import Status
 from passes.objective import LEAST_TIME
 from passes.outcome import Recomputed, StageOutcome, changes
@@ -35,7 +36,7 @@ _SEEN_RATIO = 0.0005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report(Printable):
+class Report(Printable, Fixed):
     """A compiled program and its budget. All bytes are per device and of the whole program.
 
     Attributes:
@@ -186,17 +187,12 @@ class Report(Printable):
     def _mapped_text(self) -> str:
         """What a run takes beside its kernels, where the plain program's does."""
         kept_bytes = DEVICES[self.device_name].kept_bytes if self.device_name in DEVICES else 0
-        if not 0 < kept_bytes < self.baseline_total_bytes - self._fixed_bytes:
+        if not 0 < kept_bytes < self.baseline_total_bytes - self.fixed_bytes:
             return ""
         return f", with the time to map temporaries, if more than {format_bytes(kept_bytes, exact=False)}"
 
-    @property
-    def _fixed_bytes(self) -> int:
-        """Arguments and outputs, donated storage counted once."""
-        return self.argument_bytes + self.output_bytes - self.alias_bytes
-
     def _byte_rows(self) -> list[tuple[str, str, str, str]]:
-        constant_bytes = self.compiled_total_bytes - self._fixed_bytes - self.temp_bytes
+        constant_bytes = self.compiled_total_bytes - self.fixed_bytes - self.temp_bytes
         rows = (
             (f"without rematerialization ({self.baseline})", self.baseline_total_bytes),
             ("planned", self.planned_total_bytes),

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from passes.counts import Fixed
 from passes.ir import BufferId, OpId, Page, Program, Status
 from passes.liveness import live_steps
 from passes.recipe import Recipe
@@ -69,7 +70,7 @@ class LiveValue:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageOutcome:
+class StageOutcome(Fixed):
     """What one planning stage found and did. All bytes are per device.
 
     Attributes:
@@ -160,11 +161,6 @@ class StageOutcome:
     def run_ns(self) -> int:
         """Estimated time of the program after this stage."""
         return self.cost_ns + self.recompute_ns
-
-    @property
-    def fixed_bytes(self) -> int:
-        """Arguments and outputs, donated storage counted once."""
-        return self.argument_bytes + self.output_bytes - self.alias_bytes
 
     @property
     def planned_total_bytes(self) -> int:

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from passes.counts import Fixed
 from passes.hlo.assign import Assigner
 from passes.hlo.dataflow import Position
 from passes.hlo.graph import HOST, VIEWS, Instruction, Shape
@@ -39,7 +40,7 @@ _PLUMBING = frozenset({"while", "body", "cond", "branch", "closed_call", "checkp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counted:
+class Counted(Fixed):
     """XLA's own counts of a compiled program, on one device.
 
     Attributes:
@@ -56,11 +57,6 @@ class Counted:
     alias_bytes: int
     total_bytes: int
     host_bytes: int = 0
-
-    @property
-    def fixed_bytes(self) -> int:
-        """Arguments and outputs, donated storage counted once."""
-        return self.argument_bytes + self.output_bytes - self.alias_bytes
 
     @property
     def constant_bytes(self) -> int:
