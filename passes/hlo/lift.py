@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from passes.cost import DeviceModel
@@ -262,11 +263,7 @@ class _Lift:
             held = self.assigner.ranges[v]
             nbytes = self.flow.values[v].nbytes
             events += [(held.start, 0, nbytes), (held.end, 1, -nbytes)]
-        live = peak = 0
-        for _, _, change in sorted(events):
-            live += change
-            peak = max(peak, live)
-        return peak
+        return max(accumulate((change for _, _, change in sorted(events)), initial=0))
 
 
 def can_drop_outputs(instruction: Instruction) -> bool:
