@@ -239,7 +239,7 @@ class _Search:
                 self._look(asked)
         found = sorted(tries.distinct(self.kept), key=lambda way: rank(way[1]))[:most]
         self.tell(f"running {len(found)} programs")
-        timed = tuning.run_times([tries.candidate(self.ways.program, *way) for way in found])
+        timed = tries.timed(self.ways.program, found)
         order = sorted(range(len(found)), key=lambda k: (timed[k].run_ns, k))
         taken = self._choice(found[order[0]][1])
         record = dataclasses.replace(taken.record, timed=tuple(timed[k] for k in order))

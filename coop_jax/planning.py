@@ -14,7 +14,7 @@ import jax
 from jax.stages import Compiled, Lowered
 
 from coop_jax import aot
-from coop_jax.errors import BudgetExceededError, InfeasibleBudgetError, error_from_text
+from coop_jax.errors import BudgetExceededError, InfeasibleBudgetError
 from coop_jax.remat import remat
 from coop_jax.report import Report, report
 from coop_jax.text import format_bytes
@@ -135,9 +135,9 @@ def compile_within(
     for left in reversed(range(MOST_COMPILES)):
         limited = remat(fn, budget=budget, static_argnums=static, device=name, **options)
         jitted = jax.jit(limited, donate_argnums=donate, static_argnums=static or None)
-        lowered = aot.lower_for(jitted, specs, device=device, kwargs=kwargs, static_argnums=static)
+        lowered: Lowered = aot.lower_for(jitted, specs, device=device, kwargs=kwargs, static_argnums=static)
         try:
-            return _compile(lowered)
+            return lowered.compile()
         except BudgetExceededError as over:
             if over.held_bytes is None or not left:
                 raise
@@ -220,14 +220,3 @@ def _cost_model(device: str | aot.Target | None) -> str | None:
     if device is None:
         return None
     return (device if isinstance(device, aot.Target) else aot.target(device)).name
-
-
-def _compile(lowered: Lowered) -> Compiled:
-    """Compile; an error of ours that arrives as XLA's text is raised as what it was."""
-    try:
-        return lowered.compile()
-    except jax.errors.JaxRuntimeError as failure:
-        ours = error_from_text(str(failure))
-        if ours is None:
-            raise
-        raise ours from failure

@@ -6,15 +6,15 @@ For `coop_jax.alternatives`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from coop_jax import relowering
-from coop_jax.record import Record, with_hlo
+from coop_jax import relowering, tuning
+from coop_jax.record import Record, Timed, with_hlo
 from coop_jax.registry import Choice
 from coop_jax.relowering import PLAIN, Plain, Variant, Wish
 from coop_jax.text import format_bytes
-from coop_jax.tuning import Candidate
 from passes.backend import BACKENDS, Backend
 from passes.cost import DEVICES
 from passes.jaxpr.calibration import ROUNDED, STRICT
@@ -240,10 +240,13 @@ def as_counted[W: (Choice, Variant)](way: W, total_bytes: int) -> W:
     return dataclasses.replace(way, record=with_hlo(way.record, counted))
 
 
-def candidate(program: BeingLowered, asked: Wish, found: Variant) -> Candidate:
-    """A way as one of those that are run."""
-    return Candidate(
-        build=lambda: relowering.compiled(program, asked, found.record),
-        estimated_ns=hlo_of(found).run_ns,
-        total_bytes=hlo_of(found).planned_total_bytes,
+def timed(program: BeingLowered, ways: Sequence[tuple[Wish, Variant]]) -> list[Timed]:
+    """Run ways to write a program, and say what each took, in their order."""
+    times_ns = tuning.run_times(
+        [partial(relowering.compiled, program, asked, way.record) for asked, way in ways]
     )
+    hlos = [hlo_of(way) for _, way in ways]
+    return [
+        Timed(run_ns=run_ns, estimated_ns=hlo.run_ns, total_bytes=hlo.planned_total_bytes)
+        for run_ns, hlo in zip(times_ns, hlos, strict=True)
+    ]
