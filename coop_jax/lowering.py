@@ -368,18 +368,11 @@ def _refuse_too_large_arguments(record: Record, devices: Devices, alternatives: 
     if devices.several or outcome is None or outcome.fixed_bytes <= record.budget_bytes:
         return
     refused = dataclasses.replace(outcome, budget_bytes=record.budget_bytes, constraints=record.constraints)
-    raise _arguments_over_budget(refused if alternatives is None else alternatives.refusal(record, refused))
-
-
-def _arguments_over_budget(outcome: StageOutcome) -> InfeasibleBudgetError:
-    least = max(outcome.fixed_bytes, outcome.least_total_bytes or 0)
-    return InfeasibleBudgetError.from_outcome(
-        dataclasses.replace(
-            outcome,
-            status=Status.INFEASIBLE,
-            least_total_bytes=least,
-            least_proved=least == outcome.fixed_bytes,
-        )
+    refused = refused if alternatives is None else alternatives.refusal(record, refused)
+    least = max(refused.fixed_bytes, refused.least_total_bytes or 0)
+    proved = least == refused.fixed_bytes
+    raise InfeasibleBudgetError.from_outcome(
+        dataclasses.replace(refused, status=Status.INFEASIBLE, least_total_bytes=least, least_proved=proved)
     )
 
 
