@@ -141,7 +141,8 @@ class _Scheduled:
     def moved(self) -> LiftedModule:
         """With what frees memory early, and what takes it late."""
         orders = dict.fromkeys((self.depth_first, self.lifted))
-        return min((_reordered(order, self.device, reordered) for order in orders), key=_total_bytes)
+        made = [_reordered(order, self.device, reordered) for order in orders]
+        return min(made, key=lambda lifted: lifted.prediction.total_bytes)
 
     def within(self, budget_bytes: int) -> LiftedModule:
         """The module in the first of these orders that needs no more, and nothing mapped in every run; else
@@ -149,10 +150,6 @@ class _Scheduled:
         found, kept_bytes = self.depth_first.prediction, self.device.kept_bytes
         fits = found.total_bytes <= budget_bytes and not 0 < kept_bytes < found.temp_bytes
         return self.depth_first if fits else self.moved
-
-
-def _total_bytes(lifted: LiftedModule) -> int:
-    return lifted.prediction.total_bytes
 
 
 def _read(module_bytes: bytes, request: EnforceRequest) -> _Scheduled:
