@@ -9,7 +9,7 @@ computed from is kept or not as the planners see fit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
@@ -17,7 +17,7 @@ from passes.jaxpr import compat
 from passes.jaxpr.compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.halves import closed_halves, join, split
 from passes.jaxpr.inline import with_flat_bodies
-from passes.jaxpr.rewrite import defined
+from passes.jaxpr.rewrite import defined, with_equations
 from passes.jaxpr.scans.choice import Choice
 from passes.jaxpr.scans.cut import joined_body
 from passes.jaxpr.scans.emit import rewrite_groups, with_inner
@@ -99,9 +99,8 @@ def _with_constrained_bodies(halves: _Halves, constraints: Constraints, passed: 
         _with_bodies(eqn, b, [not b and v in across for v in eqn.outvars], constraints)
         for eqn, b in equations
     ]
-    if all(new is old for new, old in zip(eqns, halves.jaxpr.eqns, strict=True)):
-        return halves
-    return _with_eqns(halves, eqns, halves.backward, halves.jaxpr.outvars)
+    jaxpr = with_equations(halves.jaxpr, eqns)
+    return halves if jaxpr is halves.jaxpr else replace(halves, jaxpr=jaxpr)
 
 
 def _with_bodies(eqn: JaxprEqn, backward: bool, across: Sequence[bool], constraints: Constraints) -> JaxprEqn:
@@ -137,7 +136,7 @@ def _with_saved(halves: _Halves, values: Values) -> _Halves:
             flags += [backward] * len(added)
     if not rename:
         return halves
-    return _with_eqns(halves, eqns, flags, [compat.renamed(v, rename) for v in halves.jaxpr.outvars])
+    return _with_eqns(halves, eqns, flags, rename)
 
 
 def _kept(value: Atom, result: Var, mark: str, like: JaxprEqn) -> list[JaxprEqn]:
@@ -162,8 +161,7 @@ def _with_fewer_stacks(halves: _Halves, constraints: Constraints) -> _Halves:
         return halves
     groups, rename = rewrite_groups(halves.jaxpr, choices)
     flags = [b for group, b in zip(groups, halves.backward, strict=True) for _ in group]
-    outvars = [compat.renamed(v, rename) for v in halves.jaxpr.outvars]
-    return _with_eqns(halves, [eqn for group in groups for eqn in group], flags, outvars)
+    return _with_eqns(halves, [eqn for group in groups for eqn in group], flags, rename)
 
 
 def _choice(pair: ScanPair, constraints: Constraints) -> Choice | None:
@@ -224,7 +222,7 @@ class _Cloner:
             self._add(compat.rename_inputs(eqn, self.current), backward)
             if backward:
                 self.arrived += [v for v in eqn.outvars if self.last_read.get(v, -1) > i]
-        return _with_eqns(self.halves, self.eqns, self.backward, self.halves.jaxpr.outvars)
+        return _with_eqns(self.halves, self.eqns, self.backward, {})
 
     def is_missing(self, v: Atom) -> TypeGuard[Var]:
         """True for a dropped variable that was not recomputed yet."""
@@ -263,7 +261,7 @@ class _Cloner:
 
 
 def _with_eqns(
-    halves: _Halves, eqns: Sequence[JaxprEqn], backward: Sequence[bool], outvars: Sequence[Atom]
+    halves: _Halves, eqns: Sequence[JaxprEqn], backward: Sequence[bool], rename: Mapping[Var, Atom]
 ) -> _Halves:
-    jaxpr = compat.rebuild(halves.jaxpr, eqns=eqns, outvars=outvars)
+    jaxpr = compat.rebuild(halves.jaxpr, eqns=eqns, rename=rename)
     return replace(halves, jaxpr=jaxpr, backward=tuple(backward))
