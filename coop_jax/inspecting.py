@@ -6,6 +6,7 @@ None of them needs to have been made with `coop.remat`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,11 +172,9 @@ def _open_bytes(data: bytes, platform: str | None) -> Iterator[Opened]:
         return
     where = platform or _platform_of(module)
     real = None
-    if assignment:
-        try:
+    with suppress(SchemaError, FileNotFoundError):
+        if assignment:
             real = read_assignment(assignment, module, schema(serialized.proto_library(where)))
-        except (SchemaError, FileNotFoundError):
-            real = None
     yield Opened(assigner=replayed(module, where), real=real)
 
 
