@@ -40,7 +40,7 @@ from coop_jax.record import UNLIMITED_BYTES, Record, with_hlo
 from coop_jax.registry import Choice
 from coop_jax.relowering import Plain, Variant, Wish
 from coop_jax.replacing import Calls, in_place_of, signature
-from coop_jax.tries import TRIES, cost_ns_of, hlo_of, is_cheaper, plan_key, price_of, rank
+from coop_jax.tries import TRIES, hlo_of, is_cheaper, plan_key, price_of, rank
 from coop_jax.verdict import named
 from passes.jaxpr.calibration import UNCALIBRATED
 from passes.jaxpr.compat import BeingLowered
@@ -203,7 +203,7 @@ class _Search:
             if variant is not None and rank(variant) < rank(best):
                 best = self._choice(variant)
         hlo = hlo_of(best)
-        if self.ways.alone and cost_ns_of(hlo) > TRIES.missed_ratio * (cost_ns_of(hlo) - hlo.waiting_ns):
+        if self.ways.alone and hlo.run_ns > TRIES.missed_ratio * (hlo.run_ns - hlo.waiting_ns):
             deeper = (dataclasses.replace(asked, alone=True) for asked in tries.deeper(self.record, first))
             found = self._first(deeper)
             best = best if found is None or rank(found) >= rank(best) else found
@@ -239,7 +239,7 @@ class _Search:
                 self._look(asked)
         found = sorted(tries.distinct(self.kept), key=lambda way: rank(way[1]))[:most]
         self.tell(f"running {len(found)} programs")
-        timed = tuning.run_times([tries.candidate(self.ways.program, *way) for way in found])
+        timed = tries.timed(self.ways.program, found)
         order = sorted(range(len(found)), key=lambda k: (timed[k].run_ns, k))
         taken = self._choice(found[order[0]][1])
         record = dataclasses.replace(taken.record, timed=tuple(timed[k] for k in order))

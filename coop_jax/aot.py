@@ -31,7 +31,7 @@ from coop_jax.text import format_bytes
 from passes.backend import CPU, CUDA, TPU, backend_of
 from passes.cost import DEVICES, DeviceModel, mapping_ns
 from passes.hlo import graph, proto
-from passes.hlo.cost import computation_ns, computation_pj, program_cost_ns
+from passes.hlo.cost import computation_ns, computation_pj
 from passes.hlo.describe import Counted
 
 GPUS = ("h200", "h100", "a100", "b200")
@@ -100,8 +100,7 @@ def run_ns(compiled: Compiled, device: DeviceModel) -> int:
         compiled: what `lower(...).compile()` returned.
         device: cost model.
     """
-    mapped_ns = mapping_ns(device, memory(compiled).temp_bytes)
-    return program_cost_ns(proto.parse(final_module(compiled)), device) + mapped_ns
+    return run_cost(compiled, device)[0]
 
 
 def run_cost(compiled: Compiled, device: DeviceModel) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from jax.stages import Compiled
 from coop_jax import aot, module, relowering
 from coop_jax.errors import UnsupportedError
 from coop_jax.pinning import pin
-from coop_jax.requests import OneDevice, Partition
+from coop_jax.requests import Devices
 from passes.cost import DeviceModel
 from passes.jaxpr import compat
 from passes.jaxpr.candidate import JaxprRequest
@@ -59,7 +59,7 @@ def baseline(
     program: compat.BeingLowered | None,
     part: Part,
     facts: module.ModuleFacts,
-    devices: OneDevice | Partition,
+    devices: Devices,
     request: JaxprRequest,
 ) -> Baseline:
     """The total of the program that is being lowered, without rematerialization.
@@ -77,7 +77,7 @@ def baseline(
     plain = None if program is None else relowering.plain_program(program, request.device.name)
     if plain is not None:
         return Baseline(total_bytes=plain.memory.total_bytes, compiled=True, cost_ns=plain.cost_ns)
-    if isinstance(devices, Partition):
+    if devices.several:
         raise UnsupportedError(
             f"a fraction of a program over {devices.num_devices} devices: the plain program cannot be "
             'compiled from here to take a fraction of it. Give bytes per device, such as "8GiB".'

@@ -55,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _tell(text: str) -> None:
     sys.stderr.write(text + "\n")
+    sys.stderr.flush()
 
 
 def printable_lines(text: str) -> str:
@@ -128,7 +129,7 @@ def _planner_config(arguments: argparse.Namespace) -> PlannerConfig:
     limit_s = None if arguments.time_limit is None else _seconds(arguments.time_limit)
     if arguments.planner == "exact":
         joint = bool(arguments.joint)
-        return PlannerConfig(planner="exact", time_limit_s=limit_s, joint=joint, report=_progress)
+        return PlannerConfig(planner="exact", time_limit_s=limit_s, joint=joint, report=_tell)
     if arguments.joint:
         raise InputError("--joint is for --planner exact; the other planners place their plans anyway")
     work_limit = None if limit_s is None else int(limit_s * UNITS_PER_SECOND)
@@ -149,11 +150,6 @@ def _pack(arguments: argparse.Namespace) -> int:
     summary_text, fits = pack_file(arguments.problem, capacity_bytes, limit_s, arguments.out)
     _print(summary_text)
     return 0 if fits else 1
-
-
-def _progress(line: str) -> None:
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
 
 
 def _read(path: Path) -> Program:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
+from coop_jax.inspecting import replayed
 from passes.dump import dump
-from passes.hlo import graph, proto
+from passes.hlo import proto
 from passes.hlo.assign import Assigner
-from passes.hlo.barriers import drop_barriers
 from passes.hlo.describe import describe
 from passes.hlo.enforce import EnforceRequest
 from passes.hlo.lift import lift
@@ -20,13 +20,11 @@ def dump_enforced(data: bytes, returned: bytes, request: EnforceRequest, outcome
     """Write a scheduled module before and after, its kernels as a program, its heap, and what was done."""
 
     def assigner(module_bytes: bytes) -> Assigner:
-        module = proto.parse(module_bytes)
-        drop_barriers(module)
-        return Assigner(graph.read(module), request.platform, old_rules=request.old_rules)
+        return replayed(proto.parse(module_bytes), request.platform)
 
     def kernels() -> Program:
-        replayed = assigner(data)
-        return lift(replayed.module, request.device, request.platform, assigner=replayed).program
+        scheduled = assigner(data)
+        return lift(scheduled.module, request.device, request.platform, assigner=scheduled).program
 
     dump(
         "hlo",

@@ -25,11 +25,17 @@ LARGE_RATIO = 0.01
 class CoopError(Exception):
     """Base class of everything that `coop_jax` raises on purpose.
 
-    `kind` is its name, and `page` the page of the documentation that its message points to.
+    `kind` is its name, and `page` the page of the documentation that its message points to; what has a page
+    has a name of its own.
     """
 
     kind: ClassVar[str] = "CoopError"
     page: ClassVar[str] = "errors/index"
+
+    def __init_subclass__(cls) -> None:
+        if "page" in vars(cls):
+            cls.kind = cls.__name__
+            _KINDS[cls.kind] = cls
 
     def __str__(self) -> str:
         return f"{super().__str__()}\n(docs: {self.page})"
@@ -51,31 +57,30 @@ class CoopError(Exception):
         return error_from_text, (self.to_text(),)
 
 
+_KINDS = {CoopError.kind: CoopError}
+
+
 class BudgetError(CoopError, ValueError):
     """A budget that means nothing: a user's mistake, found before anything is traced."""
 
-    kind = "BudgetError"
     page = "errors/budget"
 
 
 class UnsupportedError(CoopError):
     """Something that cannot be done here, such as a device without its plugin; says what to do."""
 
-    kind = "UnsupportedError"
     page = "errors/unsupported"
 
 
 class ConstraintError(CoopError, ValueError):
     """`save`, `recompute` or `policy` name what is not there, contradict each other, or cannot hold."""
 
-    kind = "ConstraintError"
     page = "errors/constraint"
 
 
 class ArgumentError(CoopError, ValueError):
     """An argument that a program cannot take: not hashable where it has to be, or changed in place."""
 
-    kind = "ArgumentError"
     page = "errors/argument"
 
 
@@ -103,7 +108,6 @@ class BudgetExceededError(_WithNumbers):
             budget; None where that would not help.
     """
 
-    kind = "BudgetExceededError"
     page = "errors/budget-exceeded"
 
     def __init__(
@@ -146,7 +150,6 @@ class InfeasibleBudgetError(_WithNumbers):
         host_bytes: what the program keeps there by itself, before anything is paged.
     """
 
-    kind = "InfeasibleBudgetError"
     page = "errors/infeasible-budget"
 
     def __init__(
@@ -335,17 +338,3 @@ def _infeasible_text(error: InfeasibleBudgetError) -> str:
 
 def _value_text(value: LiveValue) -> str:
     return f"{format_bytes(value.nbytes)}  {value.op}" + (f"  at {value.source}" if value.source else "")
-
-
-_KINDS: dict[str, type[CoopError]] = {
-    cls.kind: cls
-    for cls in (
-        CoopError,
-        ArgumentError,
-        BudgetError,
-        UnsupportedError,
-        ConstraintError,
-        BudgetExceededError,
-        InfeasibleBudgetError,
-    )
-}

@@ -11,7 +11,7 @@ from coop_jax.record import UNLIMITED_BYTES, Record
 from coop_jax.screen import Table
 from coop_jax.text import format_bytes, format_ns
 from passes.backend import Backend
-from passes.outcome import Paged, StageOutcome
+from passes.outcome import Paged
 
 _SHOWN = 12
 
@@ -42,9 +42,8 @@ class HostUse:
 
     @classmethod
     def of(
-        cls, record: Record, stages: Sequence[StageOutcome], compiled_bytes: int, backend: Backend | None,
-        limit_bytes: int | None,
-    ) -> HostUse:  # fmt: skip
+        cls, record: Record, compiled_bytes: int, backend: Backend | None, limit_bytes: int | None
+    ) -> HostUse:
         """What a program's record says, beside XLA's count."""
         return cls(
             budget_bytes=record.host_budget_bytes,
@@ -52,7 +51,7 @@ class HostUse:
             planned_bytes=0 if record.hlo is None else record.hlo.host_bytes,
             compiled_bytes=compiled_bytes,
             waiting_ns=0 if record.hlo is None else record.hlo.waiting_ns,
-            paged=tuple(p for stage in stages for p in stage.paged),
+            paged=tuple(p for stage in record.stages for p in stage.paged),
             is_possible=backend is not None and backend.pages,
             is_forced="offload=" in record.constraints,
         )

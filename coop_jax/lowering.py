@@ -23,7 +23,7 @@ from coop_jax.budget import Budget
 from coop_jax.errors import ConstraintError, InfeasibleBudgetError, UnsupportedError
 from coop_jax.record import UNLIMITED_BYTES, Record
 from coop_jax.relowering import PlannedAlreadyError, Wish
-from coop_jax.requests import OneDevice, Partition, as_wished, devices_of, request_of, unlimited
+from coop_jax.requests import Devices, as_wished, devices_of, request_of, unlimited
 from coop_jax.tuning import refuse_what_cannot_run
 from passes.backend import BACKENDS, CUDA
 from passes.cost import DEVICES, DeviceModel
@@ -131,7 +131,7 @@ def _planned_and_marked(
         known = baseline(program, _part(jaxpr, planned), facts, devices, request)
     budget_bytes = _budget_bytes(config, facts, known, asked)
     if constrained is not None:
-        is_plain = constrained is plain and isinstance(devices, OneDevice)
+        is_plain = constrained is plain and not devices.several
         known_bytes = known.total_bytes if known is not None and known.compiled and is_plain else None
         request = request_of(devices, budget_bytes, device, config.planner, config.objective, known_bytes)
         jaxpr, outcome = _plan_whole(constrained, request, devices, facts, config, asked)
@@ -316,7 +316,7 @@ def _constraints_text(config: RematConfig, *constrained: ClosedJaxpr | None) -> 
 def _plan_whole(
     plain: ClosedJaxpr,
     request: JaxprRequest,
-    devices: OneDevice | Partition,
+    devices: Devices,
     facts: module.ModuleFacts,
     config: RematConfig,
     asked: Wish | None,
@@ -332,7 +332,7 @@ def _plan_whole(
         request = dataclasses.replace(
             request, budget_bytes=request.budget_bytes + beyond, host_bytes=max(0, own_bytes - beyond)
         )
-    if isinstance(devices, Partition):
+    if devices.several:
         if request.temp_budget_bytes <= 0:
             return plain, None
         made, outcome = plan_program(plain, request)
@@ -345,9 +345,9 @@ def _plan_whole(
     return plan_program(plain, request)
 
 
-def _as_planned(planned: Planned, devices: OneDevice | Partition, budget_bytes: int) -> StageOutcome:
+def _as_planned(planned: Planned, devices: Devices, budget_bytes: int) -> StageOutcome:
     """What was planned before the whole program was known, with what is known of it now."""
-    if isinstance(devices, Partition):
+    if devices.several:
         return planned.outcome
     return dataclasses.replace(
         planned.outcome,
@@ -358,30 +358,21 @@ def _as_planned(planned: Planned, devices: OneDevice | Partition, budget_bytes: 
     )
 
 
-def _refuse_too_large_arguments(
-    record: Record, devices: OneDevice | Partition, alternatives: OtherWays | None
-) -> None:
+def _refuse_too_large_arguments(record: Record, devices: Devices, alternatives: OtherWays | None) -> None:
     """Refuse a budget below arguments and results, with the least that is known to be met.
 
     Raises:
         InfeasibleBudgetError: it is.
     """
     outcome = record.jaxpr
-    if isinstance(devices, Partition) or outcome is None or outcome.fixed_bytes <= record.budget_bytes:
+    if devices.several or outcome is None or outcome.fixed_bytes <= record.budget_bytes:
         return
     refused = dataclasses.replace(outcome, budget_bytes=record.budget_bytes, constraints=record.constraints)
-    raise _arguments_over_budget(refused if alternatives is None else alternatives.refusal(record, refused))
-
-
-def _arguments_over_budget(outcome: StageOutcome) -> InfeasibleBudgetError:
-    least = max(outcome.fixed_bytes, outcome.least_total_bytes or 0)
-    return InfeasibleBudgetError.from_outcome(
-        dataclasses.replace(
-            outcome,
-            status=Status.INFEASIBLE,
-            least_total_bytes=least,
-            least_proved=least == outcome.fixed_bytes,
-        )
+    refused = refused if alternatives is None else alternatives.refusal(record, refused)
+    least = max(refused.fixed_bytes, refused.least_total_bytes or 0)
+    proved = least == refused.fixed_bytes
+    raise InfeasibleBudgetError.from_outcome(
+        dataclasses.replace(refused, status=Status.INFEASIBLE, least_total_bytes=least, least_proved=proved)
     )
 
 

@@ -363,7 +363,7 @@ def _forwarded(forward: ClosedJaxpr, n_outs: int) -> tuple[ClosedJaxpr, tuple[in
                 place[v] = len(outvars)
             saved.append(("result", len(outvars)))
             outvars.append(v)
-    pruned = compat.close_jaxpr(compat.rebuild(jaxpr, eqns=jaxpr.eqns, outvars=outvars), consts)
+    pruned = compat.close_jaxpr(compat.rebuild(jaxpr, outvars=outvars), consts)
     return pruned, tuple(i if kind == "result" else len(outvars) + i for kind, i in saved)
 
 

@@ -14,10 +14,11 @@ import jax
 from jax.stages import Compiled, Lowered
 
 from coop_jax import aot
-from coop_jax.errors import BudgetExceededError, InfeasibleBudgetError, error_from_text
+from coop_jax.errors import BudgetExceededError, InfeasibleBudgetError
 from coop_jax.remat import remat
 from coop_jax.report import Report, report
 from coop_jax.text import format_bytes
+from passes.counts import Fixed
 from passes.outcome import LiveValue
 
 # The least budget is found when it is this close to one that is refused, as a share of it.
@@ -27,7 +28,7 @@ MOST_COMPILES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MinimumBudget:
+class MinimumBudget(Fixed):
     """The least budget of a function that was reached by compiling it.
 
     Attributes:
@@ -51,8 +52,7 @@ class MinimumBudget:
     @property
     def dominated_by(self) -> str:
         """What takes most of the least budget: "arguments and outputs" or the largest value's name."""
-        fixed = self.argument_bytes + self.output_bytes - self.alias_bytes
-        if 2 * fixed >= self.least_bytes or not self.tightest:
+        if 2 * self.fixed_bytes >= self.least_bytes or not self.tightest:
             return "arguments and outputs"
         largest = self.tightest[0]
         return f"{largest.op} at {largest.source}" if largest.source else largest.op
@@ -135,9 +135,9 @@ def compile_within(
     for left in reversed(range(MOST_COMPILES)):
         limited = remat(fn, budget=budget, static_argnums=static, device=name, **options)
         jitted = jax.jit(limited, donate_argnums=donate, static_argnums=static or None)
-        lowered = aot.lower_for(jitted, specs, device=device, kwargs=kwargs, static_argnums=static)
+        lowered: Lowered = aot.lower_for(jitted, specs, device=device, kwargs=kwargs, static_argnums=static)
         try:
-            return _compile(lowered)
+            return lowered.compile()
         except BudgetExceededError as over:
             if over.held_bytes is None or not left:
                 raise
@@ -220,14 +220,3 @@ def _cost_model(device: str | aot.Target | None) -> str | None:
     if device is None:
         return None
     return (device if isinstance(device, aot.Target) else aot.target(device)).name
-
-
-def _compile(lowered: Lowered) -> Compiled:
-    """Compile; an error of ours that arrives as XLA's text is raised as what it was."""
-    try:
-        return lowered.compile()
-    except jax.errors.JaxRuntimeError as failure:
-        ours = error_from_text(str(failure))
-        if ours is None:
-            raise
-        raise ours from failure

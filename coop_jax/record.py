@@ -84,9 +84,14 @@ class Record:
     timed: tuple[Timed, ...] = ()
 
     @property
+    def stages(self) -> tuple[StageOutcome, ...]:
+        """What the stages did that ran."""
+        return tuple(stage for stage in (self.jaxpr, self.hlo) if stage is not None)
+
+    @property
     def is_changed(self) -> bool:
         """True if one of both stages changed the program."""
-        return any(stage is not None and stage.changed for stage in (self.jaxpr, self.hlo))
+        return any(stage.changed for stage in self.stages)
 
 
 def with_hlo(record: Record, outcome: StageOutcome) -> Record:

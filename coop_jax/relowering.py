@@ -178,14 +178,10 @@ def variant(
 
 def planned(program: BeingLowered, asked: Wish, plain_record: Record | None) -> Record | None:
     """The record of the program as it is with a wish; nothing is compiled for it. None as for `variant`."""
-    records: list[Record] = []
-
-    def skip(record: Record) -> bool:
-        records.append(record)
-        return True
-
-    variant(program, asked, plain_record, skip=skip)
-    return records[0] if records else None
+    lowered = _lowered(program, asked)
+    if lowered is None:
+        return None
+    return plain_record if asked.plain else mark.record_of_lowered(lowered)
 
 
 def compiled(program: BeingLowered, asked: Wish, record: Record) -> Compiled:

@@ -23,6 +23,7 @@ from coop_jax.screen import Block, Lines, Printable, Table
 from coop_jax.text import format_bytes, format_ns, format_pj, format_table
 from passes.backend import backend_of
 from passes.cost import DEVICES
+from passes.counts import Fixed
 from passes.ir import Status
 from passes.objective import LEAST_TIME
 from passes.outcome import Recomputed, StageOutcome, changes
@@ -35,7 +36,7 @@ _SEEN_RATIO = 0.0005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report(Printable):
+class Report(Printable, Fixed):
     """A compiled program and its budget. All bytes are per device and of the whole program.
 
     Attributes:
@@ -186,17 +187,12 @@ class Report(Printable):
     def _mapped_text(self) -> str:
         """What a run takes beside its kernels, where the plain program's does."""
         kept_bytes = DEVICES[self.device_name].kept_bytes if self.device_name in DEVICES else 0
-        if not 0 < kept_bytes < self.baseline_total_bytes - self._fixed_bytes:
+        if not 0 < kept_bytes < self.baseline_total_bytes - self.fixed_bytes:
             return ""
         return f", with the time to map temporaries, if more than {format_bytes(kept_bytes, exact=False)}"
 
-    @property
-    def _fixed_bytes(self) -> int:
-        """Arguments and outputs, donated storage counted once."""
-        return self.argument_bytes + self.output_bytes - self.alias_bytes
-
     def _byte_rows(self) -> list[tuple[str, str, str, str]]:
-        constant_bytes = self.compiled_total_bytes - self._fixed_bytes - self.temp_bytes
+        constant_bytes = self.compiled_total_bytes - self.fixed_bytes - self.temp_bytes
         rows = (
             (f"without rematerialization ({self.baseline})", self.baseline_total_bytes),
             ("planned", self.planned_total_bytes),
@@ -275,14 +271,13 @@ def report(compiled: Compiled) -> Report:
     if memory.total_bytes > record.budget_bytes:
         raise BudgetExceededError(budget_bytes=record.budget_bytes, compiled_bytes=memory.total_bytes)
     platform = serialized.platform_of(compiled)
-    stages = [s for s in (record.jaxpr, record.hlo) if s is not None]
     limit_bytes = aot.host_limit_bytes(platform)
-    host = HostUse.of(record, stages, memory.host_bytes, backend_of(platform), limit_bytes)
+    host = HostUse.of(record, memory.host_bytes, backend_of(platform), limit_bytes)
     return _assemble(record, memory, Offsets.of(compiled, record, memory.temp_bytes), host)
 
 
 def _assemble(record: Record, memory: aot.Memory, offsets: Offsets, host: HostUse) -> Report:
-    stages = [s for s in (record.jaxpr, record.hlo) if s is not None]
+    stages = record.stages
     planned = memory.fixed_bytes + stages[-1].planned_temp_bytes if stages else memory.total_bytes
     baseline = record.baseline_total_bytes
     if baseline is None:
@@ -301,7 +296,7 @@ def _assemble(record: Record, memory: aot.Memory, offsets: Offsets, host: HostUs
         alias_bytes=memory.alias_bytes,
         temp_bytes=memory.temp_bytes,
         baseline_cost_ns=record.baseline_cost_ns,
-        compiled_cost_ns=None if record.hlo is None else record.hlo.cost_ns + record.hlo.recompute_ns,
+        compiled_cost_ns=None if record.hlo is None else record.hlo.run_ns,
         overhead_ratio=overhead_ratio,
         objective=str(record.objective),
         max_overhead=record.objective.max_overhead,

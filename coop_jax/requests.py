@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from coop_jax.module import ModuleFacts
 from coop_jax.record import UNLIMITED_BYTES
@@ -20,28 +19,18 @@ from passes.outcome import StageOutcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OneDevice:
-    """Where a program runs that is not partitioned, and its arguments and results there."""
+class Devices:
+    """Where a program runs, and its arguments and results on each device.
 
-    argument_bytes: int
-    output_bytes: int
-    alias_bytes: int
-    parts: ClassVar[int] = 1
-    partitioned: ClassVar[bool] = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Partition:
-    """Where a program runs that XLA partitions, and its arguments and results on each device.
-
-    Of what is between them only the whole's sizes are known before XLA has split it. It is taken to be split
-    as finely as the argument that is split most, which a batch usually is; the enforcing stage sees the real
-    sizes. Inside `shard_map` the sizes are one device's.
+    Of what is between them in a program that XLA partitions only the whole's sizes are known before XLA has
+    split it. It is taken to be split as finely as the argument that is split most, which a batch usually is;
+    the enforcing stage sees the real sizes. Inside `shard_map` the sizes are one device's.
 
     Attributes:
         parts: one device's bytes times this are the bytes that are planned.
         num_devices: over how many devices.
-        partitioned: False where the program is one `shard_map`, whose body is not partitioned.
+        partitioned: False on one device, and where the program is one `shard_map`, whose body is not
+            partitioned.
     """
 
     argument_bytes: int
@@ -51,8 +40,13 @@ class Partition:
     num_devices: int
     partitioned: bool
 
+    @property
+    def several(self) -> bool:
+        """True if it is more than one."""
+        return self.num_devices > 1
 
-def devices_of(facts: ModuleFacts, plain: ClosedJaxpr | None) -> OneDevice | Partition:
+
+def devices_of(facts: ModuleFacts, plain: ClosedJaxpr | None) -> Devices:
     """Where a program runs.
 
     Args:
@@ -61,16 +55,15 @@ def devices_of(facts: ModuleFacts, plain: ClosedJaxpr | None) -> OneDevice | Par
     argument_parts, output_parts = _parts(facts, plain)
     arguments = [n // p for n, p in zip(facts.device_argument_nbytes, argument_parts, strict=True)]
     outputs = [n // p for n, p in zip(facts.device_output_nbytes, output_parts, strict=True)]
-    sizes = {
-        "argument_bytes": sum(arguments),
-        "output_bytes": sum(outputs) + facts.table_bytes,
-        "alias_bytes": sum(arguments[i] for i in facts.donated),
-    }
-    if facts.num_devices == 1:
-        return OneDevice(**sizes)
-    partitioned = plain is None or enter(plain) is None
-    parts = max(facts.argument_parts, default=1) if partitioned else 1
-    return Partition(**sizes, parts=parts, num_devices=facts.num_devices, partitioned=partitioned)
+    partitioned = facts.num_devices > 1 and (plain is None or enter(plain) is None)
+    return Devices(
+        argument_bytes=sum(arguments),
+        output_bytes=sum(outputs) + facts.table_bytes,
+        alias_bytes=sum(arguments[i] for i in facts.donated),
+        parts=max(facts.argument_parts, default=1) if partitioned else 1,
+        num_devices=facts.num_devices,
+        partitioned=partitioned,
+    )
 
 
 def _parts(facts: ModuleFacts, plain: ClosedJaxpr | None) -> tuple[Sequence[int], Sequence[int]]:
@@ -87,7 +80,7 @@ def _parts(facts: ModuleFacts, plain: ClosedJaxpr | None) -> tuple[Sequence[int]
 
 
 def request_of(
-    devices: OneDevice | Partition,
+    devices: Devices,
     budget_bytes: int,
     device: DeviceModel,
     planner: str,

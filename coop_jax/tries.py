@@ -6,15 +6,15 @@ For `coop_jax.alternatives`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from coop_jax import relowering
-from coop_jax.record import Record, with_hlo
+from coop_jax import relowering, tuning
+from coop_jax.record import Record, Timed, with_hlo
 from coop_jax.registry import Choice
 from coop_jax.relowering import PLAIN, Plain, Variant, Wish
 from coop_jax.text import format_bytes
-from coop_jax.tuning import Candidate
 from passes.backend import BACKENDS, Backend
 from passes.cost import DEVICES
 from passes.jaxpr.calibration import ROUNDED, STRICT
@@ -144,10 +144,10 @@ def distinct(kept: Iterable[tuple[Wish, Variant]]) -> list[tuple[Wish, Variant]]
 def price_of(way: Choice | Variant) -> Price:
     """What the objective makes of a way's time and energy."""
     hlo = hlo_of(way)
-    slower_ratio, _ = changes(filter(None, (way.record.jaxpr, hlo)))
-    base_ns = round(cost_ns_of(hlo) / (1 + slower_ratio))
+    slower_ratio, _ = changes(way.record.stages)
+    base_ns = round(hlo.run_ns / (1 + slower_ratio))
     return way.record.objective.price(
-        cost_ns=cost_ns_of(hlo), energy_pj=hlo.energy_pj + hlo.recompute_pj, base_ns=base_ns
+        cost_ns=hlo.run_ns, energy_pj=hlo.energy_pj + hlo.recompute_pj, base_ns=base_ns
     )
 
 
@@ -199,7 +199,7 @@ def may_cost_less_by_itself(way: Choice | Variant) -> bool:
     planned, hlo = way.record.jaxpr, hlo_of(way)
     if planned is None or planned.kernels_ns is None:
         return False
-    promised_ns, cost_ns = planned.cost_ns + planned.recompute_ns, cost_ns_of(hlo)
+    promised_ns, cost_ns = planned.run_ns, hlo.run_ns
     came_to_ns = max(cost_ns, promised_ns * cost_ns // max(hlo.cost_ns, 1))
     is_missed = not is_kept(way) or came_to_ns >= TRIES.missed_ratio * promised_ns
     if is_missed or backend_of(way.record).fuses_results:
@@ -216,7 +216,7 @@ def is_much_deeper(made: Choice, first: Record) -> bool:
     one, other = first.jaxpr, made.record.jaxpr
     if one is None or other is None:
         return False
-    return other.cost_ns + other.recompute_ns >= TRIES.missed_ratio * (one.cost_ns + one.recompute_ns)
+    return other.run_ns >= TRIES.missed_ratio * one.run_ns
 
 
 def promises_no_less(planned: Record, than: Choice | None) -> bool:
@@ -230,7 +230,7 @@ def promises_no_less(planned: Record, than: Choice | None) -> bool:
     new, old, hlo = planned.jaxpr, than.record.jaxpr, hlo_of(than)
     if new is None or old is None or not is_kept(than) or planned.objective != LEAST_TIME:
         return False
-    return cost_ns_of(new) * hlo.cost_ns >= cost_ns_of(old) * cost_ns_of(hlo)
+    return new.run_ns * hlo.cost_ns >= old.run_ns * hlo.run_ns
 
 
 def as_counted[W: (Choice, Variant)](way: W, total_bytes: int) -> W:
@@ -240,15 +240,13 @@ def as_counted[W: (Choice, Variant)](way: W, total_bytes: int) -> W:
     return dataclasses.replace(way, record=with_hlo(way.record, counted))
 
 
-def candidate(program: BeingLowered, asked: Wish, found: Variant) -> Candidate:
-    """A way as one of those that are run."""
-    return Candidate(
-        build=lambda: relowering.compiled(program, asked, found.record),
-        estimated_ns=cost_ns_of(hlo_of(found)),
-        total_bytes=hlo_of(found).planned_total_bytes,
+def timed(program: BeingLowered, ways: Sequence[tuple[Wish, Variant]]) -> list[Timed]:
+    """Run ways to write a program, and say what each took, in their order."""
+    times_ns = tuning.run_times(
+        [partial(relowering.compiled, program, asked, way.record) for asked, way in ways]
     )
-
-
-def cost_ns_of(outcome: StageOutcome) -> int:
-    """Estimated time of the program's kernels."""
-    return outcome.cost_ns + outcome.recompute_ns
+    hlos = [hlo_of(way) for _, way in ways]
+    return [
+        Timed(run_ns=run_ns, estimated_ns=hlo.run_ns, total_bytes=hlo.planned_total_bytes)
+        for run_ns, hlo in zip(times_ns, hlos, strict=True)
+    ]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,25 +19,9 @@ import numpy as np
 from jax.stages import Compiled
 
 from coop_jax.errors import UnsupportedError
-from coop_jax.record import Timed
 
 RUNS, WARM_RUNS = 5, 1
 NUMBERS = 1 << 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """One program to be run.
-
-    Attributes:
-        build: compiles it, a `jax.stages.Compiled`.
-        estimated_ns: expected time of its kernels.
-        total_bytes: what it is expected to need.
-    """
-
-    build: Callable[[], Compiled]
-    estimated_ns: int
-    total_bytes: int
 
 
 def refuse_what_cannot_run(device: jax.Device | None) -> None:
@@ -80,15 +63,18 @@ def refuse_what_acts(effects: Sequence[object], calls: Sequence[object]) -> None
         )
 
 
-def run_times(candidates: Sequence[Candidate]) -> list[Timed]:
-    """What every candidate takes, in their order.
+def run_times(builds: Sequence[Callable[[], Compiled]]) -> list[int]:
+    """What every program takes, in nanoseconds: the least time of a few runs.
+
+    Args:
+        builds: each compiles one.
 
     Raises:
         UnsupportedError: one of them does not run.
     """
     try:
         with jax.ensure_compile_time_eval():
-            programs = [Runnable(candidate.build()) for candidate in candidates]
+            programs = [Runnable(build()) for build in builds]
             seconds = [[p.run() for p in programs] for _ in range(WARM_RUNS + RUNS)][WARM_RUNS:]
     except jax.errors.JaxRuntimeError as error:
         raise UnsupportedError(
@@ -96,14 +82,7 @@ def run_times(candidates: Sequence[Candidate]) -> list[Timed]:
             "second time: compile before they are made (`jax.jit(f).lower(specs).compile()`), or "
             "leave `tune` out."
         ) from None
-    return [
-        Timed(
-            run_ns=round(1e9 * min(run[k] for run in seconds)),
-            estimated_ns=candidate.estimated_ns,
-            total_bytes=candidate.total_bytes,
-        )
-        for k, candidate in enumerate(candidates)
-    ]
+    return [round(1e9 * min(of_one)) for of_one in zip(*seconds, strict=True)]
 
 
 class Runnable:

@@ -19,6 +19,20 @@ class MemoryBytes:
     host: int = 0
 
 
+class Fixed:
+    """A program's arguments and results, of which no plan takes anything away."""
+
+    __slots__ = ()
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Arguments and results, donated storage counted once."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes
+
+
 class Verdict(Enum):
     """What the check says."""
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from passes.counts import Fixed
 from passes.ir import BufferId, OpId, Page, Program, Status
 from passes.liveness import live_steps
 from passes.recipe import Recipe
@@ -69,7 +70,7 @@ class LiveValue:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageOutcome:
+class StageOutcome(Fixed):
     """What one planning stage found and did. All bytes are per device.
 
     Attributes:
@@ -157,9 +158,9 @@ class StageOutcome:
         return self.before_temp_bytes if ordered_bytes is None else ordered_bytes
 
     @property
-    def fixed_bytes(self) -> int:
-        """Arguments and outputs, donated storage counted once."""
-        return self.argument_bytes + self.output_bytes - self.alias_bytes
+    def run_ns(self) -> int:
+        """Estimated time of the program after this stage."""
+        return self.cost_ns + self.recompute_ns
 
     @property
     def planned_total_bytes(self) -> int:

@@ -38,11 +38,8 @@ class Recipe:
     def of_text(cls, text: str) -> Recipe:
         """The recipe that prints as `text`."""
         parts = [] if text == "none" else text.split("+")
-        scans = Scans(parts.pop(0)) if parts and parts[0] in _SCANS else Scans.NONE
+        scans = Scans(parts.pop(0)) if parts and parts[0] in Scans else Scans.NONE
         bodies = parts[:1] == ["bodies"]
         on_host = parts[bodies : bodies + 1] == ["host"]
         rest = "+".join(parts[bodies + on_host :])
         return cls(scans=scans, bodies=bodies, on_host=on_host, recompute=rest or None)
-
-
-_SCANS = tuple(scans.value for scans in Scans)

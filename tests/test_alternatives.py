@@ -57,6 +57,23 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alternatives, "MEMORY", alternatives.Memory())
 
 
+def answer_with(monkeypatch: pytest.MonkeyPatch, variant: Callable[..., Variant | None]) -> None:
+    """Let `variant` answer for what is looked at, and for what is only planned."""
+
+    def planned(program: Any, wish: Wish, plain: Record) -> Record | None:
+        records: list[Record] = []
+
+        def skip(record: Record) -> bool:
+            records.append(record)
+            return True
+
+        variant(program, wish, plain, skip=skip)
+        return records[0] if records else None
+
+    monkeypatch.setattr(relowering, "variant", variant)
+    monkeypatch.setattr(relowering, "planned", planned)
+
+
 def asked_of(
     monkeypatch: pytest.MonkeyPatch,
     outcome_of: Callable[[Wish], StageOutcome | None] = lambda _: None,
@@ -84,7 +101,7 @@ def asked_of(
             return None
         return Variant(record=dataclasses.replace(record, hlo=outcome), module=module, calls=calls)
 
-    monkeypatch.setattr(relowering, "variant", variant)
+    answer_with(monkeypatch, variant)
     counted: Any = SimpleNamespace(total_bytes=plain_bytes, host_bytes=0)
     plain = Plain(memory=counted, cost_ns=plain_ns, energy_pj=0, signature=signature(module))
     monkeypatch.setattr(relowering, "plain_program", lambda *_: plain)
@@ -354,7 +371,7 @@ def test_a_plan_that_was_seen_is_not_looked_at_again(monkeypatch: pytest.MonkeyP
         assert skip(planned())
 
     asked_of(monkeypatch)
-    monkeypatch.setattr(relowering, "variant", variant)
+    answer_with(monkeypatch, variant)
     ways().choose(planned(), dataclasses.replace(OUTCOME, before_temp_bytes=1080), MODULE)
     assert [w.calibration.strict for w in asked] == [False]
 
@@ -369,7 +386,7 @@ def test_before_a_refusal_nothing_is_planned_between_a_plan_and_the_deepest_if_b
         skip(planned(before_temp_bytes=900))
 
     asked_of(monkeypatch)
-    monkeypatch.setattr(relowering, "variant", variant)
+    answer_with(monkeypatch, variant)
     ways().choose(planned(before_temp_bytes=900), REFUSED, MODULE)
     ratios = [w.temp_ratio for w in asked if w.budget_bytes == BUDGET and w.temp_ratio is not None]
     assert ratios == [TRIES.ratios[-1]]
@@ -386,7 +403,7 @@ def test_what_is_known_to_keep_a_budget_is_looked_at_though_a_plan_like_it_was_s
         record = planned(plain)
         return None if skip(record) else Variant(record=with_hlo(record, OUTCOME), module=MODULE)
 
-    monkeypatch.setattr(relowering, "variant", variant)
+    answer_with(monkeypatch, variant)
     assert ways().choose(planned(), REFUSED, MODULE).module == MODULE
 
 

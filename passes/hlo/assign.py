@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from passes.backend import BACKENDS
 from passes.hlo import graph
-from passes.hlo.dataflow import Dataflow, Value, analyse
+from passes.hlo.dataflow import Dataflow, Position, Value, analyse
 from passes.hlo.graph import HOST
 from passes.hlo.inplace import Sharing, is_elementwise
 from passes.hlo.liverange import Clock, Range, live_ranges
@@ -380,23 +380,21 @@ class Assigner:
             if first.start > second.end or second.start > first.end:
                 continue
             if first.end == second.start:
-                shares = self._takes_over(w, first)
+                shares = self.takes_over(self.flow.values[w].home, first.last)
             else:
-                shares = second.end == first.start and self._takes_over(v, second)
+                shares = second.end == first.start and self.takes_over(self.flow.values[v].home, second.last)
             if not shares:
                 return True
         return False
 
-    def _takes_over(self, user: int, operand: Range) -> bool:
-        """True if the value `user` may start where the value with range `operand` ends."""
-        home = self.flow.values[user].home
+    def takes_over(self, home: Position, operand: Position) -> bool:
+        """True if what an instruction makes at `home` may take the storage of what it reads at `operand`."""
         instruction = self.flow.instruction(home)
-        last = operand.last
-        if instruction.opcode == "copy" or last.computation != home.computation:
+        if instruction.opcode == "copy" or operand.computation != home.computation:
             return False
-        if last.instruction not in instruction.operands:
+        if operand.instruction not in instruction.operands:
             return False
         computation = self.module.computations[home.computation]
         return self.sharing.may_share(
-            computation, computation.by_id[last.instruction], last.index, instruction, home.index
+            computation, computation.by_id[operand.instruction], operand.index, instruction, home.index
         )

@@ -169,17 +169,6 @@ def is_host_copy(instruction: Instruction) -> bool:
     return (spaces[0] == HOST) != (spaces[1] == HOST)
 
 
-def program_cost_ns(module: Any, device: DeviceModel) -> int:
-    """Estimated time of a whole module.
-
-    Args:
-        module: a parsed HloModuleProto with a schedule, such as a compiled program's final module.
-        device: cost model.
-    """
-    view = graph.read(module)
-    return computation_ns(view, view.entry, device)
-
-
 def trip_count(module: Module, loop: Instruction) -> int:
     """How often a while runs: from its backend config or its condition `i < constant`; else as assumed."""
     config = loop.proto.backend_config

@@ -215,7 +215,7 @@ def analyse(module: Module) -> Dataflow:
     builder.computation(module.entry, None)
     orders = builder.orders
     reachable = [c for c in module.computations if c in orders]
-    number, values = _number(builder, reachable, orders)
+    number, values = _number(builder, reachable)
     trees: dict[tuple[int, int], Tree] = {}
     for c in reachable:
         for i in orders[c]:
@@ -231,10 +231,8 @@ def analyse(module: Module) -> Dataflow:
     return flow
 
 
-def _number(
-    builder: _Builder, reachable: list[int], orders: dict[int, list[int]]
-) -> tuple[dict[int, int], list[Value]]:
-    rank = {(c, i): n for c in reachable for n, i in enumerate(orders[c])}
+def _number(builder: _Builder, reachable: list[int]) -> tuple[dict[int, int], list[Value]]:
+    rank = {(c, i): n for c in reachable for n, i in enumerate(builder.orders[c])}
     place = {c: n for n, c in enumerate(reachable)}
 
     def key(v: int) -> tuple[bool, int, int, Index]:

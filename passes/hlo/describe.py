@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from passes.counts import Fixed
 from passes.hlo.assign import Assigner
-from passes.hlo.dataflow import Position
 from passes.hlo.graph import HOST, VIEWS, Instruction, Shape
 from passes.hlo.heap import HeapPrediction, heap_intervals, predict_assigned, temp_offsets
 from passes.hlo.lift import frames
@@ -39,7 +39,7 @@ _PLUMBING = frozenset({"while", "body", "cond", "branch", "closed_call", "checkp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counted:
+class Counted(Fixed):
     """XLA's own counts of a compiled program, on one device.
 
     Attributes:
@@ -56,11 +56,6 @@ class Counted:
     alias_bytes: int
     total_bytes: int
     host_bytes: int = 0
-
-    @property
-    def fixed_bytes(self) -> int:
-        """Arguments and outputs, donated storage counted once."""
-        return self.argument_bytes + self.output_bytes - self.alias_bytes
 
     @property
     def constant_bytes(self) -> int:
@@ -199,7 +194,7 @@ class _Describe:
         return at.offset if at is not None and at.is_temp else None
 
     def _kind(self, v: int, instruction: Instruction) -> str:
-        if is_recompute(instruction):
+        if _is_recompute(instruction):
             return RECOMPUTED
         members = self.flow.classes[self.flow.class_of[v]]
         return KEPT if any(map(self._is_kept, members)) else WORKING
@@ -207,13 +202,9 @@ class _Describe:
     def _is_kept(self, v: int) -> bool:
         value = self.flow.values[v]
         maker = self.flow.instruction(value.home)
-        if is_backward(maker) or is_recompute(maker) or not _name_path(maker):
+        if _is_later(maker) or not _name_path(maker):
             return False
-        return any(self._reads_later(use.computation, use.instruction) for use in value.uses)
-
-    def _reads_later(self, computation: int, i: int) -> bool:
-        reader = self.flow.instruction(Position(computation, i, ()))
-        return is_backward(reader) or is_recompute(reader)
+        return any(_is_later(self.flow.instruction(use)) for use in value.uses)
 
 
 def _lives(assigner: Assigner) -> list[tuple[int, int, int, int]]:
@@ -249,12 +240,12 @@ def _with_evicted(values: list[Value]) -> list[Value]:
     return [replace(value, evicted=True) if is_evicted(value) else value for value in values]
 
 
-def is_backward(instruction: Instruction) -> bool:
-    """True for what differentiation's transpose wrote."""
-    return "transpose(" in _name_path(instruction)
+def _is_later(instruction: Instruction) -> bool:
+    """True for what differentiation's transpose wrote, and what runs again."""
+    return "transpose(" in _name_path(instruction) or _is_recompute(instruction)
 
 
-def is_recompute(instruction: Instruction) -> bool:
+def _is_recompute(instruction: Instruction) -> bool:
     """True for what runs again: by a plan of either stage, by `jax.checkpoint`, or by XLA's own pass."""
     path = _name_path(instruction)
     return RECOMPUTE_SCOPE in path or "rematted_computation" in path or ".remat" in instruction.name

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,16 +78,12 @@ def read_proto(data: bytes) -> tuple[Any, bytes | None]:
 
 
 def _readings(data: bytes) -> Iterator[tuple[Any, bytes | None]]:
-    try:
+    with suppress(ValueError):
         parts = dict(wire.contents(data))
-        if isinstance(parts.get(_MODULE_FIELD), bytes):
+        if _MODULE_FIELD in parts:
             yield proto.parse(parts[_MODULE_FIELD]), parts.get(_ASSIGNMENT_FIELD)
-    except (ValueError, IndexError, KeyError):
-        pass
-    try:
+    with suppress(ValueError):
         yield proto.parse(data), None
-    except ValueError:
-        return
 
 
 def assignment_text_of(path: Path) -> str | None:

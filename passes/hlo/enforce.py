@@ -101,7 +101,7 @@ def enforce(module_bytes: bytes, request: EnforceRequest) -> tuple[bytes, StageO
     if is_mapped and expected_bytes is not None and _is_near(kept_bytes, expected_bytes, module, outcome):
         smaller = replace(request, budget_bytes=outcome.fixed_bytes + kept_bytes)
         other, mapped_less = _held(module, smaller)
-        if mapped_less.status.found and _run_ns(mapped_less) < _run_ns(outcome):
+        if mapped_less.status.found and mapped_less.run_ns < outcome.run_ns:
             returned, outcome = other, replace(mapped_less, budget_bytes=request.budget_bytes)
     return returned, replace(outcome, seconds=time.perf_counter() - begin)
 
@@ -141,7 +141,8 @@ class _Scheduled:
     def moved(self) -> LiftedModule:
         """With what frees memory early, and what takes it late."""
         orders = dict.fromkeys((self.depth_first, self.lifted))
-        return min((_reordered(order, self.device, reordered) for order in orders), key=_total_bytes)
+        made = [_reordered(order, self.device, reordered) for order in orders]
+        return min(made, key=lambda lifted: lifted.prediction.total_bytes)
 
     def within(self, budget_bytes: int) -> LiftedModule:
         """The module in the first of these orders that needs no more, and nothing mapped in every run; else
@@ -149,10 +150,6 @@ class _Scheduled:
         found, kept_bytes = self.depth_first.prediction, self.device.kept_bytes
         fits = found.total_bytes <= budget_bytes and not 0 < kept_bytes < found.temp_bytes
         return self.depth_first if fits else self.moved
-
-
-def _total_bytes(lifted: LiftedModule) -> int:
-    return lifted.prediction.total_bytes
 
 
 def _read(module_bytes: bytes, request: EnforceRequest) -> _Scheduled:
@@ -165,10 +162,6 @@ def _read(module_bytes: bytes, request: EnforceRequest) -> _Scheduled:
         data=module_bytes, view=view, assigner=assigner, prediction=predict_assigned(assigner),
         device=request.device,
     )  # fmt: skip
-
-
-def _run_ns(outcome: StageOutcome) -> int:
-    return outcome.cost_ns + outcome.recompute_ns
 
 
 def _held(module: _Scheduled, request: EnforceRequest) -> tuple[bytes, StageOutcome]:
@@ -209,15 +202,15 @@ def _without_mapping(module: _Scheduled, request: EnforceRequest) -> tuple[bytes
         # Recompute alone packs otherwise, so it may be given more bytes. And copies of the program's own, of
         # which plans know nothing, share the link with pages.
         found = min(found, _found(replace(request, host_bytes=0), lifted), key=_Found.rank)
-    ordered_bytes = None
+    if found.is_over:
+        returned, outcome = module.data, _refusal(request, found, prediction)
+    else:
+        outcome = _outcome(request, prediction, found.written.prediction, cost_ns, energy_pj)
+        returned, outcome = proto.serialize(found.written.view.proto), _changed(request, outcome, found)
     if before.backend.runs_branches_together:
         ordered_bytes = lifted.prediction.temp_bytes + lifted.prediction.constant_bytes
-    if found.is_over:
-        return module.data, replace(_refusal(request, found, prediction), ordered_temp_bytes=ordered_bytes)
-    written = found.written
-    outcome = _outcome(request, prediction, written.prediction, cost_ns, energy_pj)
-    outcome = replace(outcome, ordered_temp_bytes=ordered_bytes)
-    return proto.serialize(written.view.proto), _changed(request, outcome, found)
+        outcome = replace(outcome, ordered_temp_bytes=ordered_bytes)
+    return returned, outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

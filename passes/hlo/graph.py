@@ -135,6 +135,13 @@ class Computation:
         root = self.by_id[self.root]
         return self.operands(root) if root.opcode == "tuple" else [root]
 
+    def result(self, index: tuple[int, ...]) -> Instruction:
+        """The root, or what is at `index` of the tuple that it is."""
+        at = self.by_id[self.root]
+        for i in index:
+            at = self.by_id[at.operands[i]] if at.opcode == "tuple" else at
+        return at
+
     def users(self) -> dict[int, list[Instruction]]:
         """For every instruction its users, each once, in id order."""
         users: dict[int, list[Instruction]] = {i: [] for i in self.by_id}

@@ -207,11 +207,7 @@ class Sharing:
             if before.element_bits != after.element_bits:
                 return False
         fused = self._module.computations[fusion.called[0]]
-        output = fused.by_id[fused.root]
-        for i in target:
-            if output.opcode != "tuple":
-                break
-            output = fused.by_id[output.operands[i]]
+        output = fused.result(target)
         core = fused.by_id[output.operands[0]] if output.opcode == "bitcast" else output
         hero = _reduction_hero(fused) if fusion.proto.fusion_kind == "kInput" else None
         seen = self._walk(fused, fused.parameters()[number], core, target, hero)

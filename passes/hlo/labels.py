@@ -29,10 +29,7 @@ def _is_marked(flow: Dataflow, instruction: Instruction, index: tuple[int, ...])
     if instruction.opcode != "fusion":
         return OFFLOADED in instruction.proto.metadata.op_name
     fused = flow.module.computations[instruction.called[0]]
-    root = fused.by_id[fused.root]
-    for i in index:
-        if root.opcode == "tuple":
-            root = fused.by_id[root.operands[i]]
+    root = fused.result(index)
     while OFFLOADED not in root.proto.metadata.op_name and root.opcode in _THROUGH and root.operands:
         root = fused.by_id[root.operands[0]]
     return OFFLOADED in root.proto.metadata.op_name

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from passes.cost import DeviceModel
@@ -233,24 +234,16 @@ class _Lift:
             group = self.flow.class_of[v]
             for w in read:
                 same_class = self.flow.class_of[w] == group
-                if same_class or (self.nbytes(v) and self.nbytes(w) and self._takes_over(instruction, v, w)):
+                if same_class or (self.nbytes(v) and self.nbytes(w) and self._takes_over(v, w)):
                     pairs.append((self.buffer_of(v), self.buffer_of(w)))
         return tuple(pairs)
 
-    def _takes_over(self, instruction: Instruction, v: int, w: int) -> bool:
+    def _takes_over(self, v: int, w: int) -> bool:
         if any(len(self.flow.classes[self.flow.class_of[u]]) > 1 for u in (v, w)):
             return False
         target, source = self.flow.values[v].home, self.flow.values[w].home
-        if instruction.opcode == "copy" or target.computation != self.scope.id:
-            return False
-        if (
-            source.computation != self.scope.id
-            or source.index
-            or source.instruction not in instruction.operands
-        ):
-            return False
-        operand = self.scope.by_id[source.instruction]
-        return self.assigner.sharing.may_share(self.scope, operand, source.index, instruction, target.index)
+        is_here = target.computation == self.scope.id and not source.index
+        return is_here and self.assigner.takes_over(target, source)
 
     def _workspace(self, n: int) -> int:
         """The largest sum of what called computations keep alive beside this op's inputs and outputs."""
@@ -262,11 +255,7 @@ class _Lift:
             held = self.assigner.ranges[v]
             nbytes = self.flow.values[v].nbytes
             events += [(held.start, 0, nbytes), (held.end, 1, -nbytes)]
-        live = peak = 0
-        for _, _, change in sorted(events):
-            live += change
-            peak = max(peak, live)
-        return peak
+        return max(accumulate((change for _, _, change in sorted(events)), initial=0))
 
 
 def can_drop_outputs(instruction: Instruction) -> bool:

@@ -64,9 +64,7 @@ class Origins:
         """The update of a slice that `made` is, or that a fusion holds at its result."""
         if made.opcode == "fusion":
             computation = self.module.computations[made.called[0]]
-            made = computation.by_id[computation.root]
-            if made.opcode == "tuple" and index:
-                made = computation.by_id[made.operands[index[0]]]
+            made = computation.result(index)
             while made.opcode in _FORMS and made.operands:
                 made = computation.by_id[made.operands[0]]
         return (computation, made) if made.opcode == _UPDATE else None

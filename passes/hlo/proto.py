@@ -15,17 +15,9 @@ from typing import Any
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory  # type: ignore[import-untyped]
 
 _KIND = descriptor_pb2.FieldDescriptorProto
-_SCALARS = {
-    "int64": _KIND.TYPE_INT64,
-    "int32": _KIND.TYPE_INT32,
-    "uint64": _KIND.TYPE_UINT64,
-    "uint32": _KIND.TYPE_UINT32,
-    "bool": _KIND.TYPE_BOOL,
-    "string": _KIND.TYPE_STRING,
-    "bytes": _KIND.TYPE_BYTES,
-}
 
-# One line a field: name, number, type; "*" marks a repeated field. Enumerations are read as int32.
+# One line a field: name, number, type; "*" marks a repeated field. Messages have a capital, types of
+# protobuf's own have none. Enumerations are read as int32.
 _MESSAGES: dict[str, str] = {
     "Tile": "dimensions 1 int64*",
     "Layout": "minor_to_major 1 int64*, tiles 6 Tile*, element_size_in_bits 7 int64, memory_space 8 int64",
@@ -88,8 +80,8 @@ def _file() -> descriptor_pb2.FileDescriptorProto:
             kind = kind.rstrip("*")
             field = message.field.add(name=field_name, number=int(number))
             field.label = _KIND.LABEL_REPEATED if repeated else _KIND.LABEL_OPTIONAL
-            if kind in _SCALARS:
-                field.type = _SCALARS[kind]
+            if kind.islower():
+                field.type = _KIND.Type.Value(f"TYPE_{kind.upper()}")
             else:
                 field.type = _KIND.TYPE_MESSAGE
                 field.type_name = f".{_PACKAGE}.{kind}"

@@ -9,8 +9,8 @@ from passes.hlo.schema import varint
 _VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5
 
 
-def fields(data: bytes) -> Iterator[tuple[int, int, int, int]]:
-    """(number, wire type, where the field starts, where it ends) of each field.
+def fields(data: bytes) -> Iterator[tuple[int, int, int, int, int]]:
+    """(number, wire type, where the field starts, where its contents start, where both end) of each field.
 
     Raises:
         ValueError: the bytes are no message.
@@ -20,12 +20,12 @@ def fields(data: bytes) -> Iterator[tuple[int, int, int, int]]:
         start = at
         try:
             tag, at = varint(data, at)
-            kind = tag & 7
+            kind, inner = tag & 7, at
             if kind == _VARINT:
                 _, at = varint(data, at)
             elif kind == _DELIMITED:
-                size, at = varint(data, at)
-                at += size
+                size, inner = varint(data, at)
+                at = inner + size
             elif kind in (_FIXED64, _FIXED32):
                 at += 8 if kind == _FIXED64 else 4
             else:
@@ -34,7 +34,7 @@ def fields(data: bytes) -> Iterator[tuple[int, int, int, int]]:
             raise ValueError(f"a field that starts at byte {start} has no end") from error
         if at > len(data):
             raise ValueError(f"a field that starts at byte {start} ends after byte {len(data)}")
-        yield tag >> 3, kind, start, at
+        yield tag >> 3, kind, start, inner, at
 
 
 def contents(data: bytes) -> Iterator[tuple[int, bytes]]:
@@ -43,9 +43,9 @@ def contents(data: bytes) -> Iterator[tuple[int, bytes]]:
     Raises:
         ValueError: the bytes are no message.
     """
-    for number, kind, start, end in fields(data):
+    for number, kind, _, inner, end in fields(data):
         if kind == _DELIMITED:
-            yield number, _contents(data, start, end)
+            yield number, data[inner:end]
 
 
 def only_field(data: bytes, number: int) -> bytes:
@@ -54,12 +54,13 @@ def only_field(data: bytes, number: int) -> bytes:
     Raises:
         ValueError: there is not exactly one.
     """
-    return _contents(data, *_place(data, number))
+    _, inner, end = _place(data, number)
+    return data[inner:end]
 
 
 def replace_field(data: bytes, number: int, contents: bytes) -> bytes:
     """`data` with other contents in the one delimited field of that number."""
-    start, end = _place(data, number)
+    start, _, end = _place(data, number)
     return data[:start] + encode(number << 3 | _DELIMITED) + encode(len(contents)) + contents + data[end:]
 
 
@@ -73,15 +74,8 @@ def encode(value: int) -> bytes:
     return bytes(written)
 
 
-def _contents(data: bytes, start: int, end: int) -> bytes:
-    _, at = varint(data, start)
-    size, at = varint(data, at)
-    assert at + size == end, "a delimited field ends with its contents"
-    return data[at:end]
-
-
-def _place(data: bytes, number: int) -> tuple[int, int]:
-    places = [(start, end) for n, kind, start, end in fields(data) if n == number and kind == _DELIMITED]
+def _place(data: bytes, number: int) -> tuple[int, int, int]:
+    places = [(at, inner, end) for n, k, at, inner, end in fields(data) if (n, k) == (number, _DELIMITED)]
     if len(places) != 1:
         raise ValueError(f"field {number} occurs {len(places)} times, not once")
     return places[0]

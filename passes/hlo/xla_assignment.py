@@ -66,7 +66,7 @@ def of_message(assignment: Any, module: Any) -> Assignment:
         b.id: (known[b.defined_at.instruction_id], tuple(b.defined_at.shape_index))
         for b in assignment.logical_buffers
     }
-    temps = tuple(a.index for a in assignment.buffer_allocations if is_temp(a))
+    temps = {a.index: a.size for a in assignment.buffer_allocations if is_temp(a)}
     addresses = {
         names[v.logical_buffer_id]: Address(
             allocation=a.index, offset=v.offset, nbytes=v.size, is_temp=a.index in temps
@@ -74,8 +74,7 @@ def of_message(assignment: Any, module: Any) -> Assignment:
         for a in assignment.buffer_allocations
         for v in a.assigned
     }
-    size = {a.index: a.size for a in assignment.buffer_allocations}
-    return Assignment(addresses=addresses, temp_bytes=sum(size[n] for n in temps))
+    return Assignment(addresses=addresses, temp_bytes=sum(temps.values()))
 
 
 def is_temp(allocation: Any) -> bool:

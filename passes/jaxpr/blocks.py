@@ -90,8 +90,7 @@ def under_policy(closed: ClosedJaxpr, blocks: Blocks, policy: Callable[..., Any]
         for v in (v for v in eqn.outvars if v in kept):
             rename[v] = compat.fresh_var(v)
             eqns.append(compat.name_eqn(v, rename[v], KEPT, eqn))
-    outvars = [compat.renamed(v, rename) for v in jaxpr.outvars]
-    named = compat.close_jaxpr(compat.rebuild(jaxpr, eqns=eqns, outvars=outvars), consts)
+    named = compat.close_jaxpr(compat.rebuild(jaxpr, eqns=eqns, rename=rename), consts)
     constrained = constrain_program(named, Constraints(save=(KEPT,), policy=policy))
     return closed if constrained is named else constrained
 

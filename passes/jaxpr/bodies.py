@@ -15,10 +15,10 @@ from passes.cost import DeviceModel
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Jaxpr, JaxprEqn
 from passes.jaxpr.conds import recompute_in_second_cond
-from passes.jaxpr.inline import flat_body
+from passes.jaxpr.inline import with_flat_bodies
 from passes.jaxpr.lift import inner_work, lift
 from passes.jaxpr.primitives import CONTROL_FLOW
-from passes.jaxpr.rewrite import bodies_of, with_bodies
+from passes.jaxpr.rewrite import with_equations
 from passes.simulate import simulate
 
 PlanBody = Callable[[Jaxpr, int], Jaxpr]
@@ -45,21 +45,17 @@ def fit_bodies(jaxpr: Jaxpr, device: DeviceModel, target_bytes: int, plan_body: 
         _with_bodies(eqn, device, allowed[i], plan_body) if i in allowed else eqn
         for i, eqn in enumerate(lifted.jaxpr.eqns)
     ]
-    if all(new is old for new, old in zip(eqns, lifted.jaxpr.eqns, strict=True)):
-        return lifted.jaxpr
-    return compat.rebuild(lifted.jaxpr, eqns=eqns, outvars=lifted.jaxpr.outvars)
+    return with_equations(lifted.jaxpr, eqns)
 
 
 def _with_bodies(eqn: JaxprEqn, device: DeviceModel, allowed_bytes: int, plan_body: PlanBody) -> JaxprEqn:
     def fitted(body: Jaxpr) -> Jaxpr:
-        flat = flat_body(body)
-        results = sum(compat.aval_nbytes(v.aval) for v in flat.outvars)
-        if inner_work(flat, device).peak_bytes <= allowed_bytes:
+        results = sum(compat.aval_nbytes(v.aval) for v in body.outvars)
+        if inner_work(body, device).peak_bytes <= allowed_bytes:
             return body
-        planned = plan_body(flat, max(allowed_bytes - results, 1))
-        return body if planned is flat else compat.close_jaxpr(planned, [])
+        return plan_body(body, max(allowed_bytes - results, 1))
 
-    return with_bodies(eqn, [fitted(body) for body in bodies_of(eqn)])
+    return with_flat_bodies(eqn, fitted)
 
 
 def has_control_flow(eqns: Sequence[JaxprEqn]) -> bool:

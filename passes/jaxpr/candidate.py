@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from passes.cost import DeviceModel, mapping_ns
+from passes.counts import Fixed
 from passes.ir import OpId, Plan
 from passes.jaxpr.calibration import UNCALIBRATED, Calibration
 from passes.jaxpr.compat import Jaxpr
@@ -17,7 +18,7 @@ from passes.recipe import Recipe, Scans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JaxprRequest:
+class JaxprRequest(Fixed):
     """What the jaxpr stage is asked for. Byte counts are of the whole XLA program where known.
 
     Attributes:
@@ -47,11 +48,6 @@ class JaxprRequest:
     parts: int = 1
     optional: bool = False
     inside: bool = False
-
-    @property
-    def fixed_bytes(self) -> int:
-        """Arguments and results, donated storage counted once."""
-        return self.argument_bytes + self.output_bytes - self.alias_bytes
 
     @property
     def temp_budget_bytes(self) -> int:

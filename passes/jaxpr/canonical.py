@@ -39,7 +39,7 @@ def with_canonical_products(jaxpr: Jaxpr) -> Jaxpr:
         writer.write(eqn)
     if writer.eqns == jaxpr.eqns:
         return jaxpr
-    return compat.without_dead_code(compat.rebuild(jaxpr, eqns=writer.eqns, outvars=jaxpr.outvars))
+    return compat.without_dead_code(compat.rebuild(jaxpr, eqns=writer.eqns))
 
 
 class _Writer:

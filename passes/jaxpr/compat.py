@@ -252,24 +252,21 @@ def rename_inputs(eqn: JaxprEqn, rename: Mapping[Var, Atom]) -> JaxprEqn:
 def rebuild(
     jaxpr: Jaxpr,
     *,
-    eqns: Sequence[JaxprEqn],
-    outvars: Sequence[Atom],
+    eqns: Sequence[JaxprEqn] | None = None,
+    outvars: Sequence[Atom] | None = None,
     invars: Sequence[Any] | None = None,
     constvars: Sequence[Any] | None = None,
+    rename: Mapping[Var, Atom] | None = None,
 ) -> Jaxpr:
-    """`jaxpr` with other equations, results and, if given, inputs and constants."""
-    effects = core.join_effects(*(eqn.effects for eqn in eqns)) if eqns else core.no_effects
+    """`jaxpr` with other equations, results, inputs and constants, where these are given; `rename` says what
+    its results are called now."""
+    eqns = jaxpr.eqns if eqns is None else list(eqns)
+    outvars = [renamed(v, rename or {}) for v in (jaxpr.outvars if outvars is None else outvars)]
     invars = jaxpr.invars if invars is None else list(invars)
-    return core.Jaxpr(
-        jaxpr.constvars if constvars is None else list(constvars),
-        invars,
-        list(outvars),
-        list(eqns),
-        effects,
-        debug_info=jaxpr.debug_info._replace(
-            arg_names=("",) * len(invars), result_paths=("",) * len(outvars)
-        ),
-    )
+    constvars = jaxpr.constvars if constvars is None else list(constvars)
+    effects = core.join_effects(*(eqn.effects for eqn in eqns))
+    unnamed = jaxpr.debug_info._replace(arg_names=("",) * len(invars), result_paths=("",) * len(outvars))
+    return core.Jaxpr(constvars, invars, outvars, eqns, effects, debug_info=unnamed)
 
 
 def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:

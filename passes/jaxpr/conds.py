@@ -14,10 +14,10 @@ from typing import Any
 
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
-from passes.jaxpr.inline import flat_body
-from passes.jaxpr.primitives import CONTROL_FLOW, Kind
+from passes.jaxpr.inline import with_flat_bodies
+from passes.jaxpr.primitives import Kind
 from passes.jaxpr.purity import eqn_kind, has_effect
-from passes.jaxpr.rewrite import bodies_of, consts_as_literals, readers_of, with_bodies
+from passes.jaxpr.rewrite import consts_as_literals, readers_of, with_equations
 
 
 @compat.cached_by_jaxpr
@@ -42,21 +42,7 @@ def join_conds(jaxpr: Jaxpr) -> Jaxpr:
         return not others and results.isdisjoint(first.outvars) and operand_bytes <= passed_bytes
 
     joined = _with_second_conds(jaxpr, serves_only)
-    eqns = [_joined_inside(eqn) for eqn in joined.eqns]
-    if all(new is old for new, old in zip(eqns, joined.eqns, strict=True)):
-        return joined
-    return compat.rebuild(joined, eqns=eqns, outvars=joined.outvars)
-
-
-def _joined_inside(eqn: JaxprEqn) -> JaxprEqn:
-    def joined(body: ClosedJaxpr) -> ClosedJaxpr:
-        flat = flat_body(body)
-        new = join_conds(flat)
-        return body if new is flat else compat.close_jaxpr(new, [])
-
-    if eqn.primitive.name not in CONTROL_FLOW:
-        return eqn
-    return with_bodies(eqn, [joined(body) for body in bodies_of(eqn)])
+    return with_equations(joined, [with_flat_bodies(eqn, join_conds) for eqn in joined.eqns])
 
 
 def recompute_in_second_cond(jaxpr: Jaxpr) -> Jaxpr:
@@ -80,10 +66,8 @@ def _with_second_conds(jaxpr: Jaxpr, wanted: Callable[[JaxprEqn, JaxprEqn], bool
             first = jaxpr.eqns[i]
             if first.primitive.name == "cond" and _same_choice(first, second) and wanted(first, second):
                 eqns[j] = _joined(first, eqns[j], elsewhere)
-    if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
-        return jaxpr
-    new = compat.rebuild(jaxpr, eqns=eqns, outvars=jaxpr.outvars)
-    return compat.without_dead_code(new)
+    new = with_equations(jaxpr, eqns)
+    return jaxpr if new is jaxpr else compat.without_dead_code(new)
 
 
 def _same_choice(first: JaxprEqn, second: JaxprEqn) -> bool:

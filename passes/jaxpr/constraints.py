@@ -9,16 +9,15 @@ computed from is kept or not as the planners see fit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.halves import closed_halves, join, split
-from passes.jaxpr.inline import flat_body
-from passes.jaxpr.primitives import CONTROL_FLOW
-from passes.jaxpr.rewrite import bodies_of, defined, with_bodies
+from passes.jaxpr.inline import with_flat_bodies
+from passes.jaxpr.rewrite import defined, with_equations
 from passes.jaxpr.scans.choice import Choice
 from passes.jaxpr.scans.cut import joined_body
 from passes.jaxpr.scans.emit import rewrite_groups, with_inner
@@ -100,27 +99,19 @@ def _with_constrained_bodies(halves: _Halves, constraints: Constraints, passed: 
         _with_bodies(eqn, b, [not b and v in across for v in eqn.outvars], constraints)
         for eqn, b in equations
     ]
-    if all(new is old for new, old in zip(eqns, halves.jaxpr.eqns, strict=True)):
-        return halves
-    return _with_eqns(halves, eqns, halves.backward, halves.jaxpr.outvars)
+    jaxpr = with_equations(halves.jaxpr, eqns)
+    return halves if jaxpr is halves.jaxpr else replace(halves, jaxpr=jaxpr)
 
 
 def _with_bodies(eqn: JaxprEqn, backward: bool, across: Sequence[bool], constraints: Constraints) -> JaxprEqn:
     """`across`: for every result whether a backward pass reads it."""
-    if eqn.primitive.name not in CONTROL_FLOW:
-        return eqn
-    return with_bodies(
-        eqn, [_constrained_body(body, backward, across, constraints) for body in bodies_of(eqn)]
-    )
 
+    def constrained(body: Jaxpr) -> Jaxpr:
+        flags = tuple(backward or compat.is_transposed(inner) for inner in body.eqns)
+        passed = [v for v, a in zip(body.outvars, across, strict=True) if a and compat.is_variable(v)]
+        return _constrained(_Halves(jaxpr=body, backward=flags), constraints, passed).jaxpr
 
-def _constrained_body(body: Jaxpr, backward: bool, across: Sequence[bool], constraints: Constraints) -> Jaxpr:
-    jaxpr = flat_body(body)
-    flags = tuple(backward or compat.is_transposed(eqn) for eqn in jaxpr.eqns)
-    halves = _Halves(jaxpr=jaxpr, backward=flags)
-    passed = [v for v, a in zip(jaxpr.outvars, across, strict=True) if a and compat.is_variable(v)]
-    constrained = _constrained(halves, constraints, passed)
-    return body if constrained is halves else compat.close_jaxpr(constrained.jaxpr, [])
+    return with_flat_bodies(eqn, constrained)
 
 
 def _with_saved(halves: _Halves, values: Values) -> _Halves:
@@ -145,7 +136,7 @@ def _with_saved(halves: _Halves, values: Values) -> _Halves:
             flags += [backward] * len(added)
     if not rename:
         return halves
-    return _with_eqns(halves, eqns, flags, [compat.renamed(v, rename) for v in halves.jaxpr.outvars])
+    return _with_eqns(halves, eqns, flags, rename)
 
 
 def _kept(value: Atom, result: Var, mark: str, like: JaxprEqn) -> list[JaxprEqn]:
@@ -170,8 +161,7 @@ def _with_fewer_stacks(halves: _Halves, constraints: Constraints) -> _Halves:
         return halves
     groups, rename = rewrite_groups(halves.jaxpr, choices)
     flags = [b for group, b in zip(groups, halves.backward, strict=True) for _ in group]
-    outvars = [compat.renamed(v, rename) for v in halves.jaxpr.outvars]
-    return _with_eqns(halves, [eqn for group in groups for eqn in group], flags, outvars)
+    return _with_eqns(halves, [eqn for group in groups for eqn in group], flags, rename)
 
 
 def _choice(pair: ScanPair, constraints: Constraints) -> Choice | None:
@@ -232,7 +222,7 @@ class _Cloner:
             self._add(compat.rename_inputs(eqn, self.current), backward)
             if backward:
                 self.arrived += [v for v in eqn.outvars if self.last_read.get(v, -1) > i]
-        return _with_eqns(self.halves, self.eqns, self.backward, self.halves.jaxpr.outvars)
+        return _with_eqns(self.halves, self.eqns, self.backward, {})
 
     def is_missing(self, v: Atom) -> TypeGuard[Var]:
         """True for a dropped variable that was not recomputed yet."""
@@ -271,7 +261,7 @@ class _Cloner:
 
 
 def _with_eqns(
-    halves: _Halves, eqns: Sequence[JaxprEqn], backward: Sequence[bool], outvars: Sequence[Atom]
+    halves: _Halves, eqns: Sequence[JaxprEqn], backward: Sequence[bool], rename: Mapping[Var, Atom]
 ) -> _Halves:
-    jaxpr = compat.rebuild(halves.jaxpr, eqns=eqns, outvars=outvars)
+    jaxpr = compat.rebuild(halves.jaxpr, eqns=eqns, rename=rename)
     return replace(halves, jaxpr=jaxpr, backward=tuple(backward))

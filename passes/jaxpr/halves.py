@@ -114,8 +114,6 @@ def closed_halves(joined: Joined, halves: Split) -> tuple[ClosedJaxpr, ClosedJax
     n_consts = joined.n_consts
     forward = compat.rebuild(
         halves.forward,
-        eqns=halves.forward.eqns,
-        outvars=halves.forward.outvars,
         constvars=halves.forward.invars[:n_consts],
         invars=halves.forward.invars[n_consts:],
     )

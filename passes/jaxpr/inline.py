@@ -13,13 +13,14 @@ Nothing that went through here is differentiated any more.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.primitives import CALLS, CONTROL_FLOW
-from passes.jaxpr.rewrite import bodies_of, consts_as_literals, with_bodies
+from passes.jaxpr.rewrite import bodies_of, consts_as_literals, with_bodies, with_equations
 
 CHECKPOINT = "remat2"
 LINEAR_SOLVE = "custom_linear_solve"
@@ -78,8 +79,7 @@ def inline_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
     flat = _Flat(constvars=list(jaxpr.constvars), consts=list(consts))
     env: dict[Var, Atom] = {}
     flat.walk(jaxpr, env, None)
-    outvars = [compat.renamed(v, env) for v in jaxpr.outvars]
-    rebuilt = compat.rebuild(jaxpr, eqns=flat.eqns, outvars=outvars, constvars=flat.constvars)
+    rebuilt = compat.rebuild(jaxpr, eqns=flat.eqns, constvars=flat.constvars, rename=env)
     return compat.close_jaxpr(rebuilt, flat.consts)
 
 
@@ -87,6 +87,20 @@ def inline_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
 def flat_body(closed: ClosedJaxpr) -> Jaxpr:
     """A closed body as an open jaxpr, calls inlined, constants written in; the same object every time."""
     return consts_as_literals(inline_calls(closed))
+
+
+def with_flat_bodies(eqn: JaxprEqn, change: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
+    """Control flow with what `change` makes of each of its bodies (see `flat_body`); `eqn` itself if that is
+    the body itself, or if it is no control flow."""
+    if eqn.primitive.name not in CONTROL_FLOW:
+        return eqn
+
+    def changed(closed: ClosedJaxpr) -> ClosedJaxpr:
+        flat = flat_body(closed)
+        new = change(flat)
+        return closed if new is flat else compat.close_jaxpr(new, [])
+
+    return with_bodies(eqn, list(map(changed, bodies_of(eqn))))
 
 
 def _inlined(eqn: JaxprEqn) -> JaxprEqn:
@@ -103,10 +117,8 @@ def _inlined(eqn: JaxprEqn) -> JaxprEqn:
 @compat.cached_by_jaxpr
 def _inlined_body(closed: ClosedJaxpr) -> ClosedJaxpr:
     jaxpr, consts = compat.open_jaxpr(closed)
-    eqns = [_inlined(eqn) for eqn in jaxpr.eqns]
-    if all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True)):
-        return closed
-    return compat.close_jaxpr(compat.rebuild(jaxpr, eqns=eqns, outvars=jaxpr.outvars), consts)
+    inlined = with_equations(jaxpr, list(map(_inlined, jaxpr.eqns)))
+    return closed if inlined is jaxpr else compat.close_jaxpr(inlined, consts)
 
 
 def _opened(eqn: JaxprEqn) -> ClosedJaxpr | None:

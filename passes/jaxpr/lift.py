@@ -12,7 +12,7 @@ What it does not do: control flow is one opaque kernel whose inner peak counts a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from passes.backend import BACKENDS
@@ -47,6 +47,7 @@ from passes.jaxpr.split_dots import split_bytes, split_ns
 from passes.jaxpr.storage import WHOLE, Storage
 from passes.jaxpr.stored import read_rounded, stored_bytes
 from passes.jaxpr.together import Together
+from passes.reach import reached
 from passes.simulate import simulate
 
 # A slice that a scan takes from a stack or puts on one is read once and written once for it.
@@ -223,19 +224,16 @@ class _Lift:
 
     def _body(self, root: int) -> tuple[int, ...]:
         """The equations of one kernel: the root and the virtual ones that it reads, in order."""
-        stack = [(root, self.storage.reads_memory(root))]
-        body = {*stack}
-        while stack:
-            reader, from_memory = stack.pop()
-            for v in self.storage.operands[reader]:
+
+        def inside(reader: tuple[int, bool]) -> Iterator[tuple[int, bool]]:
+            by, from_memory = reader
+            for v in self.storage.operands[by]:
                 i = self.storage.producer.get(v)
-                if i is None or not self.storage.computes(v, from_memory=from_memory):
-                    continue
-                # Through views it reads what they show.
-                inside = i, from_memory and self.kinds[i] is Kind.VIEW
-                if inside not in body:
-                    body.add(inside)
-                    stack.append(inside)
+                if i is not None and self.storage.computes(v, from_memory=from_memory):
+                    # Through views it reads what they show.
+                    yield i, from_memory and self.kinds[i] is Kind.VIEW
+
+        body = reached([(root, self.storage.reads_memory(root))], inside)
         return tuple(sorted({i for i, _ in body}))
 
     def _op(

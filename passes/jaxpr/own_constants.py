@@ -56,7 +56,7 @@ def with_own_constants(jaxpr: Jaxpr) -> Jaxpr:
     written = [
         each for i, eqn in enumerate(eqns) for each in ((barriers[i], eqn) if i in barriers else (eqn,))
     ]
-    return compat.rebuild(jaxpr, eqns=written, outvars=jaxpr.outvars)
+    return compat.rebuild(jaxpr, eqns=written)
 
 
 def _dispensable(graph: DataflowGraph, kernel: Set[int], end: int) -> Var | None:

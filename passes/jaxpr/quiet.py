@@ -41,7 +41,7 @@ def _quiet(jaxpr: Jaxpr) -> Jaxpr:
             continue
         needed.update(compat.variables(eqn.invars))
         eqns.append(_quiet_eqn(eqn) if eqn.effects else eqn)
-    return compat.rebuild(jaxpr, eqns=eqns[::-1], outvars=jaxpr.outvars)
+    return compat.rebuild(jaxpr, eqns=eqns[::-1])
 
 
 def _quiet_eqn(eqn: JaxprEqn) -> JaxprEqn:

@@ -48,23 +48,21 @@ def consts_as_literals(closed: ClosedJaxpr) -> Jaxpr:
     pairs = zip(jaxpr.constvars, consts, strict=True)
     values = {v: compat.literal(x) for v, x in pairs}
     eqns = [compat.rename_inputs(eqn, values) for eqn in jaxpr.eqns]
-    outvars = [compat.renamed(v, values) for v in jaxpr.outvars]
-    return compat.rebuild(jaxpr, eqns=eqns, outvars=outvars, constvars=[])
+    return compat.rebuild(jaxpr, eqns=eqns, constvars=[], rename=values)
 
 
 def with_results(closed: ClosedJaxpr, order: Sequence[int]) -> ClosedJaxpr:
     """`closed` with these of its results, in this order."""
     jaxpr, consts = compat.open_jaxpr(closed)
     outvars = [jaxpr.outvars[i] for i in order]
-    return compat.close_jaxpr(compat.rebuild(jaxpr, eqns=jaxpr.eqns, outvars=outvars), consts)
+    return compat.close_jaxpr(compat.rebuild(jaxpr, outvars=outvars), consts)
 
 
 def with_unread_inputs(closed: ClosedJaxpr, like: Sequence[Any]) -> ClosedJaxpr:
     """`closed` with inputs before its own that nothing reads, with the abstract values of `like`."""
     jaxpr, consts = compat.open_jaxpr(closed)
     invars = [*map(compat.fresh_var, like), *jaxpr.invars]
-    rebuilt = compat.rebuild(jaxpr, eqns=jaxpr.eqns, outvars=jaxpr.outvars, invars=invars)
-    return compat.close_jaxpr(rebuilt, consts)
+    return compat.close_jaxpr(compat.rebuild(jaxpr, invars=invars), consts)
 
 
 def without_inputs(closed: ClosedJaxpr, unread: Sequence[int], results: Sequence[int]) -> ClosedJaxpr:
@@ -75,8 +73,7 @@ def without_inputs(closed: ClosedJaxpr, unread: Sequence[int], results: Sequence
     assert not any(reads_input(closed, i) for i in unread), "an input that is read is needed"
     invars = [v for i, v in enumerate(jaxpr.invars) if i not in unread]
     outvars = [v for i, v in enumerate(jaxpr.outvars) if i not in results]
-    rebuilt = compat.rebuild(jaxpr, eqns=jaxpr.eqns, outvars=outvars, invars=invars)
-    return compat.close_jaxpr(rebuilt, consts)
+    return compat.close_jaxpr(compat.rebuild(jaxpr, outvars=outvars, invars=invars), consts)
 
 
 def reads_input(closed: ClosedJaxpr, i: int) -> bool:
@@ -98,6 +95,12 @@ def with_bodies(eqn: JaxprEqn, bodies: Sequence[ClosedJaxpr]) -> JaxprEqn:
     name = eqn.primitive.name
     new = {"branches": tuple(bodies)} if name == "cond" else {_BODY[name]: bodies[0]}
     return compat.replaced(eqn, params={**eqn.params, **new})
+
+
+def with_equations(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn]) -> Jaxpr:
+    """An open jaxpr with each of its equations replaced; the same object if they are its own."""
+    is_same = all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
+    return jaxpr if is_same else compat.rebuild(jaxpr, eqns=eqns)
 
 
 def body_consts(loop: JaxprEqn) -> tuple[int, int]:

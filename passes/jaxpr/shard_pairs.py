@@ -83,8 +83,7 @@ def write_pair(jaxpr: Jaxpr, second: int, pair: Pair, halves: Split) -> Jaxpr:
     last, results = _mapped(run_backward, tail, operands, in_specs, tail.params["out_specs"])
     rename.update(zip(tail.outvars, results, strict=True))
     after = [compat.rename_inputs(eqn, rename) for eqn in eqns[second + 1 :]]
-    outvars = [compat.renamed(v, rename) for v in jaxpr.outvars]
-    return compat.rebuild(jaxpr, eqns=[*eqns[: pair.place], *first, *between, *last, *after], outvars=outvars)
+    return compat.rebuild(jaxpr, eqns=[*eqns[: pair.place], *first, *between, *last, *after], rename=rename)
 
 
 def _mapped(

@@ -56,7 +56,7 @@ class Inside:
         """The program's open jaxpr with another body of its one equation."""
         eqns = list(self.jaxpr.eqns)
         eqns[self.place] = _with_body(self.eqn, body)
-        return compat.rebuild(self.jaxpr, eqns=eqns, outvars=self.jaxpr.outvars)
+        return compat.rebuild(self.jaxpr, eqns=eqns)
 
     def written_in_two(self, halves: Split) -> Jaxpr:
         """The program's open jaxpr with other bodies of its pair."""
@@ -143,8 +143,7 @@ def _merged(jaxpr: Jaxpr) -> Jaxpr:
         eqns = _joined(jaxpr.eqns, *pair)
         if eqns is None:
             break
-        jaxpr = compat.rebuild(jaxpr, eqns=eqns, outvars=jaxpr.outvars)
-        jaxpr = compat.without_dead_code(jaxpr)
+        jaxpr = compat.without_dead_code(compat.rebuild(jaxpr, eqns=eqns))
     return jaxpr
 
 

@@ -58,8 +58,7 @@ def scatter_in_place(jaxpr: Jaxpr) -> Jaxpr:
         eqns.append(eqn)
     if not rewritten:
         return jaxpr
-    rebuilt = compat.rebuild(jaxpr, eqns=eqns, outvars=jaxpr.outvars)
-    return compat.without_dead_code(rebuilt)
+    return compat.without_dead_code(compat.rebuild(jaxpr, eqns=eqns))
 
 
 def gather_then_convert(jaxpr: Jaxpr) -> Jaxpr:
@@ -79,7 +78,7 @@ def gather_then_convert(jaxpr: Jaxpr) -> Jaxpr:
         eqns.append(convert.replace(invars=[read], outvars=eqn.outvars))
     if len(eqns) == len(jaxpr.eqns):
         return jaxpr
-    return compat.without_dead_code(compat.rebuild(jaxpr, eqns=eqns, outvars=jaxpr.outvars))
+    return compat.without_dead_code(compat.rebuild(jaxpr, eqns=eqns))
 
 
 def _widened_before(eqn: JaxprEqn, producer: Mapping[Var, JaxprEqn]) -> JaxprEqn | None:
@@ -139,9 +138,7 @@ def _renaming(jaxpr: Jaxpr, rewritten: Callable[[JaxprEqn, dict[Var, Atom]], Jax
     for eqn in jaxpr.eqns:
         kept = rewritten(compat.rename_inputs(eqn, rename) if rename else eqn, rename)
         eqns += [] if kept is None else [kept]
-    if not rename:
-        return jaxpr
-    return compat.rebuild(jaxpr, eqns=eqns, outvars=[compat.renamed(v, rename) for v in jaxpr.outvars])
+    return compat.rebuild(jaxpr, eqns=eqns, rename=rename) if rename else jaxpr
 
 
 def with_wide_operands(jaxpr: Jaxpr) -> Jaxpr:
@@ -165,9 +162,7 @@ def with_wide_operands(jaxpr: Jaxpr) -> Jaxpr:
                     )
             eqn = compat.rename_inputs(eqn, rename) if rename else eqn
         eqns.append(eqn)
-    if len(eqns) == len(jaxpr.eqns):
-        return jaxpr
-    return compat.rebuild(jaxpr, eqns=eqns, outvars=jaxpr.outvars)
+    return jaxpr if len(eqns) == len(jaxpr.eqns) else compat.rebuild(jaxpr, eqns=eqns)
 
 
 def _is_elementwise(eqn: JaxprEqn) -> bool:

@@ -23,7 +23,6 @@ from passes.jaxpr.freedom import emit_configs
 from passes.jaxpr.lift import as_known, lift_known, lift_seen
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.moved import moved
-from passes.objective import Objective
 from passes.offsets.foreseen import holes_bytes
 from passes.planners import LAST_RESORTS, PlannerConfig, plan
 from passes.simulate import simulate
@@ -87,20 +86,21 @@ def search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate
     target_bytes = max(int(request.temp_budget_bytes * scale), 1)
     device, calibration = request.device, request.calibration
     holes = calibration.holes or BACKENDS[device.platform].heap != "in time order"
-    bases = [
-        _depths(
-            as_is.jaxpr,
-            device,
-            request.planner,
-            request.objective,
-            calibration.rounded,
-            holes,
-            as_xla,
-            request.optional,
+    config = PlannerConfig(
+        planner=request.planner,
+        quick=True,
+        near_overhead=CONFIG.near_overhead,
+        bound=False,
+        objective=request.objective.of(as_is.program),
+        without=LAST_RESORTS if request.optional else frozenset(),
+    )
+    deepenings = [
+        _Deepening(
+            _depths(as_is.jaxpr, device, config, as_xla, calibration.rounded, holes),
+            as_is, request, target_bytes,
         )
         for as_xla in ((True, False) if BACKENDS[device.platform].fuses_greedily else (False,))
-    ]
-    deepenings = [_Deepening(base, as_is, request, target_bytes) for base in bases]
+    ]  # fmt: skip
     best = None
     for each in sorted(deepenings, key=lambda each: each.first.cost_ns):
         best = each.best(than=best)
@@ -149,7 +149,9 @@ class _Deepening:
         return best
 
     def _level_of(self, nbytes: int) -> int:
-        return _levels_down(nbytes / max(self._depths.peak_bytes, 1))
+        """How many levels down from the peak without recomputes so many bytes are, at least none."""
+        ratio = nbytes / max(self._depths.peak_bytes, 1)
+        return max(0, math.ceil(math.log(ratio) / math.log(CONFIG.level_ratio) - 1e-9))
 
     def _rank(self, candidate: Candidate) -> tuple[int, int]:
         return max(candidate.peak_bytes, self._target_bytes), candidate.cost_ns
@@ -187,86 +189,52 @@ class _Depths:
     def candidate(self, level: int, written: EmitConfig) -> Candidate:
         """The same as it is written."""
         if (level, written) not in self._candidates:
-            self._candidates[level, written] = evaluate(
-                self.lifted, self.plan(level), written, self.device, rounded=self.rounded, holes=self.holes
-            )
+            self._candidates[level, written] = self._evaluated(self.plan(level), written)
         return self._candidates[level, written]
+
+    def _evaluated(self, made: Plan, written: EmitConfig) -> Candidate:
+        """Emit a plan and estimate what XLA will need for it.
+
+        Where XLA's fusion is foreseen by its own rules, what was emitted is lifted as XLA would by itself.
+        Elsewhere that assumes that XLA stores all that it shares, the plan that it stores no value that it
+        could compute in each reader. The truth lies between, on a 12-layer GPT within 2 % of the middle at
+        six depths. What XLA's heap takes beyond what is alive comes on top of that; where it is packed in the
+        order of time, only once `Calibration.holes` says so.
+        """
+        emitted = emit(self.lifted, made.steps, written)
+        # Nothing is merged across the barriers that recomputes wait behind.
+        seen = lift_seen(emitted, self.device, rounded=self.rounded)
+        backend = BACKENDS[self.device.platform]
+        if backend.runs_branches_together:
+            # What does not keep the budget in XLA's order the enforcing stage puts in this one.
+            seen = moved(seen, late=True)
+        timeline = simulate(seen.program)
+        beyond_bytes = holes_bytes(seen.program, timeline, backend)
+        alive_bytes = timeline.peak_bytes
+        if not backend.fuses_greedily:
+            alive_bytes = (made.peak_bytes + max(alive_bytes, made.peak_bytes)) // 2
+        return Candidate(
+            lifted=self.lifted,
+            steps=made.steps,
+            config=written,
+            emitted=emitted,
+            peak_bytes=alive_bytes + (beyond_bytes if self.holes else 0),
+            holes_bytes=0 if self.holes else beyond_bytes,
+            cost_ns=seen.program.cost_ns,
+            energy_pj=seen.program.energy_pj,
+            foreseen=seen,
+            plan=made,
+        )
 
 
 @_kept
 def _depths(
-    jaxpr: Jaxpr,
-    device: DeviceModel,
-    planner: str,
-    objective: Objective,
-    rounded: bool,
-    holes: bool,
-    as_xla: bool,
-    optional: bool,
+    known: Jaxpr, device: DeviceModel, config: PlannerConfig, as_xla: bool, rounded: bool, holes: bool
 ) -> _Depths:
     lifted = (
-        _lifted_as_xla(jaxpr, device) if as_xla else lift_known(jaxpr, device, as_xla=False, rounded=rounded)
+        _lifted_as_xla(known, device) if as_xla else lift_known(known, device, as_xla=False, rounded=rounded)
     )
-    program = lifted.program
+    peak_bytes = simulate(lifted.program).peak_bytes
     return _Depths(
-        lifted=lifted,
-        peak_bytes=simulate(program).peak_bytes,
-        config=PlannerConfig(
-            planner=planner,
-            quick=True,
-            near_overhead=CONFIG.near_overhead,
-            bound=False,
-            objective=objective.of(program),
-            without=LAST_RESORTS if optional else frozenset(),
-        ),
-        device=device,
-        rounded=rounded,
-        holes=holes,
-    )
-
-
-def _levels_down(ratio: float) -> int:
-    """How many levels of the frontier lie between 1 and `ratio`, at least none."""
-    return max(0, math.ceil(math.log(ratio) / math.log(CONFIG.level_ratio) - 1e-9))
-
-
-def evaluate(
-    lifted: LiftedJaxpr,
-    made: Plan,
-    config: EmitConfig,
-    device: DeviceModel,
-    *,
-    rounded: bool = False,
-    holes: bool = True,
-) -> Candidate:
-    """Emit a plan and estimate what XLA will need for it.
-
-    Where XLA's fusion is foreseen by its own rules, what was emitted is lifted as XLA would by itself.
-    Elsewhere that assumes that XLA stores all that it shares, the plan that it stores no value that it could
-    compute in each reader. The truth lies between, on a 12-layer GPT within 2 % of the middle at six depths.
-    What XLA's heap takes beyond what is alive comes on top of that; where it is packed in the order of time,
-    only once `Calibration.holes` says so.
-    """
-    emitted = emit(lifted, made.steps, config)
-    # Nothing is merged across the barriers that recomputes wait behind.
-    seen, backend = lift_seen(emitted, device, rounded=rounded), BACKENDS[device.platform]
-    if backend.runs_branches_together:
-        # What does not keep the budget in XLA's order the enforcing stage puts in this one.
-        seen = moved(seen, late=True)
-    timeline = simulate(seen.program)
-    beyond_bytes = holes_bytes(seen.program, timeline, backend)
-    alive_bytes = timeline.peak_bytes
-    if not backend.fuses_greedily:
-        alive_bytes = (made.peak_bytes + max(alive_bytes, made.peak_bytes)) // 2
-    return Candidate(
-        lifted=lifted,
-        steps=made.steps,
-        config=config,
-        emitted=emitted,
-        peak_bytes=alive_bytes + (beyond_bytes if holes else 0),
-        holes_bytes=0 if holes else beyond_bytes,
-        cost_ns=seen.program.cost_ns,
-        energy_pj=seen.program.energy_pj,
-        foreseen=seen,
-        plan=made,
+        lifted=lifted, peak_bytes=peak_bytes, config=config, device=device, rounded=rounded, holes=holes
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,11 +101,7 @@ def live_bytes(items: Sequence[Item]) -> int:
             if span.start < span.stop:
                 changes[span.start] = changes.get(span.start, 0) + span.nbytes
                 changes[span.stop] = changes.get(span.stop, 0) - span.nbytes
-    live = most = 0
-    for time in sorted(changes):
-        live += changes[time]
-        most = max(most, live)
-    return most
+    return max(accumulate(changes[time] for time in sorted(changes)), default=0)
 
 
 def height_bytes(items: Sequence[Item], offsets: Sequence[int]) -> int:

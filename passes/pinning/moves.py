@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 from passes.pinning.slices import Access, Branch, Call, Loop, Moved, Node, Run, Slice, SliceProgram
 
@@ -146,13 +146,10 @@ class _Checker:
             head = joined
 
     def test(self, node: Loop, state: _State) -> _State:
-        before = None if node.test_runs else _State(list(state.ranges))
+        before = _State(list(state.ranges))
         state = self.block(node.test, state)
-        if before is not None:
-            self.run(node.name, node.flag, _State(list(state.ranges)))
-            return _join([before, state])
         self.run(node.name, node.flag, state)
-        return state
+        return state if node.test_runs else _join([before, state])
 
     def run(self, name: str, accesses: Sequence[Access], state: _State) -> None:
         """One kernel: check its reads in `state`, then write."""
@@ -180,13 +177,12 @@ class _Checker:
 
     def same_overlaps(self, name: str, accesses: Sequence[Access]) -> None:
         """Slices of one kernel, one of them written, overlap as they did."""
-        for n, first in enumerate(accesses):
-            for second in accesses[n + 1 :]:
-                if not (first.writes or second.writes):
-                    continue
-                a, b = self.program.slices[first.slice], self.program.slices[second.slice]
-                x, y = self.moved.offsets[first.slice], self.moved.offsets[second.slice]
-                overlapped = a.offset < b.end and b.offset < a.end
-                overlaps = x < y + b.nbytes and y < x + a.nbytes
-                if overlapped != overlaps or (overlaps and x - y != a.offset - b.offset):
-                    raise MoveError(f"two slices of {name} overlap differently than before")
+        for first, second in combinations(accesses, 2):
+            if not (first.writes or second.writes):
+                continue
+            a, b = self.program.slices[first.slice], self.program.slices[second.slice]
+            x, y = self.moved.offsets[first.slice], self.moved.offsets[second.slice]
+            overlapped = a.offset < b.end and b.offset < a.end
+            overlaps = x < y + b.nbytes and y < x + a.nbytes
+            if overlapped != overlaps or (overlaps and x - y != a.offset - b.offset):
+                raise MoveError(f"two slices of {name} overlap differently than before")

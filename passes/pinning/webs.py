@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 
@@ -180,12 +181,10 @@ class _Webs:
                 owners = np.unique(state[span])
                 self.groups.join([access.slice, *(int(n) for n in owners if n != _NOBODY)])
                 state[span] = access.slice
-        for n, first in enumerate(accesses):
-            a = self.program.slices[first.slice]
-            for second in accesses[n + 1 :]:
-                b = self.program.slices[second.slice]
-                if (first.writes or second.writes) and a.offset < b.end and b.offset < a.end:
-                    self.groups.join([first.slice, second.slice])
+        for first, second in combinations(accesses, 2):
+            a, b = self.program.slices[first.slice], self.program.slices[second.slice]
+            if (first.writes or second.writes) and a.offset < b.end and b.offset < a.end:
+                self.groups.join([first.slice, second.slice])
         for access in accesses:
             if access.writes:
                 state[self.span[access.slice]] = access.slice

@@ -26,22 +26,16 @@ def plan(program: Program, budget_bytes: int, config: PlannerConfig | None = Non
         A plan that keeps the budget, `status.found`; else the plan of lowest peak that was found, with
         status INFEASIBLE if it is proved that there is none and UNKNOWN if nothing is proved.
     """
-    config = config or PlannerConfig()
+    begin, config = time.perf_counter(), config or PlannerConfig()
     planner = PLANNERS[config.planner]
     other = planner.paged if config.host_bytes else ""
     if config.objective.least == "energy":
         other = planner.frugal
     module, _, function = (other or planner.entry).partition(":")
     made: Plan = getattr(importlib.import_module(module), function)(program, budget_bytes, config)
-    bounded = config.strong_bound or planner.proves
-    return _strengthened(program, made) if bounded and not other else made
-
-
-def _strengthened(program: Program, made: Plan) -> Plan:
-    """The plan with the linear bound beside it."""
-    begin = time.perf_counter()
-    stronger: Plan = importlib.import_module("passes.planners.exact.linear").strengthened(program, made)
-    return dataclasses.replace(stronger, seconds=made.seconds + time.perf_counter() - begin)
+    if (config.strong_bound or planner.proves) and not other:
+        made = importlib.import_module("passes.planners.exact.linear").strengthened(program, made)
+    return dataclasses.replace(made, seconds=time.perf_counter() - begin)
 
 
 def least_peak(program: Program, config: PlannerConfig | None = None) -> Plan:

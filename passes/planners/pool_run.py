@@ -17,6 +17,17 @@ from passes.offsets.pool import Pool
 WORKSPACE = -2
 
 
+def byte_ns(graph: Graph, buffer: int) -> float:
+    """Cost of running a value's producer again, for each byte."""
+    return graph.cost_ns[graph.producer[buffer]] / max(1, graph.nbytes[buffer])
+
+
+def median_byte_ns(graph: Graph) -> float:
+    """The median of that over all values but arguments: above it a value is expensive."""
+    prices = sorted(byte_ns(graph, b) for b, producer in enumerate(graph.producer) if producer >= 0)
+    return prices[len(prices) // 2] if prices else 0.0
+
+
 class NoRoomError(Exception):
     """What is asked for cannot be had in the pool: nothing may be evicted, or it takes too much work."""
 

@@ -55,10 +55,7 @@ def _targets(graph: Graph) -> list[int]:
 
 def mask_of(buffers: Iterable[int]) -> int:
     """Buffers as a bit mask."""
-    mask = 0
-    for b in buffers:
-        mask |= 1 << b
-    return mask
+    return sum(1 << b for b in set(buffers))
 
 
 class Backwards:

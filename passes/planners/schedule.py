@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from passes.liveness import BoolArray, Graph, IntArray
+from passes.reach import reached
 
 HOLE = -1
 # Positions this close to the peak are all but equal (`benchmarks.planners`).
@@ -380,12 +381,9 @@ def slots_of(steps: Sequence[int]) -> list[int]:
 
 def absent_closure(graph: Graph, roots: list[int], present: list[bool]) -> list[int]:
     """The ops to run for the roots' outputs that are absent, in schedule order."""
-    ops = {op for op in roots if not all(present[b] for b in graph.outputs[op])}
-    stack = sorted(ops)
-    while stack:
-        for b in graph.inputs[stack.pop()]:
-            producer = graph.producer[b]
-            if not present[b] and producer not in ops:
-                ops.add(producer)
-                stack.append(producer)
-    return sorted(ops)
+
+    def missing(op: int) -> list[int]:
+        return [graph.producer[b] for b in graph.inputs[op] if not present[b]]
+
+    ops = [op for op in roots if not all(present[b] for b in graph.outputs[op])]
+    return sorted(reached(ops, missing))

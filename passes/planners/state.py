@@ -68,7 +68,6 @@ class SearchState:
         self.impossible_bytes = self.working_set_bytes - 1
         self.deepest: Candidate | None = None
         self._clocks: list[WorkLimit] = []
-        self._bound: Bound | None = None
 
     @property
     def n_ops(self) -> int:
@@ -108,18 +107,16 @@ class SearchState:
     def bound_ratio(self, budget_bytes: int) -> float:
         """The cut bound, 0.0 where it is not wanted or nothing fits the budget."""
         unwanted = not self.config.bound or budget_bytes >= self.start.peak_bytes
-        return 0.0 if unwanted or budget_bytes < self.working_set_bytes else self._cut_bound(budget_bytes)
+        return 0.0 if unwanted or budget_bytes < self.working_set_bytes else self._bound.ratio(budget_bytes)
 
-    def _cut_bound(self, budget_bytes: int) -> float:
+    @functools.cached_property
+    def _bound(self) -> Bound:
         """The cut bound, at one position only if none is wanted."""
-        if self._bound is None:
-            n_cuts = self.config.n_cuts(self.n_ops) if self.config.bound else 1
-            self._bound = Bound(self.graph, n_cuts)
-        return self._bound.ratio(budget_bytes)
+        return Bound(self.graph, self.config.n_cuts(self.n_ops) if self.config.bound else 1)
 
     def floor_ns(self, budget_bytes: int, near_overhead: float = 0.0) -> int:
         """Cheap enough: a little above what no sequence within the budget can cost less than."""
-        bound_ratio = self._cut_bound(budget_bytes)
+        bound_ratio = self._bound.ratio(budget_bytes)
         near_ratio = max(near_overhead, SEARCH.near_overhead) + SEARCH.near_bound * bound_ratio
         if self.n_ops >= SEARCH.large_ops:
             near_ratio = max(near_ratio, SEARCH.large_near_overhead)

@@ -15,7 +15,7 @@ from bisect import bisect_left
 from passes.liveness import Graph
 from passes.offsets.pool import FREE
 from passes.planners.candidate import WorkLimit
-from passes.planners.pool_run import NoRoomError, PoolRun, Walked
+from passes.planners.pool_run import NoRoomError, PoolRun, Walked, byte_ns, median_byte_ns
 
 
 def walk(graph: Graph, capacity_bytes: int, exponent: float, work: WorkLimit) -> Walked | None:
@@ -48,9 +48,8 @@ class _Walk(PoolRun):
         for b in graph.program.outputs:
             self.uses[b].append(len(graph.cost_ns))
         self.demanded: dict[int, None] = {}
-        ratios = sorted(self._density(b) for b, p in enumerate(graph.producer) if p >= 0)
         self.restricted = any(not op.recomputable or op.deadline is not None for op in graph.program.ops)
-        self.middle = ratios[len(ratios) // 2] if ratios else 0.0
+        self.middle = median_byte_ns(graph)
 
     def execute(self, op: int) -> None:
         self.work.done += 10
@@ -68,11 +67,7 @@ class _Walk(PoolRun):
         return self.pins[buffer] <= 1 and bisect_left(self.uses[buffer], after) == len(self.uses[buffer])
 
     def _is_from_top(self, buffer: int) -> bool:
-        return self._density(buffer) > self.middle
-
-    def _density(self, buffer: int) -> float:
-        """Cost of running a value's producer again, for each byte."""
-        return self.graph.cost_ns[self.graph.producer[buffer]] / max(1, self.graph.nbytes[buffer])
+        return byte_ns(self.graph, buffer) > self.middle
 
     def _evicted(self, nbytes: int, from_top: bool) -> int:
         low, high = self._cheapest_window(nbytes)

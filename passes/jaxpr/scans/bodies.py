@@ -40,14 +40,12 @@ class Second:
         jaxpr: (*consts, *its own consts, *carry, *slices, *other slices) -> (*carry, *slices).
         consts, slices: variables of the first body, what of it is read whole, and slice by slice.
         others: which of the second scan's sliced operands are no stacks of the first.
-        n_consts: how many of the inputs are constants.
     """
 
     jaxpr: Jaxpr
     consts: tuple[Var, ...]
     slices: tuple[Var, ...]
     others: tuple[int, ...]
-    n_consts: int
 
 
 def first_body(choice: Choice) -> First:
@@ -61,7 +59,7 @@ def first_body(choice: Choice) -> First:
     there = {*producer.jaxpr.invars[: producer.n_consts], *producer.x_vars, *compat.variables(staying)}
     added = [v for v in choice.kept if v not in there]
     outvars = [*producer.jaxpr.outvars[: producer.n_carry], *staying, *added]
-    body = compat.rebuild(producer.jaxpr, eqns=producer.jaxpr.eqns, outvars=outvars)
+    body = compat.rebuild(producer.jaxpr, outvars=outvars)
     return First(jaxpr=compat.without_dead_code(body), staying=tuple(staying), added=tuple(added))
 
 
@@ -86,7 +84,6 @@ def second_body(choice: Choice, sliced: Collection[Var]) -> Second:
     body = compat.rebuild(
         consumer.jaxpr,
         eqns=when_needed(recomputed, consumer.jaxpr.eqns),
-        outvars=consumer.jaxpr.outvars,
         invars=[*consts, *fixed, *slices, *(consumer.x_vars[k] for k in others)],
         constvars=[],
     )
@@ -95,7 +92,6 @@ def second_body(choice: Choice, sliced: Collection[Var]) -> Second:
         consts=tuple(consts),
         slices=tuple(slices),
         others=tuple(others),
-        n_consts=len(consts) + consumer.n_consts,
     )
 
 
@@ -109,13 +105,10 @@ def _second_segment(pair: ScanPair, segments: Segments) -> Second:
     first, others = invars[:n_first], invars[fixed:]
     order = [*first[:n_consts], *invars[n_first:fixed], *first[n_consts:], *others]
     return Second(
-        jaxpr=compat.rebuild(
-            segments.body, eqns=segments.body.eqns, outvars=segments.body.outvars, invars=order
-        ),
+        jaxpr=compat.rebuild(segments.body, invars=order),
         consts=tuple(producer.jaxpr.invars[:n_consts]),
         slices=tuple(producer.jaxpr.invars[n_consts:]),
         others=tuple(other_xs(pair, consumer)),
-        n_consts=n_consts + consumer.n_consts,
     )
 
 

@@ -25,9 +25,7 @@ def rewrite(jaxpr: Jaxpr, choices: Sequence[Site]) -> Jaxpr:
     """An open jaxpr with its pairs and loops written as chosen."""
     groups, rename = rewrite_groups(jaxpr, choices)
     eqns = [eqn for group in groups for eqn in group]
-    outvars = [compat.renamed(v, rename) for v in jaxpr.outvars]
-    new = compat.rebuild(jaxpr, eqns=eqns, outvars=outvars)
-    return compat.without_dead_code(new)
+    return compat.without_dead_code(compat.rebuild(jaxpr, eqns=eqns, rename=rename))
 
 
 def with_inner(pair: ScanPair, joined: Jaxpr, choices: Sequence[Site]) -> ScanPair:
@@ -40,9 +38,8 @@ def with_inner(pair: ScanPair, joined: Jaxpr, choices: Sequence[Site]) -> ScanPa
     boundary = len(pair.producer.jaxpr.eqns)
 
     def half(body: Body, groups: list[list[JaxprEqn]]) -> Body:
-        outvars = [compat.renamed(v, rename) for v in body.jaxpr.outvars]
         eqns = [eqn for group in groups for eqn in group]
-        return replace(body, jaxpr=compat.rebuild(body.jaxpr, eqns=eqns, outvars=outvars))
+        return replace(body, jaxpr=compat.rebuild(body.jaxpr, eqns=eqns, rename=rename))
 
     return replace(
         pair, producer=half(pair.producer, groups[:boundary]), consumer=half(pair.consumer, groups[boundary:])

@@ -78,8 +78,7 @@ class ScanPair:
         first, second: their places among the program's equations.
         producer, consumer: their bodies; `consumer`'s reads variables of `producer`'s where it read slices of
             its stacks.
-        passed: indices of `producer`'s stacks that `consumer` reads.
-        only: those of `passed` that nothing else reads.
+        only: indices of `producer`'s stacks that `consumer` reads and nothing else.
         at_hand: for every sliced operand of `producer` whether its stack is there for `consumer` at no price.
     """
 
@@ -87,7 +86,6 @@ class ScanPair:
     second: int
     producer: Body
     consumer: Body
-    passed: tuple[int, ...]
     only: frozenset[int]
     at_hand: tuple[bool, ...]
 
@@ -226,7 +224,6 @@ def _pair(
         second=second,
         producer=producer,
         consumer=replace(consumer, jaxpr=renewed(consumer.jaxpr, known)),
-        passed=tuple(dict.fromkeys(passed)),
         only=only,
         at_hand=at_hand,
     )

@@ -85,8 +85,7 @@ def first_segment(pair: ScanPair, segments: Segments, results: Sequence[Atom]) -
     producer = pair.producer
     cut = producer.n_consts + producer.n_carry
     outvars = [*producer.jaxpr.outvars[: producer.n_carry], *results]
-    body = compat.rebuild(producer.jaxpr, eqns=producer.jaxpr.eqns, outvars=outvars)
-    body = compat.without_dead_code(body)
+    body = compat.without_dead_code(compat.rebuild(producer.jaxpr, outvars=outvars))
 
     def run(*values: Any) -> Sequence[Any]:
         scanned = run_scan(

@@ -42,10 +42,7 @@ def sink_into_scans(jaxpr: Jaxpr) -> Jaxpr:
         new, results = with_moved(eqn, moved, rename)
         eqns += new
         rename.update(zip(eqn.outvars, results, strict=True))
-    if not rename:
-        return jaxpr
-    outvars = [compat.renamed(v, rename) for v in jaxpr.outvars]
-    return compat.without_dead_code(compat.rebuild(jaxpr, eqns=eqns, outvars=outvars))
+    return compat.without_dead_code(compat.rebuild(jaxpr, eqns=eqns, rename=rename)) if rename else jaxpr
 
 
 def _moved(jaxpr: Jaxpr, scan: JaxprEqn, producer: dict[Var, int]) -> list[JaxprEqn]:
@@ -108,9 +105,9 @@ def with_moved(
     new = compat.rebuild(
         body,
         eqns=[*eqns, *when_needed(sunk, [compat.rename_inputs(eqn, held) for eqn in body.eqns])],
-        outvars=[compat.renamed(v, held) for v in body.outvars],
         invars=[*inside.values(), *(variables[k] for k in kept), *body.invars[end - first :]],
         constvars=[],
+        rename=held,
     )
     atoms = [*loop.invars[:first], *outside, *(operands[k] for k in kept), *loop.invars[end:]]
     atoms = [compat.renamed(v, rename) for v in atoms]

@@ -49,8 +49,7 @@ def view_inside_scans(jaxpr: Jaxpr) -> Jaxpr:
         new, results = _with_views(compat.rename_inputs(eqn, rename), eqn.outvars, list(wanted[i].values()))
         eqns += new
         rename.update(zip([*eqn.outvars, *wanted[i]], results, strict=True))
-    outvars = [compat.renamed(v, rename) for v in jaxpr.outvars]
-    return compat.without_dead_code(compat.rebuild(jaxpr, eqns=eqns, outvars=outvars))
+    return compat.without_dead_code(compat.rebuild(jaxpr, eqns=eqns, rename=rename))
 
 
 def _sliced(eqn: JaxprEqn) -> list[Var]:

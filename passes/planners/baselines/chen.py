@@ -14,7 +14,7 @@ import math
 import numpy as np
 
 from passes.liveness import Graph
-from passes.planners.schedule import Schedule
+from passes.planners.schedule import Schedule, absent_closure
 
 # Numbers of segments besides the square root of the length.
 SEGMENTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -59,19 +59,9 @@ def _steps(graph: Graph, peak: int, kept: list[bool]) -> list[int]:
     for op in range(peak + 1, len(graph.cost_ns) + 1):
         is_end = op == len(graph.cost_ns)
         needs = graph.results if is_end else graph.inputs[op]
-        recomputed: set[int] = set()
-        stack = [b for b in needs if not present[b]]
-        while stack:
-            b = stack.pop()
-            if not present[b] and graph.producer[b] not in recomputed:
-                recomputed.add(graph.producer[b])
-                stack.extend(graph.inputs[graph.producer[b]])
-        for producer in sorted(recomputed):
-            steps.append(producer)
-            for b in graph.outputs[producer]:
-                present[b] = True
-        if not is_end:
-            steps.append(op)
-            for b in graph.outputs[op]:
+        dropped = [graph.producer[b] for b in needs if not present[b]]
+        for run in [*absent_closure(graph, dropped, present), *([] if is_end else [op])]:
+            steps.append(run)
+            for b in graph.outputs[run]:
                 present[b] = True
     return steps

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from passes.ir import OpId, Plan, Program, Status
@@ -14,14 +13,14 @@ from passes.planners.baselines.runtime import Policy, Runtime
 from passes.planners.bounds import working_set_bytes
 from passes.planners.config import PlannerConfig
 from passes.planners.paging.queues import traffic
-from passes.planners.pool_run import NoRoomError, Walked
+from passes.planners.pool_run import NoRoomError, Walked, median_byte_ns
 from passes.simulate import simulate_graph
 
 POLICIES: dict[str, Callable[[Graph], Policy]] = {
     "dtr": lambda graph: scores.Dtr(),
     "dtr-eq": lambda graph: scores.DtrEq(),
     "dte": lambda graph: scores.Dte(),
-    "coop-online": lambda graph: scores.CoopOnline(_middle(graph)),
+    "coop-online": lambda graph: scores.CoopOnline(median_byte_ns(graph)),
 }
 
 
@@ -32,8 +31,7 @@ def plan(program: Program, budget_bytes: int, config: PlannerConfig) -> Plan:
         A FEASIBLE plan with offsets; where the baseline runs out of memory the plan without recomputes,
         UNKNOWN, or INFEASIBLE if nothing could fit.
     """
-    begin, name = time.perf_counter(), config.planner
-    graph = Graph.of(program)
+    graph, name = Graph.of(program), config.planner
     outcome = _chen(graph, budget_bytes) if name == "chen" else _replay(graph, budget_bytes, name)
     steps = outcome.steps if outcome else range(len(program.ops))
     timeline = simulate_graph(graph, steps)
@@ -47,7 +45,7 @@ def plan(program: Program, budget_bytes: int, config: PlannerConfig) -> Plan:
         lower_bound_ratio=0.0,
         status=Status.FEASIBLE if outcome else missed,
         planner=name,
-        seconds=time.perf_counter() - begin,
+        seconds=0.0,
         offsets=outcome.offsets if outcome else (),
     )
 
@@ -59,8 +57,7 @@ def plan_delta(program: Program, budget_bytes: int, config: PlannerConfig) -> Pl
         A FEASIBLE plan; where it runs out of memory the plan without recomputes, UNKNOWN.
     """
     assert config.link is not None, "PlannerConfig asks for a link"
-    begin, link, host_bytes = time.perf_counter(), config.link, config.host_bytes
-    graph = Graph.of(program)
+    graph, link, host_bytes = Graph.of(program), config.link, config.host_bytes
     try:
         steps, pages = Delta(graph, budget_bytes, host_bytes, link).run()
     except DeltaError:
@@ -78,7 +75,7 @@ def plan_delta(program: Program, budget_bytes: int, config: PlannerConfig) -> Pl
         lower_bound_ratio=0.0,
         status=Status.FEASIBLE if fits else Status.UNKNOWN,
         planner="delta",
-        seconds=time.perf_counter() - begin,
+        seconds=0.0,
         pages=tuple(pages),
         waiting_ns=moved.waiting_ns,
         host_peak_bytes=moved.host_peak_bytes,
@@ -104,11 +101,3 @@ def _chen(graph: Graph, budget_bytes: int) -> Walked | None:
         if placement.heap_bytes <= budget_bytes:
             best = cost_ns, Walked(steps=tuple(steps), offsets=placement.offsets)
     return None if best is None else best[1]
-
-
-def _middle(graph: Graph) -> float:
-    """The median cost of a byte: above it a value is expensive."""
-    ratios = sorted(
-        graph.cost_ns[p] / max(1, graph.nbytes[b]) for b, p in enumerate(graph.producer) if p >= 0
-    )
-    return ratios[len(ratios) // 2] if ratios else 0.0

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from passes.offsets.pool import FREE
 from passes.planners.baselines.runtime import Policy, Runtime, adjacent_free_bytes
+from passes.planners.pool_run import byte_ns
+from passes.reach import reached
 from passes.union_find import UnionFind
 
 # MegEngine's own factor, see above.
@@ -137,7 +139,7 @@ class CoopOnline(_WithComponents):
 
     def from_top(self, runtime: Runtime, buffer: int) -> bool:
         """Expensive values, for their bytes, grow from the top."""
-        return _cost_ns(runtime, buffer) / max(1, runtime.graph.nbytes[buffer]) > self.middle
+        return byte_ns(runtime.graph, buffer) > self.middle
 
     def make_room(self, runtime: Runtime, nbytes: int) -> None:
         """Evict the cheapest window that holds the request."""
@@ -178,13 +180,11 @@ def _neighbours(runtime: Runtime, buffer: int) -> list[int]:
 def _around_ns(runtime: Runtime, buffer: int) -> int:
     """Cost of the ops that make the evicted ancestors and the evicted descendants of a value."""
     graph = runtime.graph
-    ops: set[int] = set()
-    stack = list(graph.inputs[graph.producer[buffer]])
-    while stack:
-        producer = graph.producer[b] if not runtime.present[b := stack.pop()] else -1
-        if producer >= 0 and producer not in ops:
-            ops.add(producer)
-            stack.extend(graph.inputs[producer])
+
+    def missing(op: int) -> list[int]:
+        return [graph.producer[b] for b in graph.inputs[op] if not runtime.present[b]]
+
+    ops = reached(missing(graph.producer[buffer]), missing)
     seen: set[int] = set()
     stack = [buffer]
     while stack:

@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from passes.liveness import Graph, live_ranges
+from passes.liveness import live_ranges
 from passes.planners.exact.frame import Frame
 from passes.planners.schedule import absent_closure, slots_of
 from passes.simulate import simulate_graph
@@ -41,12 +41,10 @@ def steps_of(
             roots = [graph.producer[b] for b in needs if not present[b]]
             if slot == slots[-1]:
                 roots += [op for op in wanted if any((block + 1, b) in kept for b in graph.outputs[op])]
-            for op in absent_closure(graph, roots, present):
+            for op in [*absent_closure(graph, roots, present), *range(slot, len(graph.cost_ns))[:1]]:
                 steps.append(op)
-                _make(graph, op, present)
-            if slot < len(graph.cost_ns):
-                steps.append(slot)
-                _make(graph, slot, present)
+                for b in graph.outputs[op]:
+                    present[b] = True
     return steps
 
 
@@ -87,8 +85,3 @@ def hint_of(frame: Frame, steps: list[int]) -> tuple[set[tuple[int, int]], set[t
         stop = len(steps) + 1 if to_end else ranges.stop[live_range]
         kept |= {(k, b) for k in range(1, frame.n_blocks) if ranges.start[live_range] < begins[k] < stop}
     return recompute, kept
-
-
-def _make(graph: Graph, op: int, present: list[bool]) -> None:
-    for b in graph.outputs[op]:
-        present[b] = True

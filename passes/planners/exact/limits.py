@@ -63,12 +63,6 @@ class Clock:
         limit_s = self.config.time_limit_s
         return max(0.0, self._work_left if limit_s is None else limit_s - self.seconds)
 
-    @property
-    def whole(self) -> float:
-        """The whole limit, in the units of `left`."""
-        limit_s = self.config.time_limit_s
-        return self.config.work_limit if limit_s is None else limit_s
-
     def solve(
         self,
         solver: cp_model.CpSolver,
