@@ -66,6 +66,8 @@ class Backend:
         runs_free_early: True if XLA runs what reads nothing but arguments long before its turn: the products
             of an LSTM's inputs. On a CPU a barrier against that costs more than it holds back.
         splits_small_dots: True if XLA splits and merges dots that do not fill the device.
+        drops_copies: True if XLA takes copies that nothing needs out after its callback
+            (`passes.hlo.copies`).
     """
 
     name: str
@@ -105,6 +107,7 @@ class Backend:
     rounds_products: bool = False
     runs_free_early: bool = False
     splits_small_dots: bool = False
+    drops_copies: bool = False
     looks: int = 1
 
 
@@ -124,7 +127,7 @@ TPU = Backend(
     sharing="elementwise or reduced", reuses_results=False, table_bytes=512, context_space=2, scalar_space=6,
     small_space=4, scratch_bytes=32 << 10, fast_bytes=128 << 20, runs_as_scheduled=False,
     temps_are_the_rest=True, limits_memory=True, fuses_results=True, rounds_products=True,
-    runs_free_early=True, library="libtpu", default_device="v5e", looks=3,
+    runs_free_early=True, drops_copies=True, library="libtpu", default_device="v5e", looks=3,
 )  # fmt: skip
 BACKENDS = {b.name: b for b in (CPU, CUDA, TPU)}
 _BY_ANY_NAME = {name: b for b in BACKENDS.values() for name in (b.name, *b.aliases)}

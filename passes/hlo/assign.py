@@ -169,8 +169,8 @@ class Assigner:
         group = self.flow.class_of[value.id]
         if instruction.opcode == "constant" or group in self._outputs or len(self.flow.classes[group]) > 1:
             return False
-        readers = (self.flow.instruction(use) for use in value.uses)
-        return all(r.opcode in _SCALAR_READERS or is_elementwise(r) for r in readers)
+        readers = [self.flow.instruction(use) for use in value.uses]  # none of a loop's condition
+        return bool(readers) and all(r.opcode in _SCALAR_READERS or is_elementwise(r) for r in readers)
 
     def _is_offloaded(self, value: Value) -> bool:
         home = self.module.computations[value.home.computation], self.flow.instruction(value.home)
