@@ -28,7 +28,8 @@ class Backend:
         sharing: which fusions may write over an operand: those that are elementwise on the way from it to
             the results, or reduce it to one of several results, or what the emitters of GPU fusions allow.
         calls_share: True if a custom call may write over an operand that dies there.
-        reuses_results: True if temporaries live in results and donated arguments while those are free.
+        reuses_results: True if temporaries live in any result or donated argument while that is free; else
+            only in one that what makes them reads.
         table_bytes: of a tuple's table of pointers; None for one pointer an element.
         awaits_at_once: True if a collective that nothing runs beside has no tables of pointers
             (`passes.hlo.synchronous`).

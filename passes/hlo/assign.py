@@ -339,9 +339,7 @@ class Assigner:
             allocation.busy |= _between(live.start, live.end)
 
     def _candidates(self, members: list[Value]) -> list[Allocation]:
-        """Allocations in XLA's order of trial: those of operands, then the newest first."""
-        if not self.backend.reuses_results:
-            return self._scratch
+        """Allocations in XLA's order of trial: of operands, then the newest first, or scratch memory."""
         candidates: list[Allocation] = []
         for value in members:
             if value.home.index or value.is_tuple:
@@ -351,7 +349,7 @@ class Assigner:
                 allocation = self.home.get(self.flow.class_of[top])
                 if allocation is not None and allocation.kind in ("output", "donated"):
                     candidates.append(allocation)
-        return candidates + self._reusable[::-1]
+        return candidates + (self._reusable[::-1] if self.backend.reuses_results else self._scratch)
 
     def _fits(self, allocation: Allocation, group: int, asked: _Storage, lives_out: bool) -> bool:
         """True if an allocation that is free inside of a group's ranges is where XLA puts the group."""
