@@ -69,6 +69,33 @@ def test_copies_that_xla_drops_are_dropped(v5e: str) -> None:
     assert without_copies(given, CPU) is given
 
 
+DONATED = """HloModule jit_program, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias), {1}: (1, {}, may-alias) }
+ENTRY e {
+  p = f32[8,128]{1,0:T(8,128)} parameter(0)
+  q = f32[8,128]{1,0:T(8,128)} parameter(1)
+  over = f32[8,128]{1,0:T(8,128)} copy(p)
+  beside = f32[8,128]{1,0:T(8,128)} copy(q)
+  sum = f32[8,128]{1,0:T(8,128)} add(over, q)
+  turned = f32[8,128]{1,0:T(8,128)} reverse(beside), dimensions={0}
+  ROOT both = (f32[8,128]{1,0:T(8,128)}, f32[8,128]{1,0:T(8,128)}) tuple(sum, turned)
+}"""  # noqa: E501
+
+
+def test_a_copy_that_a_result_is_written_over_is_dropped(v5e: str) -> None:
+    """A U-Net's step within .7 has 15 of them, 2.6 MiB, where its weights are donated."""
+    example = h.Example(
+        name="donated", fn=lambda p, q: (p + q, q[::-1]), args=(h.spec(8, 128),) * 2, donate=(0, 1)
+    )
+    compiled = h.compile_with(
+        example, lambda _: proto.serialize(proto.parse(compat.hlo_of_text(DONATED))), "tpu"
+    )
+    final = graph.read(proto.parse(aot.final_module(compiled)))
+    left = without_copies(graph.read(proto.parse(compat.hlo_of_text(DONATED))), TPU)
+    assert _copies(left) == ["beside"]
+    assert len(_copies(final)) == 1
+    assert h.predict(left.proto, "tpu").total_bytes == compiled.memory_analysis().total_allocation_bytes
+
+
 @pytest.mark.parametrize("seed", [2134, 2141])
 def test_programs_whose_pages_make_copies_needless_are_predicted(v5e: str, seed: int) -> None:
     """Counters of loops begin with a copy of a constant, which waits on the host, and so needs no copy.

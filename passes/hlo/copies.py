@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from passes.backend import Backend
 from passes.hlo import graph
-from passes.hlo.dataflow import Dataflow, analyse
+from passes.hlo.dataflow import analyse
 from passes.hlo.graph import Computation, Instruction, Module
-from passes.hlo.liverange import Clock, Range, live_ranges
+from passes.hlo.inplace import Sharing
+from passes.hlo.liverange import Clock, live_ranges
 from passes.hlo.prune import rewire
 
 
@@ -27,7 +28,7 @@ def without_copies(module: Module, backend: Backend, *, old_rules: bool = False)
         backend: only some drop copies.
         old_rules: see `passes.hlo.assign.Assigner`.
     """
-    while backend.drops_copies and (dropped := _dropped(module, old_rules)):
+    while backend.drops_copies and (dropped := _dropped(module, backend, old_rules)):
         messages = {c.id: c for c in module.proto.computations}
         for computation, sources in dropped.items():
             rewire(module.proto, messages[computation], sources)
@@ -35,24 +36,16 @@ def without_copies(module: Module, backend: Backend, *, old_rules: bool = False)
     return module
 
 
-def _dropped(module: Module, old_rules: bool) -> dict[int, dict[int, int]]:
+def _dropped(module: Module, backend: Backend, old_rules: bool) -> dict[int, dict[int, int]]:
     """Computation -> copy -> what is read instead. Of a copy of a copy only one at a time is seen."""
     candidates = {c.id: found for c in module.computations.values() if not c.fused and (found := _plain(c))}
     dropped: dict[int, dict[int, int]] = {}
     if not candidates:
         return dropped
-    flow = analyse(module)
-    ranges = live_ranges(flow, Clock(flow), old_rules=old_rules)
-    results = set(flow.trees[module.entry.id, module.entry.root].values())
-    for c in flow.reachable:
+    merger = _Merger(module, backend, old_rules)
+    for c in merger.flow.reachable:
         for copy in candidates.get(c, ()):
-            made, source = (flow.trees[c, i][()] for i in (copy.id, copy.operands[0]))
-            taken = dropped.get(c, {})
-            if (
-                made not in results
-                and copy.operands[0] not in taken
-                and _is_needless(flow, ranges, made, source)
-            ):
+            if copy.operands[0] not in dropped.get(c, ()) and merger.is_needless(c, copy):
                 dropped.setdefault(c, {})[copy.id] = copy.operands[0]
     return dropped
 
@@ -63,10 +56,34 @@ def _plain(computation: Computation) -> list[Instruction]:
     return [i for i in copies if computation.by_id[i.operands[0]].proto.shape == i.proto.shape]
 
 
-def _is_needless(flow: Dataflow, ranges: list[Range], made: int, source: int) -> bool:
-    """True if nothing else has the copy's place, and its source's stays as it is while the copy is read."""
-    if len(flow.classes[flow.class_of[made]]) > 1:
-        return False
-    begin, end = ranges[source].start, ranges[made].end
-    others = (w for w in flow.classes[flow.class_of[source]] if w != source)
-    return not any(begin <= ranges[w].start <= end for w in others)
+class _Merger:
+    """Says of copies whether they can have their source's place."""
+
+    def __init__(self, module: Module, backend: Backend, old_rules: bool) -> None:
+        self.flow = analyse(module)
+        self.ranges = live_ranges(self.flow, Clock(self.flow), old_rules=old_rules)
+        self.sharing = Sharing(module, backend)
+        self.results = set(self.flow.trees[module.entry.id, module.entry.root].values())
+
+    def is_needless(self, computation: int, copy: Instruction) -> bool:
+        """True if nothing else has the copy's place, and its source's stays as it is while it is read."""
+        flow, ranges = self.flow, self.ranges
+        made, source = (flow.trees[computation, i][()] for i in (copy.id, copy.operands[0]))
+        if made in self.results or len(flow.classes[flow.class_of[made]]) > 1:
+            return False
+        begin, end = ranges[source].start, ranges[made].end
+        others = [w for w in flow.classes[flow.class_of[source]] if w != source]
+        later = [w for w in others if begin <= ranges[w].start <= end]
+        return all(ranges[w].start == end and self._may_take_over(w, made) for w in later)
+
+    def _may_take_over(self, written: int, made: int) -> bool:
+        """True if a value may be written over a copy by the instruction that reads that last."""
+        flow = self.flow
+        home = flow.values[written].home
+        computation, instruction = flow.module.computations[home.computation], flow.instruction(home)
+        reads = [u for u in flow.values[made].uses if flow.instruction(u) is instruction]
+        operands = [(computation.by_id[instruction.operands[u.operand]], u.index) for u in reads]
+        return bool(operands) and all(
+            self.sharing.may_share(computation, operand, index, instruction, home.index)
+            for operand, index in operands
+        )
