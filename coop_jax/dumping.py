@@ -7,9 +7,9 @@ import json
 from passes.backend import BACKENDS
 from passes.dump import dump
 from passes.hlo import graph, proto
+from passes.hlo.afterwards import as_xla_leaves_it
 from passes.hlo.assign import Assigner
 from passes.hlo.barriers import drop_barriers
-from passes.hlo.copies import without_copies
 from passes.hlo.describe import describe
 from passes.hlo.enforce import EnforceRequest
 from passes.hlo.lift import lift
@@ -24,7 +24,7 @@ def dump_enforced(data: bytes, returned: bytes, request: EnforceRequest, outcome
     def assigner(module_bytes: bytes) -> Assigner:
         module = proto.parse(module_bytes)
         drop_barriers(module)
-        view = without_copies(graph.read(module), BACKENDS[request.platform], old_rules=request.old_rules)
+        view = as_xla_leaves_it(graph.read(module), BACKENDS[request.platform], old_rules=request.old_rules)
         return Assigner(view, request.platform, old_rules=request.old_rules)
 
     def kernels() -> Program:

@@ -20,7 +20,6 @@ from passes.hlo.dataflow import Dataflow, Value, analyse
 from passes.hlo.graph import HOST
 from passes.hlo.inplace import Sharing, is_elementwise
 from passes.hlo.liverange import Clock, Range, live_ranges
-from passes.hlo.synchronous import started_in_vain
 from passes.reach import reached
 
 _TABLES = 5
@@ -131,7 +130,6 @@ class Assigner:
         if self.backend.context_space:
             for value in self.flow.values:
                 value.memory_space = self._apart(value) or value.memory_space
-        self._gone = self._without_storage()
         self._scratch: list[Allocation] = []
         self._sizes = [max(self.flow.values[v].nbytes for v in g) for g in self.flow.classes]
         self._spaces = [self._space(g) for g in self.flow.classes]
@@ -271,17 +269,9 @@ class Assigner:
         self.allocations.append(allocation)
         self._scratch += [allocation] if allocation.kind == "scratch" else []
 
-    def _without_storage(self) -> frozenset[int]:
-        """Alias classes of tables of what XLA starts and awaits at once, and so makes synchronous."""
-        in_vain = started_in_vain(self.module) if self.backend.awaits_at_once else frozenset()
-        tables = (v for v in self.flow.values if v.is_tuple)
-        return frozenset(
-            self.flow.class_of[v.id] for v in tables if (v.home.computation, v.home.instruction) in in_vain
-        )
-
     def _assign(self, group: int) -> None:
         members = [self.flow.values[v] for v in self.flow.classes[group]]
-        if group in self._gone or self._special(group, members):
+        if self._special(group, members):
             return
         lives_out = group in self._outputs
         asked = self._storage(members)

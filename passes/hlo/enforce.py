@@ -20,9 +20,9 @@ from typing import Literal
 from passes.backend import BACKENDS
 from passes.cost import DeviceModel, mapping_ns
 from passes.hlo import graph, proto
+from passes.hlo.afterwards import as_xla_leaves_it
 from passes.hlo.assign import Assigner
 from passes.hlo.barriers import drop_barriers
-from passes.hlo.copies import without_copies
 from passes.hlo.cost import computation_ns, computation_pj, computation_times_ns
 from passes.hlo.emit import emit
 from passes.hlo.fit import Task, Written, fit
@@ -160,7 +160,7 @@ def _read(module_bytes: bytes, request: EnforceRequest) -> _Scheduled:
     module = proto.parse(module_bytes)
     if drop_barriers(module):
         module_bytes = proto.serialize(module)
-    view = without_copies(graph.read(module), BACKENDS[request.platform], old_rules=request.old_rules)
+    view = as_xla_leaves_it(graph.read(module), BACKENDS[request.platform], old_rules=request.old_rules)
     assigner = Assigner(view, request.platform, old_rules=request.old_rules)
     return _Scheduled(
         data=module_bytes, view=view, assigner=assigner, prediction=predict_assigned(assigner),
