@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 
-from coop_jax.inspecting import replayed
+from passes.backend import BACKENDS
 from passes.dump import dump
-from passes.hlo import proto
+from passes.hlo import graph, proto
+from passes.hlo.afterwards import as_xla_leaves_it
 from passes.hlo.assign import Assigner
+from passes.hlo.barriers import drop_barriers
 from passes.hlo.describe import describe
 from passes.hlo.enforce import EnforceRequest
 from passes.hlo.lift import lift
@@ -20,7 +22,10 @@ def dump_enforced(data: bytes, returned: bytes, request: EnforceRequest, outcome
     """Write a scheduled module before and after, its kernels as a program, its heap, and what was done."""
 
     def assigner(module_bytes: bytes) -> Assigner:
-        return replayed(proto.parse(module_bytes), request.platform)
+        module = proto.parse(module_bytes)
+        drop_barriers(module)
+        view = as_xla_leaves_it(graph.read(module), BACKENDS[request.platform], old_rules=request.old_rules)
+        return Assigner(view, request.platform, old_rules=request.old_rules)
 
     def kernels() -> Program:
         scheduled = assigner(data)

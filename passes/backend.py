@@ -28,7 +28,8 @@ class Backend:
         sharing: which fusions may write over an operand: those that are elementwise on the way from it to
             the results, or reduce it to one of several results, or what the emitters of GPU fusions allow.
         calls_share: True if a custom call may write over an operand that dies there.
-        reuses_results: True if temporaries live in results and donated arguments while those are free.
+        reuses_results: True if temporaries live in any result or donated argument while that is free; else
+            only in one that what makes them reads.
         table_bytes: of a tuple's table of pointers; None for one pointer an element.
         awaits_at_once: True if a collective that nothing runs beside has no tables of pointers
             (`passes.hlo.synchronous`).
@@ -68,6 +69,8 @@ class Backend:
         runs_free_early: True if XLA runs what reads nothing but arguments long before its turn: the products
             of an LSTM's inputs. On a CPU a barrier against that costs more than it holds back.
         splits_small_dots: True if XLA splits and merges dots that do not fill the device.
+        drops_copies: True if XLA takes copies that nothing needs out after its callback
+            (`passes.hlo.copies`).
     """
 
     name: str
@@ -108,6 +111,7 @@ class Backend:
     rounds_products: bool = False
     runs_free_early: bool = False
     splits_small_dots: bool = False
+    drops_copies: bool = False
     looks: int = 1
 
 
@@ -127,7 +131,7 @@ TPU = Backend(
     sharing="elementwise or reduced", reuses_results=False, table_bytes=512, context_space=2, scalar_space=6,
     small_space=4, scratch_bytes=32 << 10, fast_bytes=128 << 20, runs_as_scheduled=False,
     temps_are_the_rest=True, limits_memory=True, fuses_results=True, rounds_products=True,
-    runs_free_early=True, library="libtpu", default_device="v5e", looks=3,
+    runs_free_early=True, drops_copies=True, library="libtpu", default_device="v5e", looks=3,
 )  # fmt: skip
 BACKENDS = {b.name: b for b in (CPU, CUDA, TPU)}
 _BY_ANY_NAME = {name: b for b in BACKENDS.values() for name in (b.name, *b.aliases)}

@@ -20,7 +20,6 @@ from passes.hlo.dataflow import Dataflow, Position, Value, analyse
 from passes.hlo.graph import HOST
 from passes.hlo.inplace import Sharing, is_elementwise
 from passes.hlo.liverange import Clock, Range, live_ranges
-from passes.hlo.synchronous import started_in_vain
 from passes.reach import reached
 
 _TABLES = 5
@@ -131,7 +130,6 @@ class Assigner:
         if self.backend.context_space:
             for value in self.flow.values:
                 value.memory_space = self._apart(value) or value.memory_space
-        self._gone = self._without_storage()
         self._scratch: list[Allocation] = []
         self._sizes = [max(self.flow.values[v].nbytes for v in g) for g in self.flow.classes]
         self._spaces = [self._space(g) for g in self.flow.classes]
@@ -169,8 +167,8 @@ class Assigner:
         group = self.flow.class_of[value.id]
         if instruction.opcode == "constant" or group in self._outputs or len(self.flow.classes[group]) > 1:
             return False
-        readers = (self.flow.instruction(use) for use in value.uses)
-        return all(r.opcode in _SCALAR_READERS or is_elementwise(r) for r in readers)
+        readers = [self.flow.instruction(use) for use in value.uses]  # none of a loop's condition
+        return bool(readers) and all(r.opcode in _SCALAR_READERS or is_elementwise(r) for r in readers)
 
     def _is_offloaded(self, value: Value) -> bool:
         home = self.module.computations[value.home.computation], self.flow.instruction(value.home)
@@ -271,17 +269,9 @@ class Assigner:
         self.allocations.append(allocation)
         self._scratch += [allocation] if allocation.kind == "scratch" else []
 
-    def _without_storage(self) -> frozenset[int]:
-        """Alias classes of tables of what XLA starts and awaits at once, and so makes synchronous."""
-        in_vain = started_in_vain(self.module) if self.backend.awaits_at_once else frozenset()
-        tables = (v for v in self.flow.values if v.is_tuple)
-        return frozenset(
-            self.flow.class_of[v.id] for v in tables if (v.home.computation, v.home.instruction) in in_vain
-        )
-
     def _assign(self, group: int) -> None:
         members = [self.flow.values[v] for v in self.flow.classes[group]]
-        if group in self._gone or self._special(group, members):
+        if self._special(group, members):
             return
         lives_out = group in self._outputs
         asked = self._storage(members)
@@ -339,9 +329,7 @@ class Assigner:
             allocation.busy |= _between(live.start, live.end)
 
     def _candidates(self, members: list[Value]) -> list[Allocation]:
-        """Allocations in XLA's order of trial: those of operands, then the newest first."""
-        if not self.backend.reuses_results:
-            return self._scratch
+        """Allocations in XLA's order of trial: of operands, then the newest first, or scratch memory."""
         candidates: list[Allocation] = []
         for value in members:
             if value.home.index or value.is_tuple:
@@ -351,7 +339,7 @@ class Assigner:
                 allocation = self.home.get(self.flow.class_of[top])
                 if allocation is not None and allocation.kind in ("output", "donated"):
                     candidates.append(allocation)
-        return candidates + self._reusable[::-1]
+        return candidates + (self._reusable[::-1] if self.backend.reuses_results else self._scratch)
 
     def _fits(self, allocation: Allocation, group: int, asked: _Storage, lives_out: bool) -> bool:
         """True if an allocation that is free inside of a group's ranges is where XLA puts the group."""

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from passes.hlo import graph, proto
+from passes.hlo.afterwards import as_xla_leaves_it
 from passes.hlo.graph import VIEWS, Computation, Module
 from passes.hlo.lift import LiftedModule
 from passes.hlo.pages import CopyStyle, Moments, copy_done, copy_plain, copy_start, holders
@@ -186,7 +187,8 @@ class _Writer:
         written = {scope.id, *prune(self.module, scope.id, self.once)}
         calls = {c.id: c.called for c in before.computations.values() if c.id not in written}
         drop_uncalled(self.module, calls)
-        return graph.read(self.module, before, written)
+        view, assigner = graph.read(self.module, before, written), self.lifted.assigner
+        return as_xla_leaves_it(view, assigner.backend, old_rules=assigner.old_rules)
 
 
 class _Pager:

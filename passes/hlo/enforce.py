@@ -20,6 +20,7 @@ from typing import Literal
 from passes.backend import BACKENDS
 from passes.cost import DeviceModel, mapping_ns
 from passes.hlo import graph, proto
+from passes.hlo.afterwards import as_xla_leaves_it
 from passes.hlo.assign import Assigner
 from passes.hlo.barriers import drop_barriers
 from passes.hlo.cost import computation_ns, computation_pj, computation_times_ns
@@ -117,7 +118,7 @@ def _is_near(kept_bytes: int, expected_bytes: int, module: _Scheduled, outcome: 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Scheduled:
-    """A module as it came, but for its barriers, and what is made of it for every budget alike."""
+    """A module as it came, but for barriers and needless copies, and what is made of it for all budgets."""
 
     data: bytes
     view: graph.Module
@@ -156,7 +157,7 @@ def _read(module_bytes: bytes, request: EnforceRequest) -> _Scheduled:
     module = proto.parse(module_bytes)
     if drop_barriers(module):
         module_bytes = proto.serialize(module)
-    view = graph.read(module)
+    view = as_xla_leaves_it(graph.read(module), BACKENDS[request.platform], old_rules=request.old_rules)
     assigner = Assigner(view, request.platform, old_rules=request.old_rules)
     return _Scheduled(
         data=module_bytes, view=view, assigner=assigner, prediction=predict_assigned(assigner),

@@ -170,6 +170,8 @@ class Sharing:
             return user.operands.count(operand.id) == 1 and target == (number,)
         if user.opcode == "call":
             return False
+        if user.opcode == "all-reduce" and self._by_emitters:  # of several operands each is one result
+            return len(user.operands) == 1 or target == (number,)
         return is_elementwise(user, number)
 
     def _cpu_fusion(self, fusion: Instruction, number: int) -> bool:

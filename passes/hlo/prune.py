@@ -96,7 +96,7 @@ def prune(module: Any, scope: int, once: Collection[int]) -> set[int]:
         for operand in operands:
             del users[operand][instruction.id]
     if replaced:
-        _rewire(module, entry, replaced)
+        rewire(module, entry, replaced)
     return pruned
 
 
@@ -166,7 +166,7 @@ def _drop_parameters(fusion: Any, fused: Any) -> None:
     proto.put(shape.parameters, [shape.parameters[n] for n in keep])
 
 
-def _rewire(module: Any, entry: Any, replaced: dict[int, int]) -> None:
+def rewire(module: Any, entry: Any, replaced: Mapping[int, int]) -> None:
     """Take out what is dead or replaced; users of removed views of a fusion read the fusion itself."""
     kept = [i for i in entry.instructions if i.id not in replaced]
     for instruction in kept:
