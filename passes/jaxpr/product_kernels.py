@@ -159,7 +159,8 @@ class ProductKernels:
 
     def _is_given(self, v: Atom) -> bool:
         """True for an argument, and what barriers and reshapes hand on of it."""
-        return self._handed_on(v) in self._given
+        source = self._handed_on(v)
+        return compat.is_variable(source) and source in self._given
 
     def _handed_on(self, v: Atom) -> Atom:
         """What barriers and reshapes hand on as `v`."""
