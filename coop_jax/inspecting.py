@@ -104,7 +104,7 @@ def open_compiled(compiled: Compiled) -> Opened:
         )
     parsed = proto.parse(aot.final_module(compiled))
     return Opened(
-        assigner=replayed(parsed, serialized.kind_of(compiled)),
+        assigner=_replayed(parsed, serialized.kind_of(compiled)),
         counted=aot.memory(compiled),
         real=real_assignment(compiled, parsed),
     )
@@ -160,7 +160,7 @@ def _open_text(path: Path, data: bytes, platform: str | None) -> Opened:
     module = proto.parse(compat.hlo_of_text(data.decode(errors="replace")))
     told = dumps.assignment_text_of(path)
     real = None if told is None else dumps.read_assignment_text(told)
-    return Opened(assigner=replayed(module, platform or _platform_of(module)), real=real)
+    return Opened(assigner=_replayed(module, platform or _platform_of(module)), real=real)
 
 
 def _open_bytes(data: bytes, platform: str | None) -> Iterator[Opened]:
@@ -175,7 +175,7 @@ def _open_bytes(data: bytes, platform: str | None) -> Iterator[Opened]:
     with suppress(SchemaError, FileNotFoundError):
         if assignment:
             real = read_assignment(assignment, module, schema(serialized.proto_library(where)))
-    yield Opened(assigner=replayed(module, where), real=real)
+    yield Opened(assigner=_replayed(module, where), real=real)
 
 
 def _open_executable(data: bytes) -> Iterator[Opened]:
@@ -186,7 +186,7 @@ def _open_executable(data: bytes) -> Iterator[Opened]:
         except (ThunkError, SchemaError, ValueError, FileNotFoundError, KeyError, IndexError):
             continue
         if module.computations:
-            yield Opened(assigner=replayed(module, platform))
+            yield Opened(assigner=_replayed(module, platform))
 
 
 def _platform_of(module: Any) -> str:
@@ -196,7 +196,7 @@ def _platform_of(module: Any) -> str:
     return "cuda" if any(mark.encode() in text for text in texts for mark in marks) else "cpu"
 
 
-def replayed(module: Any, platform: str) -> Assigner:
+def _replayed(module: Any, platform: str) -> Assigner:
     """The buffer assignment of a parsed module, replayed; its barriers are taken out, in place."""
     drop_barriers(module)
     return Assigner(graph.read(module), platform, old_rules=compat.OLD_RULES)

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import pytest
 
 from passes.cost import DEVICES
-from passes.jaxpr import compat
 from passes.jaxpr.inline import flat_body
 from passes.jaxpr.straight import lift_as_xla
 from tests.hlo_support import kernels_for
@@ -73,5 +72,5 @@ def test_as_many_kernels_as_xla_makes(h200: str, name: str) -> None:
 def test_a_product_in_parts_is_not_followed_in_its_kernel() -> None:
     """An LSTM's step on an H200: the sums of the parts are read by what follows."""
     deep = jax.ShapeDtypeStruct((64, 8192), jnp.float32), jax.ShapeDtypeStruct((8192, 64), jnp.float32)
-    jaxpr = compat.open_jaxpr(jax.make_jaxpr(lambda x, w: jnp.exp(x @ w))(*deep))[0]
+    jaxpr = flat_body(jax.make_jaxpr(lambda x, w: jnp.exp(x @ w))(*deep))
     assert len(lift_as_xla(jaxpr, DEVICES["h200"]).program.ops) == 2

@@ -190,6 +190,20 @@ def test_values_of_eight_absent_gpus_wait_on_the_host_as_predicted(h200: str) ->
     assert said.overhead_ratio < report(alone).overhead_ratio
 
 
+def normalised_step(ws: list[Any], x: Any) -> Any:
+    """An update by the gradients over their norm, for which all of them are summed."""
+
+    def loss(ws: list[Any]) -> Any:
+        h = x
+        for w in ws:
+            h = h + jnp.tanh(h @ w)
+        return (h**2).mean()
+
+    value, grads = jax.value_and_grad(loss)(ws)
+    scale = 1 / jnp.sqrt(sum(jnp.sum(g**2) for g in grads))
+    return [w - 0.1 * scale * g for w, g in zip(ws, grads, strict=True)], value
+
+
 @pytest.mark.parametrize("weights", [P(), P("d")], ids=["data parallel", "fully sharded"])
 def test_collectives_that_nothing_runs_beside_have_no_tables(h200: str, weights: P) -> None:
     """XLA makes them synchronous after its callback: 512 B each were predicted beside what it counts."""
@@ -198,19 +212,8 @@ def test_collectives_that_nothing_runs_beside_have_no_tables(h200: str, weights:
     ws = [jax.ShapeDtypeStruct((width, width), jnp.float32, sharding=place)] * 4
     x = jax.ShapeDtypeStruct((4096, width), jnp.float32, sharding=NamedSharding(mesh, P("d")))
 
-    def step(ws: list[Any], x: Any) -> Any:
-        def loss(ws: list[Any]) -> Any:
-            h = x
-            for w in ws:
-                h = h + jnp.tanh(h @ w)
-            return (h**2).mean()
-
-        value, grads = jax.value_and_grad(loss)(ws)
-        scale = 1 / jnp.sqrt(sum(jnp.sum(g**2) for g in grads))
-        return [w - 0.1 * scale * g for w, g in zip(ws, grads, strict=True)], value
-
     for host in (None, "1GiB"):
-        limited = jax.jit(remat(step, budget=0.8, host=host, device=h200), donate_argnums=0)
+        limited = jax.jit(remat(normalised_step, budget=0.8, host=host, device=h200), donate_argnums=0)
         compiled = limited.lower(ws, x).compile()
         assert aot.memory(compiled).total_bytes == report(compiled).planned_total_bytes
 
@@ -228,18 +231,7 @@ def test_what_a_synchronous_collective_reads_dies_with_it(h200: str, seed: int, 
     rows = NamedSharding(mesh, P() if by_tensors else P("d"))
     x = jax.ShapeDtypeStruct((4096, 512), jnp.float32, sharding=rows)
 
-    def step(ws: list[Any], x: Any) -> Any:
-        def loss(ws: list[Any]) -> Any:
-            h = x
-            for w in ws:
-                h = h + jnp.tanh(h @ w)
-            return (h**2).mean()
-
-        value, grads = jax.value_and_grad(loss)(ws)
-        scale = 1 / jnp.sqrt(sum(jnp.sum(g**2) for g in grads))
-        return [w - 0.1 * scale * g for w, g in zip(ws, grads, strict=True)], value
-
-    example = h.Example(name="by tensors", fn=step, args=(ws, x), donate=(0,))
+    example = h.Example(name="by tensors", fn=normalised_step, args=(ws, x), donate=(0,))
     for rate in (0.3, 1.0):
         found = h.with_pages(example, "cuda", seed=seed, rate=rate, again=0.1)
         assert h.predicted(found.prediction) == h.totals(found.compiled)

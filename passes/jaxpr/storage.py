@@ -6,7 +6,7 @@ readers would move more bytes than storing it once. Every other value is **virtu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from passes.backend import BACKENDS
 from passes.cost import DeviceModel
@@ -74,22 +74,26 @@ class Storage:
         # What kernels read which compute a variable themselves; `reads` where it is not here.
         self._inside_reads: dict[Var, dict[Var, int]] = {}
         self._device, self._backend, self._as_xla = device, BACKENDS[device.platform], as_xla
-        self._products: ProductKernels | None = None
-        needed = self._needed_in_memory()
+        needed = self._needed_in_memory({})
         self._inside = set[Var]()
         if self._backend.fuses_normalisation:
             self._inside = inside_softmax(self._graph, self.results, needed)
+        # What kernels that are foreseen do not store, and what they store instead.
+        self._inner: Set[Var] = set[Var]()
+        self._ends: Set[Var] = set[Var]()
         if self._backend.fuses_products:
             given = {*jaxpr.constvars, *jaxpr.invars[: n_consts + n_carry if carried else None]}
-            self._products = ProductKernels(
+            products = ProductKernels(
                 self._graph, device, results=self.results, given=given, apart=self._inside
             )
-            needed = self._needed_in_memory()
+            self._inner, self._ends = products.inner, products.ends
+            needed = self._needed_in_memory(products.reads)
         self._greedy = None
         self.slices = set[Var]()
         if as_xla and self._backend.fuses_greedily:
             self.slices = needed.intersection(jaxpr.invars[n_consts + n_carry :] if carried else ())
             self._greedy = GreedyFusion(self._graph, self.results, needed)
+            self._inner, self._ends = self._greedy.inner, self._greedy.stored
         self._kernels = self._reading_kernels(needed) if self._greedy is None else {}
         for i, eqn in enumerate(jaxpr.eqns):
             self._decide(i, eqn, needed)
@@ -139,16 +143,19 @@ class Storage:
         """True for an equation whose kernel reads from memory what is copied, too."""
         return self._greedy is None or i in self._greedy.from_memory
 
-    def _needed_in_memory(self) -> set[Var]:
-        """Variables that some kernel reads from memory, looking through views."""
+    def _needed_in_memory(self, products: Mapping[int, Sequence[Var]]) -> set[Var]:
+        """Variables that some kernel reads from memory, looking through views.
+
+        Args:
+            products: what the kernels of products read, where that is not their operands.
+        """
         needed = set(self.results)
         for i in reversed(range(len(self.jaxpr.eqns))):
             eqn, kind = self.jaxpr.eqns[i], self.kinds[i]
             if kind in (*WHOLE, Kind.BARRIER) or (
                 kind is Kind.VIEW and any(v in needed for v in eqn.outvars)
             ):
-                reads = self._products.reads if self._products is not None else {}
-                needed.update(reads.get(i, self.operands[i]))
+                needed.update(products.get(i, self.operands[i]))
         return needed
 
     def _reading_kernels(self, needed: set[Var]) -> dict[Var, frozenset[int]]:
@@ -157,7 +164,7 @@ class Storage:
         for i in reversed(range(len(self.jaxpr.eqns))):
             eqn = self.jaxpr.eqns[i]
             joins = self.kinds[i] in INSIDE or self._inside & {*eqn.outvars}
-            own = not joins or any(v in needed or self._is_end(v) for v in eqn.outvars)
+            own = not joins or any(v in needed or v in self._ends for v in eqn.outvars)
             reading = [i] if own else sorted({k for v in eqn.outvars for k in kernels.get(v, ())})
             for v in self.operands[i]:
                 kernels[v] = frozenset(sorted({*kernels.get(v, ()), *reading})[:2])
@@ -195,10 +202,8 @@ class Storage:
             return True
         if v in self._inside:
             return False
-        if self._greedy is not None and (v in self._greedy.inner or v in self._greedy.stored):
-            return v in self._greedy.stored
-        if self._products is not None and (v in self._products.inner or v in self._products.ends):
-            return v in self._products.ends
+        if v in self._inner or v in self._ends:
+            return v in self._ends
         if kind in (*WHOLE, Kind.REDUCTION):
             return not self._is_epilogue(i, v, readers)
         is_held = any(self.kinds[r] is Kind.BARRIER for r in readers)
@@ -265,17 +270,9 @@ class Storage:
     def _is_unstored_kernel(self, v: Var) -> bool:
         """True for a kernel's result that is stored only in the form that its one reader gives it."""
         i = self.producer.get(v)
-        if i is None or v in self.stored or v in self._inside:
-            return False
-        if self._greedy is not None and v in self._greedy.inner:
-            return False
-        if self._products is not None and v in self._products.inner:
+        if i is None or v in self.stored or v in self._inside or v in self._inner:
             return False
         return self.kinds[i] in (Kind.KERNEL, Kind.REDUCTION)
-
-    def _is_end(self, v: Var) -> bool:
-        """True for what a product's kernel stores instead of the product."""
-        return self._products is not None and v in self._products.ends
 
     def _is_epilogue(self, i: int, v: Var, readers: Sequence[int]) -> bool:
         """True for a kernel's wide result that its one reader converts to something narrower."""
