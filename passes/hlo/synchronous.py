@@ -29,8 +29,10 @@ def with_synchronous(module: Module, backend: Backend) -> Module:
         module: a view; its message is changed.
         backend: only some make collectives synchronous.
     """
-    found = {c.id: _in_vain(module, c) for c in module.computations.values() if not c.fused}
-    found = {c: starts for c, starts in found.items() if starts} if backend.awaits_at_once else {}
+    if not backend.awaits_at_once:
+        return module
+    callers = (c for c in module.computations.values() if not c.fused)
+    found = {c.id: starts for c in callers if (starts := _in_vain(module, c))}
     if not found:
         return module
     messages = {c.id: c for c in module.proto.computations}
