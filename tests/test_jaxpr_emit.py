@@ -15,7 +15,7 @@ from jax.extend.core import check_jaxpr
 import coop_jax as coop
 from passes.cost import DEVICES
 from passes.ir import OpId, Program
-from passes.jaxpr import compat
+from passes.jaxpr import compat, freedom
 from passes.jaxpr.emit import EmitConfig, emit, emit_split
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.lift import lift
@@ -136,6 +136,51 @@ def test_what_is_read_later_and_is_no_product_is_the_trigger():
     (barrier,) = (eqn for eqn in emitted.eqns if eqn.primitive.name == "optimization_barrier")
     assert products.isdisjoint(barrier.invars)
     assert len(barrier.invars) == 2, "what is read again, and the sum"
+
+
+def test_a_product_that_is_behind_a_barrier_anyway_may_be_the_trigger():
+    """TinyLlama on an H200: scores waited for nothing, and XLA ran them beside what they were to follow."""
+
+    def steps(x: Any, w: Any) -> Any:
+        scale = jnp.sum(jnp.sin(x @ w), axis=1)
+        return jnp.cos((x @ x.T) @ w) * scale
+
+    x = jnp.ones((8, 8))
+    closed = inline_calls(jax.make_jaxpr(steps)(x, x))
+    lifted = lift(compat.open_jaxpr(closed)[0], DEVICES["cpu"], as_xla=False)
+    ops, last = lifted.program.ops, len(lifted.program.ops) - 1
+    assert ops[last - 1].name == "dot_general"
+    steps_ = (*lifted.program.order[:last], OpId(0), lifted.program.order[last])
+    for apart in (frozenset[int](), frozenset({lifted.bodies[last - 1][-1]})):
+        emitted = emit(lifted, steps_, EmitConfig(apart=apart))
+        (product,) = lifted.jaxpr.eqns[lifted.bodies[last - 1][-1]].outvars
+        barriers = [eqn for eqn in emitted.eqns if eqn.primitive.name == "optimization_barrier"]
+        behind = barriers[0].outvars[0] if apart else product
+        assert (behind in barriers[-1].invars) == bool(apart)
+
+
+def test_kernels_on_both_sides_of_a_barrier_share_no_table():
+    """XLA:GPU made one kernel of six layers' gradients, which the operands of six products waited for."""
+
+    def layers(x: Any, w: Any) -> Any:
+        table = jnp.sin(jnp.arange(8.0))
+        first = jnp.sum((x @ w) * table, axis=0)
+        second = jnp.sum((x.T @ w) * table, axis=0)
+        return first, second
+
+    x = jnp.ones((8, 8))
+    closed = inline_calls(jax.make_jaxpr(layers)(x, x))
+    lifted = lift(compat.open_jaxpr(closed)[0], DEVICES["h200"], as_xla=False)
+    (sines,) = (i for i, eqn in enumerate(lifted.jaxpr.eqns) if eqn.primitive.name == "sin")
+    as_is = lift(lifted.jaxpr, DEVICES["h200"], as_xla=True)
+    assert sines in freedom.emit_config(lifted, as_is, DEVICES["h200"]).shared, "XLA stores it"
+    emitted = emit(lifted, lifted.program.order, EmitConfig(shared=frozenset({sines}), reach=0))
+    check_jaxpr(emitted)
+    tables = [eqn.outvars[0] for eqn in emitted.eqns if eqn.primitive.name == "sin"]
+    (barrier,) = (eqn for eqn in emitted.eqns if eqn.primitive.name == "optimization_barrier")
+    assert len(tables) == 1, "it is stored, and made once"
+    assert tables[0] in barrier.invars
+    assert len(barrier.invars) == 2, "the table, and the value that it waits for"
 
 
 @given(st.data())

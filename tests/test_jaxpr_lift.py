@@ -305,6 +305,20 @@ def test_a_rounded_value_is_not_written_over_a_whole_one():
     assert not shares(rounded=True)
 
 
+def test_what_is_transposed_on_the_way_is_written_over_its_operand_on_a_gpu(h200: str) -> None:
+    """Dimensions of another order are the same bytes: XLA chooses the layout that makes them so."""
+
+    def gradient(q: Any, k: Any, v: Any, do: Any) -> Any:
+        scores, likely = (jnp.einsum("bthd,bshd->bhts", *pair) for pair in ((q, k), (do, v)))
+        turned, given = jnp.transpose(scores, (2, 0, 1, 3)), jnp.transpose(likely, (2, 0, 1, 3))
+        return jnp.einsum("tbhs,bshd->bthd", turned * jnp.exp(turned) * given, k)
+
+    heads = [jax.ShapeDtypeStruct((4, 1024, 8, 64), jnp.bfloat16)] * 4
+    compiled = aot.lower_for(jax.jit(gradient), heads, device=h200).compile()
+    found = lift_as_xla(flat_body(jax.make_jaxpr(gradient)(*heads)), DEVICES["h200"]).program
+    assert simulate(found).peak_bytes == pytest.approx(aot.memory(compiled).temp_bytes, rel=0.1)
+
+
 def test_slice_reads_only_what_it_returns():
     whole = lifted(lambda x: (x @ x) @ x, WIDE).program.ops[-1].cost_ns
     found = lifted(lambda x: jnp.sum((x @ x)[:1] * 2.0), jax.ShapeDtypeStruct((4096, 4096), jnp.float32))

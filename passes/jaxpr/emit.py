@@ -82,11 +82,16 @@ def emit_split(
     return split(whole, cut, n_arguments=n_arguments, n_forward_results=n_forward_results)
 
 
-def _made_by(lifted: LiftedJaxpr, names: Collection[str]) -> frozenset[BufferId]:
-    """What kernels store whose last equation is of one of some primitives."""
-    made = zip(lifted.program.ops, lifted.bodies, strict=True)
+def _made_by(
+    lifted: LiftedJaxpr, names: Collection[str], but_for: Collection[int] = ()
+) -> frozenset[BufferId]:
+    """What kernels store whose last equation is of one of some primitives, `but_for` some equations."""
+    made = [(op, body[-1]) for op, body in zip(lifted.program.ops, lifted.bodies, strict=True)]
     return frozenset(
-        b for op, body in made if lifted.jaxpr.eqns[body[-1]].primitive.name in names for b in op.outputs
+        b
+        for op, root in made
+        if root not in but_for and lifted.jaxpr.eqns[root].primitive.name in names
+        for b in op.outputs
     )
 
 
@@ -120,9 +125,11 @@ class _Emitter:
         self.arguments = frozenset(lifted.program.arguments)
         self.last_reader = last_readers(lifted.program)
         self.readers, self.runs = _when(lifted.program, steps)
-        self.products = _made_by(lifted, MATRIX)
+        self.products = _made_by(lifted, MATRIX, but_for=config.apart)
         self.transposed = _made_by(lifted, ("transpose",))
         self.made_at: dict[tuple[int, tuple[int, ...]], int] = {}
+        # For what is shared and follows from arguments alone: where it is in `made`.
+        self.tables: dict[int, tuple[int | Var, ...]] = {}
         self.step = self.reached = 0
         eqns = enumerate(lifted.jaxpr.eqns)
         self.own_barriers = [i for i, eqn in eqns if eqn_kind(eqn) is Kind.BARRIER]
@@ -217,17 +224,27 @@ class _Emitter:
         return b in self.arguments or self.run_at[b] >= 0
 
     def _part_from_distant_kernels(self, op_id: OpId) -> None:
-        """A barrier before an op that would share an expensive value with a kernel far away."""
+        """A barrier before an op that would share an expensive value with a kernel far away.
+
+        Tables, such as the sines of positions, stay stored, but XLA:GPU makes one kernel of many that read
+        the same one, where none follows from another: of all layers' gradients behind a rotary embedding,
+        say, which weights' gradients then wait for. Behind the barrier it is not the same.
+        """
         operands: dict[BufferId, None] = {}
+        tables: list[int] = []
         for i in self.lifted.bodies[op_id][:-1]:
             if i not in self.config.shared:
                 continue
             made_at = self.made_at.get(self._key(i))
-            if made_at is not None and self.step - made_at > self.config.reach:
-                operands.update(dict.fromkeys(b for b in self.lifted.leaves[i] if b not in self.arguments))
-        if operands:
+            if made_at is None or self.step - made_at <= self.config.reach:
+                continue
+            stored = [b for b in self.lifted.leaves[i] if b not in self.arguments]
+            operands.update(dict.fromkeys(stored))
+            if not stored:
+                tables.append(i)
+        if operands or tables:
             trigger = self._trigger(op_id, set())
-            self._barrier(list(operands | ({} if trigger is None else {trigger: None})))
+            self._barrier(list(operands | ({} if trigger is None else {trigger: None})), tables)
 
     def _hold_back(self, op_id: OpId) -> None:
         """A barrier before an op that XLA could otherwise run, or merge with its like, at any time."""
@@ -264,21 +281,29 @@ class _Emitter:
         reader, run = bisect_left(readers, self.reached), bisect_left(runs, self.reached)
         return reader < len(readers) and (run == len(runs) or readers[reader] < runs[run])
 
-    def _barrier(self, buffers: Sequence[BufferId]) -> None:
-        operands = [self.current[b] for b in buffers]
+    def _barrier(self, buffers: Sequence[BufferId], tables: Sequence[int] = ()) -> None:
+        """A barrier over stored values, and over the results of equations that arguments are enough for."""
+        made = [self.tables[i] for i in tables]
+        operands = [*(self.current[b] for b in buffers), *(v for key in made for v in self.made[key])]
         results = [compat.fresh_var(v) for v in operands]
         self.eqns.append(compat.barrier_eqn(operands, results))
-        for b, v in zip(buffers, results, strict=True):
-            self.current[b] = v
+        behind = dict(zip(operands, results, strict=True))
+        for b in buffers:
+            self.current[b] = behind[self.current[b]]
             self.version[b] += 1
+        for i, key in zip(tables, made, strict=True):
+            self.made[key] = [behind[v] for v in self.made[key]]
+            self.made_at[self._key(i)] = self.step
 
     def _run_op(self, op_id: OpId, *, is_recompute: bool = False) -> None:
         body, first = self.lifted.bodies[op_id], len(self.eqns)
         local: dict[Var, Var] = {}
         for i in body[:-1]:
-            made = self._append_once(i, self._operands(i, local))
+            operands = self._operands(i, local)
+            made = self._append_once(i, operands)
             if i in self.config.shared:
                 self.made_at.setdefault(self._key(i), self.step)
+                self.tables[i] = (i, *compat.variables(operands))
             local.update(zip(self.lifted.jaxpr.eqns[i].outvars, made, strict=True))
         root = body[-1]
         append = self._append if is_recompute else self._append_once

@@ -20,13 +20,25 @@ IN_PLACE = frozenset({*UPDATES, "name"})
 
 
 def written_over(
-    outvars: Iterable[Var], free: Mapping[Var, BufferId], buffer_of: Mapping[Var, BufferId]
+    outvars: Iterable[Var],
+    free: Mapping[Var, BufferId],
+    buffer_of: Mapping[Var, BufferId],
+    *,
+    in_any_layout: bool,
 ) -> tuple[tuple[BufferId, BufferId], ...]:
-    """Pairs (result, operand of its shape and type), of operands that are `free` to be written over."""
+    """Pairs (result, operand of its shape and type), of operands that are `free` to be written over.
+
+    Args:
+        in_any_layout: whether a result with the dimensions of an operand in another order lies as that does.
+    """
+
+    def form(v: Var) -> object:
+        shape, dtype = form_of(v)
+        return tuple(sorted(shape)) if in_any_layout and shape else shape, dtype
+
     pairs = []
     for v in outvars:
-        form = form_of(v)
-        pairs += [(buffer_of[v], b) for leaf, b in free.items() if form_of(leaf) == form][:1]
+        pairs += [(buffer_of[v], b) for leaf, b in free.items() if form(leaf) == form(v)][:1]
     return tuple(pairs)
 
 

@@ -313,7 +313,8 @@ class _Lift:
             return ()
         kept |= self.storage.reads.keys() - self.rounded if self.rounded & {*outvars} else self.rounded
         free = {v: b for v in self.storage.eqn_reads(root) if v not in kept and (b := buffer_of[v]) in leaves}
-        return written_over(outvars, free, buffer_of)
+        in_any_layout = BACKENDS[self.device.platform].sharing == "emitters"
+        return written_over(outvars, free, buffer_of, in_any_layout=in_any_layout)
 
     def _workspace(self, eqn: JaxprEqn) -> int:
         """The inner peak of control flow: of its largest body; the parts of a product that XLA splits; the

@@ -248,10 +248,13 @@ class Storage:
 
     def _shares(self, eqn: JaxprEqn, v: Var, traffic: int) -> bool:
         """True if XLA by itself stores an elementwise value that several kernels read."""
-        if not self._as_xla or traffic == 0:
+        if not self._as_xla:
             return False
+        is_dear = is_dear_to_xla(eqn.primitive.name, str(array_of(v).dtype))
+        if traffic == 0:
+            return is_dear and array_of(v).size > 1
         nbytes = compat.aval_nbytes(v.aval)
-        if is_dear_to_xla(eqn.primitive.name, str(array_of(v).dtype)):
+        if is_dear:
             return traffic > SHARED_RATIO * nbytes or self._graph.row_length(v) is not None
         is_widened = is_expensive(eqn.primitive.name) and traffic < nbytes
         return is_widened and self._is_of_few_rows(v)
