@@ -27,6 +27,7 @@ from passes.jaxpr.primitives import MATRIX, Kind
 from passes.jaxpr.purity import eqn_kind
 from passes.liveness import last_readers
 from passes.outcome import RECOMPUTE_SCOPE
+from passes.simulate import simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +123,8 @@ class _Emitter:
         # When every buffer was run last, and what was run when, the last one behind.
         self.run_at: list[int] = [-1] * len(lifted.var_of)
         self.runs_made: list[tuple[int, BufferId]] = []
+        self.run_in: list[int] = [-1] * len(lifted.var_of)
+        self.live_bytes = simulate(lifted.program, steps).live_bytes
         self.arguments = frozenset(lifted.program.arguments)
         self.last_reader = last_readers(lifted.program)
         self.readers, self.runs = _when(lifted.program, steps)
@@ -258,8 +261,8 @@ class _Emitter:
         return i, tuple(self.version[b] for b in self.lifted.leaves[i])
 
     def _trigger(self, before: OpId, made: set[BufferId]) -> BufferId | None:
-        """The stored value that was run last and is still read from `before` on; a product if there is no
-        other.
+        """The stored value that was run last and is still read from `before` on; one that is no product if
+        there was room ever since it was made for what waits for it.
 
         XLA gives what passes a barrier the layout of its shape. It would write many a product transposed, for
         what follows elementwise; that becomes a kernel of its own (TinyLlama on an H200: 15 of 182 ms).
@@ -269,9 +272,15 @@ class _Emitter:
             if self.run_at[b] != at or b in made or b in self.transposed or not self._is_read(b, before):
                 continue
             if b not in self.products:
-                return b
+                return b if product is None or self._has_room_since(self.run_in[b]) else product
             product = b if product is None else product
         return product
+
+    def _has_room_since(self, step: int) -> bool:
+        """True if what runs next would exceed the plan's peak at no step after `step`."""
+        live, last = self.live_bytes, self.reached - 1
+        taken = live[self.reached : max(self.step, self.reached + 1)].max() - live[last]
+        return bool(live[step : last + 1].max() + taken <= live.max())
 
     def _is_read(self, b: BufferId, before: OpId) -> bool:
         """True if a buffer is read from `before` on; between barriers of one slot: its present copy."""
@@ -315,6 +324,7 @@ class _Emitter:
                 self.current[b] = self.final[b] = new
                 self.version[b] += 1
                 self.run_at[b] = len(self.eqns)
+                self.run_in[b] = self.reached if is_recompute else self.step
                 run.append(b)
         self.runs_made += [(len(self.eqns), b) for b in sorted(run)]
         if is_recompute:

@@ -19,6 +19,7 @@ from passes.backend import BACKENDS
 from passes.cost import DeviceModel, kernel_ns, kernel_pj
 from passes.ir import Buffer, BufferId, Op, OpId, Program
 from passes.jaxpr import compat
+from passes.jaxpr.avals import array_of
 from passes.jaxpr.canonical import with_canonical_products
 from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
 from passes.jaxpr.flops import iterations_of, matrix_work, said_bytes, sent_bytes, vector_work
@@ -260,7 +261,7 @@ class _Lift:
             outputs=tuple(buffer_of[v] for v in outvars),
             cost_ns=cost_ns,
             recomputable=not opaque,
-            may_share=self._may_share(root, outvars, buffer_of, leaves),
+            may_share=self._may_share(root, body, outvars, buffer_of, leaves),
             workspace_bytes=sum(self._workspace(self.jaxpr.eqns[i]) for i in body),
             name=eqn.primitive.name,
             source=compat.source_line(eqn),
@@ -300,9 +301,15 @@ class _Lift:
         return kernel, kernel_pj(self.device, nbytes=nbytes, matrix_flops=flops, bits=bits)
 
     def _may_share(
-        self, root: int, outvars: Sequence[Var], buffer_of: dict[Var, BufferId], leaves: tuple[BufferId, ...]
+        self,
+        root: int,
+        body: tuple[int, ...],
+        outvars: Sequence[Var],
+        buffer_of: dict[Var, BufferId],
+        leaves: tuple[BufferId, ...],
     ) -> tuple[tuple[BufferId, BufferId], ...]:
-        """An elementwise kernel may write over an operand of the same shape and type that dies with it."""
+        """An elementwise kernel may write over an operand of the same shape and type that dies with it; a
+        softmax's kernel if that is all that it reads rows of."""
         eqn = self.jaxpr.eqns[root]
         kept = self.storage.fixed | self.results
         if eqn.primitive.name == "scan":
@@ -314,7 +321,17 @@ class _Lift:
         kept |= self.storage.reads.keys() - self.rounded if self.rounded & {*outvars} else self.rounded
         free = {v: b for v in self.storage.eqn_reads(root) if v not in kept and (b := buffer_of[v]) in leaves}
         in_any_layout = BACKENDS[self.device.platform].sharing == "emitters"
-        return written_over(outvars, free, buffer_of, in_any_layout=in_any_layout)
+        pairs = written_over(outvars, free, buffer_of, in_any_layout=in_any_layout)
+        if pairs and self._is_softmax_of_several(body, outvars):
+            return ()
+        return pairs
+
+    def _is_softmax_of_several(self, body: tuple[int, ...], outvars: Sequence[Var]) -> bool:
+        """True for a kernel that computes a softmax inside, and reads something else of its size."""
+        if not any(v in self.storage.inside_softmax for i in body for v in self.jaxpr.eqns[i].outvars):
+            return False
+        size = max(array_of(v).size for v in outvars)
+        return [array_of(v).size >= size for v in self.storage.eqn_reads(body[-1])].count(True) > 1
 
     def _workspace(self, eqn: JaxprEqn) -> int:
         """The inner peak of control flow: of its largest body; the parts of a product that XLA splits; the

@@ -51,6 +51,7 @@ class Storage:
         slices: a scan body's slices of stacks that a kernel reads from memory of their own.
         original: for results of barriers the variables that they are views of.
         reads: for every variable the stored ones that it is computed from, with the bytes read of each.
+        inside_softmax: what the kernel of a softmax makes for itself.
         copied: stored variables that kernels compute again which can, instead of reading them.
     """
 
@@ -75,16 +76,16 @@ class Storage:
         self._inside_reads: dict[Var, dict[Var, int]] = {}
         self._device, self._backend, self._as_xla = device, BACKENDS[device.platform], as_xla
         needed = self._needed_in_memory({})
-        self._inside = set[Var]()
+        self.inside_softmax = set[Var]()
         if self._backend.fuses_normalisation:
-            self._inside = inside_softmax(self._graph, self.results, needed)
+            self.inside_softmax = inside_softmax(self._graph, self.results, needed)
         # What kernels that are foreseen do not store, and what they store instead.
         self._inner: Set[Var] = set[Var]()
         self._ends: Set[Var] = set[Var]()
         if self._backend.fuses_products:
             given = {*jaxpr.constvars, *jaxpr.invars[: n_consts + n_carry if carried else None]}
             products = ProductKernels(
-                self._graph, device, results=self.results, given=given, apart=self._inside
+                self._graph, device, results=self.results, given=given, apart=self.inside_softmax
             )
             self._inner, self._ends = products.inner, products.ends
             needed = self._needed_in_memory(products.reads)
@@ -163,7 +164,7 @@ class Storage:
         kernels: dict[Var, frozenset[int]] = {}
         for i in reversed(range(len(self.jaxpr.eqns))):
             eqn = self.jaxpr.eqns[i]
-            joins = self.kinds[i] in INSIDE or self._inside & {*eqn.outvars}
+            joins = self.kinds[i] in INSIDE or self.inside_softmax & {*eqn.outvars}
             own = not joins or any(v in needed or v in self._ends for v in eqn.outvars)
             reading = [i] if own else sorted({k for v in eqn.outvars for k in kernels.get(v, ())})
             for v in self.operands[i]:
@@ -200,7 +201,7 @@ class Storage:
         readers = self.readers.get(v, [])
         if v in self.results:
             return True
-        if v in self._inside:
+        if v in self.inside_softmax:
             return False
         if v in self._inner or v in self._ends:
             return v in self._ends
@@ -273,7 +274,7 @@ class Storage:
     def _is_unstored_kernel(self, v: Var) -> bool:
         """True for a kernel's result that is stored only in the form that its one reader gives it."""
         i = self.producer.get(v)
-        if i is None or v in self.stored or v in self._inside or v in self._inner:
+        if i is None or v in self.stored or v in self.inside_softmax or v in self._inner:
             return False
         return self.kinds[i] in (Kind.KERNEL, Kind.REDUCTION)
 
