@@ -291,34 +291,6 @@ def test_what_only_products_read_is_stored_rounded(read: Callable[..., Any], sha
         assert found.program.buffers[made.outputs[0]].nbytes == expected
 
 
-def test_a_rounded_value_is_not_written_over_a_whole_one():
-    def function(x: Any, y: Any) -> Any:
-        whole = x @ y
-        return jnp.tanh(whole) @ y
-
-    def shares(*, rounded: bool) -> bool:
-        ops = lifted(function, WIDE, WIDE, rounded=rounded, device="v5e").program.ops
-        (made,) = (op for op in ops if op.name == "tanh")
-        return bool(made.may_share)
-
-    assert shares(rounded=False)
-    assert not shares(rounded=True)
-
-
-def test_what_is_transposed_on_the_way_is_written_over_its_operand_on_a_gpu(h200: str) -> None:
-    """Dimensions of another order are the same bytes: XLA chooses the layout that makes them so."""
-
-    def gradient(q: Any, k: Any, v: Any, do: Any) -> Any:
-        scores, likely = (jnp.einsum("bthd,bshd->bhts", *pair) for pair in ((q, k), (do, v)))
-        turned, given = jnp.transpose(scores, (2, 0, 1, 3)), jnp.transpose(likely, (2, 0, 1, 3))
-        return jnp.einsum("tbhs,bshd->bthd", turned * jnp.exp(turned) * given, k)
-
-    heads = [jax.ShapeDtypeStruct((4, 1024, 8, 64), jnp.bfloat16)] * 4
-    compiled = aot.lower_for(jax.jit(gradient), heads, device=h200).compile()
-    found = lift_as_xla(flat_body(jax.make_jaxpr(gradient)(*heads)), DEVICES["h200"]).program
-    assert simulate(found).peak_bytes == pytest.approx(aot.memory(compiled).temp_bytes, rel=0.1)
-
-
 def test_slice_reads_only_what_it_returns():
     whole = lifted(lambda x: (x @ x) @ x, WIDE).program.ops[-1].cost_ns
     found = lifted(lambda x: jnp.sum((x @ x)[:1] * 2.0), jax.ShapeDtypeStruct((4096, 4096), jnp.float32))
@@ -390,22 +362,6 @@ def test_key_arrays_are_lifted():
 
     program = lifted(random, jax.eval_shape(jax.random.key, 0), WIDE).program
     assert all(op.recomputable for op in program.ops)
-
-
-def test_a_loop_writes_its_carry_over_what_it_started_from():
-    def accumulated(x: Any, ws: Any) -> Any:
-        return lax.scan(lambda total, w: (total + x @ w, None), x * 2.0, ws)[0] @ x
-
-    stacks = jax.ShapeDtypeStruct((4, 64, 64), jnp.float32)
-    for device, product in (("v5e", NBYTES), ("h200", 0)):
-        program = lifted(accumulated, WIDE, stacks, as_xla=True, device=device).program
-        op = next(op for op in program.ops if op.name == "scan")
-        assert op.workspace_bytes == product, "the sum takes the place of the one before"
-        assert simulate(program).peak_bytes <= NBYTES + product
-
-
-def test_what_a_result_is_reshaped_from_has_no_bytes_of_its_own():
-    assert stored_bytes(lifted(lambda x: (x @ x).reshape(32, 128), WIDE)) == 0
 
 
 @pytest.mark.parametrize(

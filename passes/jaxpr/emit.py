@@ -278,9 +278,11 @@ class _Emitter:
 
     def _has_room_since(self, step: int) -> bool:
         """True if what runs next would exceed the plan's peak at no step after `step`."""
-        live, last = self.live_bytes, self.reached - 1
-        taken = live[self.reached : max(self.step, self.reached + 1)].max() - live[last]
-        return bool(live[step : last + 1].max() + taken <= live.max())
+        live, first = self.live_bytes, self.reached
+        op = self.lifted.program.ops[self.steps[first]]
+        made = op.workspace_bytes + sum(self.lifted.program.buffers[b].nbytes for b in op.outputs)
+        taken = live[first : max(self.step, first + 1)].max() - live[first] + made
+        return bool(live[step + 1 : first].max(initial=0) + taken <= live.max())
 
     def _is_read(self, b: BufferId, before: OpId) -> bool:
         """True if a buffer is read from `before` on; between barriers of one slot: its present copy."""

@@ -19,7 +19,6 @@ from passes.backend import BACKENDS
 from passes.cost import DeviceModel, kernel_ns, kernel_pj
 from passes.ir import Buffer, BufferId, Op, OpId, Program
 from passes.jaxpr import compat
-from passes.jaxpr.avals import array_of
 from passes.jaxpr.canonical import with_canonical_products
 from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
 from passes.jaxpr.flops import iterations_of, matrix_work, said_bytes, sent_bytes, vector_work
@@ -308,8 +307,10 @@ class _Lift:
         buffer_of: dict[Var, BufferId],
         leaves: tuple[BufferId, ...],
     ) -> tuple[tuple[BufferId, BufferId], ...]:
-        """An elementwise kernel may write over an operand of the same shape and type that dies with it; a
-        softmax's kernel if that is all that it reads rows of."""
+        """An elementwise kernel may write over an operand of the same shape and type that dies with it, but
+        for one that computes a softmax."""
+        if any(v in self.storage.inside_softmax for i in body for v in self.jaxpr.eqns[i].outvars):
+            return ()
         eqn = self.jaxpr.eqns[root]
         kept = self.storage.fixed | self.results
         if eqn.primitive.name == "scan":
@@ -321,17 +322,7 @@ class _Lift:
         kept |= self.storage.reads.keys() - self.rounded if self.rounded & {*outvars} else self.rounded
         free = {v: b for v in self.storage.eqn_reads(root) if v not in kept and (b := buffer_of[v]) in leaves}
         in_any_layout = BACKENDS[self.device.platform].sharing == "emitters"
-        pairs = written_over(outvars, free, buffer_of, in_any_layout=in_any_layout)
-        if pairs and self._is_softmax_of_several(body, outvars):
-            return ()
-        return pairs
-
-    def _is_softmax_of_several(self, body: tuple[int, ...], outvars: Sequence[Var]) -> bool:
-        """True for a kernel that computes a softmax inside, and reads something else of its size."""
-        if not any(v in self.storage.inside_softmax for i in body for v in self.jaxpr.eqns[i].outvars):
-            return False
-        size = max(array_of(v).size for v in outvars)
-        return [array_of(v).size >= size for v in self.storage.eqn_reads(body[-1])].count(True) > 1
+        return written_over(outvars, free, buffer_of, in_any_layout=in_any_layout)
 
     def _workspace(self, eqn: JaxprEqn) -> int:
         """The inner peak of control flow: of its largest body; the parts of a product that XLA splits; the
