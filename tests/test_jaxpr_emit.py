@@ -151,7 +151,7 @@ def test_a_product_that_is_behind_a_barrier_anyway_may_be_the_trigger():
     lifted = lift(compat.open_jaxpr(closed)[0], DEVICES["cpu"], as_xla=False)
     ops, last = lifted.program.ops, len(lifted.program.ops) - 1
     assert ops[last - 1].name == "dot_general"
-    steps_ = (*lifted.program.order[:last], OpId(0), lifted.program.order[last])
+    steps_ = (*lifted.program.order[:last], OpId(last - 2), lifted.program.order[last])
     for apart in (frozenset[int](), frozenset({lifted.bodies[last - 1][-1]})):
         emitted = emit(lifted, steps_, EmitConfig(apart=apart))
         (product,) = lifted.jaxpr.eqns[lifted.bodies[last - 1][-1]].outvars
