@@ -275,9 +275,26 @@ def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def trace(function: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> ClosedJaxpr:
-    """A closed jaxpr of `function`; the values that it closes over are its constants."""
+def trace(
+    function: Callable[..., Sequence[Any]],
+    avals: Sequence[Any],
+    *,
+    named: Callable[..., Any] | None = None,
+    names: Sequence[str] | None = None,
+) -> ClosedJaxpr:
+    """A closed jaxpr of `function`; the values that it closes over are its constants.
+
+    Args:
+        function: of values of these types, in their order.
+        avals: the types.
+        named: the function that JAX's errors of the trace name, by its file and line; None for `function`.
+        names: what they call its arguments.
+    """
     info = api_util.debug_info("coop_trace", function, tuple(avals), {})
+    if named is not None:
+        info = info._replace(traced_for="coop.remat", func_src_info=api_util.fun_sourceinfo(named))
+    if names is not None:
+        info = info._replace(arg_names=tuple(names))
     jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(lu.wrap_init(function, debug_info=info), list(avals))
     return close_jaxpr(jaxpr, consts)
 
