@@ -266,7 +266,7 @@ def _stage(
 
     operands = [leaves[i] for i in dynamic]
     names = [argument(paths[i]).strip("`") for i in dynamic]
-    jaxpr = compat.trace(flat, [jax.typeof(x) for x in operands], named=named, names=names)
+    jaxpr = compat.trace(flat, [jax.typeof(x) for x in operands], (named, names))
     _check_names(jaxpr, config.constraints)
     results = iter(autodiff.bind(jaxpr, config, operands))
     ((out_tree, forwarded),) = out_trees
