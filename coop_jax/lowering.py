@@ -359,7 +359,8 @@ def _as_planned(planned: Planned, devices: Devices, budget_bytes: int) -> StageO
 
 
 def _refuse_too_large_arguments(record: Record, devices: Devices, alternatives: OtherWays | None) -> None:
-    """Refuse a budget below arguments and results, with the least that is known to be met.
+    """Refuse a budget below arguments and results, with the least that is known to be met; what they take is
+    needed, and not known to be enough.
 
     Raises:
         InfeasibleBudgetError: it is.
@@ -369,7 +370,8 @@ def _refuse_too_large_arguments(record: Record, devices: Devices, alternatives: 
         return
     refused = dataclasses.replace(outcome, budget_bytes=record.budget_bytes, constraints=record.constraints)
     refused = refused if alternatives is None else alternatives.refusal(record, refused)
-    least = max(refused.fixed_bytes, refused.least_total_bytes or 0)
+    known = refused.least_total_bytes
+    least = None if known is None else max(refused.fixed_bytes, known)
     proved = least == refused.fixed_bytes
     raise InfeasibleBudgetError.from_outcome(
         dataclasses.replace(refused, status=Status.INFEASIBLE, least_total_bytes=least, least_proved=proved)

@@ -137,6 +137,11 @@ def remat(  # type: ignore[misc]  # the options stand here once
     parsed = Budget.of(budget, host)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        if isinstance(function, classmethod | staticmethod | property):
+            kind = type(function).__name__
+            raise TypeError(
+                f"`coop.remat` decorates a function, not a {kind}: write @{kind} above @coop.remat(...)."
+            )
         if not callable(function):
             raise TypeError(
                 f"`coop.remat` decorates a function, not a {type(function).__name__}. "
@@ -212,7 +217,7 @@ def _program(
     def staged(*args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and isinstance(args[0], Mixed):
             args, kwargs = args[0].open()
-        return _stage(function, config, args, kwargs)
+        return _stage(function, config, args, kwargs, named, argument)
 
     # `jit` brings the cache and the compile outside `jit`; it leaves no trace inside one.
     jitted = jax.jit(staged, inline=True)
@@ -229,8 +234,21 @@ def _program(
     return run
 
 
-def _stage(function: Callable[..., Any], config: RematConfig, args: Any, kwargs: Any) -> Any:
-    """Trace `function` to a jaxpr and bind it; leaves that are not arrays stay Python values."""
+def _stage(
+    function: Callable[..., Any],
+    config: RematConfig,
+    args: Any,
+    kwargs: Any,
+    named: Callable[..., Any],
+    argument: Callable[[Sequence[Any]], str],
+) -> Any:
+    """Trace `function` to a jaxpr and bind it; leaves that are not arrays stay Python values.
+
+    Args:
+        function, config, args, kwargs: the call.
+        named, argument: what JAX's errors of the trace call the function and its arguments, as in `_program`.
+    """
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path((args, kwargs))]
     leaves, tree = jax.tree.flatten((args, kwargs))
     dynamic = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
     out_trees = []
@@ -247,7 +265,8 @@ def _stage(function: Callable[..., Any], config: RematConfig, args: Any, kwargs:
         return [out for out, place in zip(outs, forwarded, strict=True) if place is None]
 
     operands = [leaves[i] for i in dynamic]
-    jaxpr = compat.trace(flat, [jax.typeof(x) for x in operands])
+    names = [argument(paths[i]).strip("`") for i in dynamic]
+    jaxpr = compat.trace(flat, [jax.typeof(x) for x in operands], (named, names))
     _check_names(jaxpr, config.constraints)
     results = iter(autodiff.bind(jaxpr, config, operands))
     ((out_tree, forwarded),) = out_trees

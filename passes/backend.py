@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 HeapRule = Literal["largest first", "in time order"]
+HoistRule = Literal["nothing", "no larger", "all"]
 SharingRule = Literal["elementwise", "elementwise or reduced", "emitters"]
 
 
@@ -53,6 +54,8 @@ class Backend:
         fuses_greedily: True if XLA's fusion is that of `passes.jaxpr.greedy_fusion`.
         runs_branches_together: True if XLA schedules what does not depend on each other side by side, though
             nothing is gained by that: kernels run as soon as what they read is there.
+        hoists: what XLA moves in front of a loop that does not change it (`passes.jaxpr.hoisted`): no kernel,
+            those whose results are no larger than what they read, or all.
         rolls_random_bits: True if JAX makes random bits there in a loop (`passes.jaxpr.rolled_bits`).
         joined_row_bytes: rows at least so long are joined to longer ones by a kernel that does nothing else:
             XLA:CPU copies them whole, where a branch per element would cost more (0.11.2: only from 512).
@@ -101,6 +104,7 @@ class Backend:
     pins_as_compiled: bool = False
     fuses_greedily: bool = False
     runs_branches_together: bool = False
+    hoists: HoistRule = "nothing"
     rolls_random_bits: bool = False
     joined_row_bytes: int | None = None
     fuses_normalisation: bool = False
@@ -118,7 +122,7 @@ class Backend:
 CPU = Backend(
     name="cpu", alignment=64, sharing="elementwise", calls_share=True, library="jaxlib",
     default_device="cpu", pages=False, has_machines_memory=True, pins_as_compiled=True, fuses_greedily=True,
-    runs_branches_together=True, rolls_random_bits=True, joined_row_bytes=64, looks=2,
+    runs_branches_together=True, hoists="all", rolls_random_bits=True, joined_row_bytes=64, looks=2,
 )  # fmt: skip
 CUDA = Backend(
     name="cuda", aliases=("gpu", "rocm"), alignment=256, sharing="emitters",
@@ -131,7 +135,8 @@ TPU = Backend(
     sharing="elementwise or reduced", reuses_results=False, table_bytes=512, context_space=2, scalar_space=6,
     small_space=4, scratch_bytes=32 << 10, fast_bytes=128 << 20, runs_as_scheduled=False,
     temps_are_the_rest=True, limits_memory=True, fuses_results=True, rounds_products=True,
-    runs_free_early=True, drops_copies=True, library="libtpu", default_device="v5e", looks=3,
+    runs_free_early=True, drops_copies=True, hoists="no larger", library="libtpu", default_device="v5e",
+    looks=3,
 )  # fmt: skip
 BACKENDS = {b.name: b for b in (CPU, CUDA, TPU)}
 _BY_ANY_NAME = {name: b for b in BACKENDS.values() for name in (b.name, *b.aliases)}

@@ -18,7 +18,7 @@ from coop_jax import aot
 from passes.cost import DEVICES, DeviceModel, mapping_ns, maps_huge_pages
 from passes.hlo.enforce import MISSED_RATIO, EnforceRequest, enforce
 from passes.ir import Plan, Program
-from passes.jaxpr import straight
+from passes.jaxpr import stage, straight
 from passes.outcome import StageOutcome
 from passes.pipeline import plan_program
 from passes.planners import LAST_RESORTS, PlannerConfig
@@ -84,6 +84,46 @@ def test_what_stays_mapped_is_worth_no_last_resort(monkeypatch: pytest.MonkeyPat
     planned(0.9, replace(CPU, kept_bytes=kept_bytes, mapped_bytes_per_second=1e10))
     assert asked[max(asked)] == frozenset()
     assert asked[min(asked)] == LAST_RESORTS
+
+
+def chain() -> Any:
+    """The gradient of sixteen layers, for which deep plans recompute much."""
+
+    def loss(weights: Any, x: Any) -> Any:
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x**2)
+
+    return jax.make_jaxpr(jax.grad(loss))([h.spec(64, 64)] * 16, h.spec(1024, 64))
+
+
+def test_a_milder_plan_is_not_judged_by_how_far_from_its_bound_a_deep_one_is() -> None:
+    closed = chain()
+    before_bytes = plan_program(closed, request_for(closed, 1 << 40, "cpu"))[1].before_temp_bytes
+    device = replace(CPU, kept_bytes=before_bytes // 5, mapped_bytes_per_second=3e8)
+
+    def planned(device: DeviceModel) -> StageOutcome:
+        request = request_for(closed, int(0.45 * before_bytes), "cpu")
+        return plan_program(closed, replace(request, device=device))[1]
+
+    mild = planned(replace(device, mapped_bytes_per_second=None))
+    assert planned(device).run_ns <= mild.run_ns + mapping_ns(device, mild.planned_temp_bytes)
+
+
+def test_bytes_that_a_plan_needs_no_more_than_end_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan of few choices, such as of a scan's levels, may go far below what it is asked for."""
+    before_bytes = planned(1, replace(CPU, kept_bytes=1 << 40)).before_temp_bytes
+    searched, asked = stage._searched, []
+
+    def coarse(as_is: Any, request: Any, scale: float) -> Any:
+        asked.append(request.temp_budget_bytes)
+        nbytes = min(request.temp_budget_bytes, int(0.45 * before_bytes))
+        return searched(as_is, replace(request, budget_bytes=request.fixed_bytes + nbytes), scale)
+
+    monkeypatch.setattr(stage, "_searched", coarse)
+    device = replace(CPU, kept_bytes=int(0.4 * before_bytes) // 2, mapped_bytes_per_second=1e9)
+    planned(0.95, device)
+    assert asked == [int(0.95 * before_bytes), device.kept_bytes]
 
 
 @pytest.mark.parametrize(

@@ -202,3 +202,20 @@ def test_one_is_met_by_programs_of_several_parts_outside_jit() -> None:
 
     found = jax.grad(jax.grad(remat(twice, budget=1.0)))(3.0)
     np.testing.assert_allclose(found, jax.grad(jax.grad(twice))(3.0), rtol=1e-6)
+
+
+def test_what_arguments_and_results_take_is_not_called_the_least_that_can_be_met() -> None:
+    """Outside `jit` the forward pass is a program of its own, and what it keeps is among its results."""
+    weights = [jnp.full((64, 64), 0.1 + i) for i in range(4)]
+
+    def loss(weights: Any, x: Any) -> Any:
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        jax.grad(remat(loss, budget="100 KiB"))(weights, jnp.ones((128, 64)))
+    error = refused.value
+    assert error.fixed_bytes > error.budget_bytes
+    assert not error.proved
+    assert error.least_bytes is None

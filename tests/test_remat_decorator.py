@@ -155,6 +155,23 @@ def test_nonsense_is_refused_when_decorating() -> None:
         remat("8GiB")  # type: ignore[call-overload]
 
 
+@pytest.mark.parametrize("kind", [classmethod, staticmethod, property])
+def test_what_a_class_makes_of_a_function_is_decorated_inside(kind: Any) -> None:
+    with pytest.raises(TypeError, match=f"write @{kind.__name__} above @coop.remat"):
+        remat(kind(lambda x: x), budget=LARGE)
+
+
+def test_errors_of_a_trace_name_the_users_function_and_argument() -> None:
+    def step(state: Any, batch: Any, *, flag: Any) -> Any:
+        return state if batch["m"] > 1 else state * flag
+
+    with pytest.raises(jax.errors.TracerBoolConversionError) as error:
+        remat(step, budget=LARGE)(X, {"k": X, "m": 2}, flag=1)
+    text = str(error.value)
+    assert f"the function step at {__file__}" in text
+    assert "argument batch['m']" in text
+
+
 def instructions(compiled: Any) -> list[str]:
     """Optimised instructions without metadata, named by their place instead of their number."""
     names: dict[str, str] = {}

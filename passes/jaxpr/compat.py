@@ -112,9 +112,8 @@ def source_line(eqn: JaxprEqn) -> str:
 
 @lru_cache(maxsize=4096)
 def _line_of(traceback: Any) -> str:
-    return str(
-        source_info_util.summarize(source_info_util.SourceInfo(traceback, source_info_util.NameStack()))
-    )
+    info = source_info_util.SourceInfo(traceback, source_info_util.NameStack())
+    return str(source_info_util.summarize(info))
 
 
 def called_from(caller: Any, info: Any) -> Any:
@@ -123,10 +122,8 @@ def called_from(caller: Any, info: Any) -> Any:
     if caller is None:
         return info
     frames = [i.traceback for i in (info, caller) if i.traceback is not None]
-    return info.replace(
-        traceback=sum(frames[1:], start=frames[0]) if frames else None,
-        name_stack=caller.name_stack + info.name_stack,
-    )
+    traceback = sum(frames[1:], start=frames[0]) if frames else None
+    return info.replace(traceback=traceback, name_stack=caller.name_stack + info.name_stack)
 
 
 def at_source_of(eqn: JaxprEqn) -> Any:
@@ -275,9 +272,14 @@ def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def trace(function: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> ClosedJaxpr:
-    """A closed jaxpr of `function`; the values that it closes over are its constants."""
-    info = api_util.debug_info("coop_trace", function, tuple(avals), {})
+def trace(
+    function: Callable[..., Sequence[Any]], avals: Sequence[Any], user: tuple[Any, Any] | None = None
+) -> ClosedJaxpr:
+    """A closed jaxpr of `function`; the values that it closes over are its constants. JAX's errors of the
+    trace name the function `user[0]`, and call its arguments `user[1]`."""
+    info = api_util.debug_info("coop.remat", function, tuple(avals), {})
+    if user is not None:
+        info = info._replace(func_src_info=api_util.fun_sourceinfo(user[0]), arg_names=tuple(user[1]))
     jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(lu.wrap_init(function, debug_info=info), list(avals))
     return close_jaxpr(jaxpr, consts)
 

@@ -22,6 +22,7 @@ from passes.jaxpr import compat
 from passes.jaxpr.canonical import with_canonical_products
 from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
 from passes.jaxpr.flops import iterations_of, matrix_work, said_bytes, sent_bytes, vector_work
+from passes.jaxpr.hoisted import hoisted
 from passes.jaxpr.in_place import (
     IN_PLACE,
     UPDATES,
@@ -108,7 +109,7 @@ def as_known(jaxpr: Jaxpr, device: DeviceModel) -> Jaxpr:
     Products keep their form in what XLA has yet to partition: it does not see through a dimension that joins
     two, and gathers the whole on every device (a sharded Llama: four more gathers, and a tenth of its time).
     """
-    jaxpr, backend = without_literal_barriers(jaxpr), BACKENDS[device.platform]
+    jaxpr, backend = hoisted(without_literal_barriers(jaxpr), device), BACKENDS[device.platform]
     if not backend.fuses_greedily:
         return without_rounding(jaxpr) if backend.drops_rounding else jaxpr
     # A product's form depends on how many read it, repeats counted once.

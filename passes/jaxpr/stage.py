@@ -239,7 +239,9 @@ def _with_less_mapped(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -
     best = None
     for temp_bytes in reversed(aims) if upwards else aims:
         if best is not None and not rank(best)[0]:
-            saved_ratio = best.cost_ns / _bound_ns(as_is, best.peak_bytes)
+            if not upwards and best.peak_bytes <= scale * temp_bytes:
+                continue
+            saved_ratio = min(1, best.cost_ns / _bound_ns(as_is, best.peak_bytes))
             hoped_ns = saved_ratio * _bound_ns(as_is, int(scale * temp_bytes)) + request.mapping_ns(
                 temp_bytes
             )
