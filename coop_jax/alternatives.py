@@ -74,10 +74,9 @@ class OtherWays:
             search = _Search(ways=self, record=record, module=module, tell=tell)
             choice = self._chosen(search, outcome)
         seconds = outcome.seconds + time.perf_counter() - begin
-        counted = dataclasses.replace(
-            hlo_of(choice), seconds=seconds, looks=search.looks, limited=search.limited
-        )
-        return dataclasses.replace(choice, record=with_hlo(choice.record, counted))
+        hlo = dataclasses.replace(hlo_of(choice), seconds=seconds, looks=search.looks, limited=search.limited)
+        record = tries.beside(with_hlo(choice.record, hlo), search.record)
+        return dataclasses.replace(choice, record=record)
 
     def _chosen(self, search: _Search, outcome: StageOutcome) -> Choice:
         record = search.record
@@ -86,11 +85,8 @@ class OtherWays:
             return first
         first = search.as_packed(tries.at_once(record), first)
         best = self._cheapest(search, first)
-        return (
-            search.fastest(best)
-            if record.tune and hlo_of(best).status.found and best.record.is_changed
-            else best
-        )
+        is_timed = record.tune and hlo_of(best).status.found and best.record.is_changed
+        return search.fastest(best) if is_timed else best
 
     def _cheapest(self, search: _Search, first: Choice) -> Choice:
         record, outcome = search.record, hlo_of(first)
@@ -396,6 +392,8 @@ class _Search:
         if variant is None:
             return None
         self.looks += 1
+        self.record = tries.with_own_kernels(self.record, variant)
+        variant = dataclasses.replace(variant, record=tries.beside(variant.record, self.record))
         if plain is not None:
             variant = tries.as_counted(variant, plain.memory.total_bytes)
         if self.module is not None:

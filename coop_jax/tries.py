@@ -20,7 +20,7 @@ from passes.cost import DEVICES
 from passes.jaxpr.calibration import ROUNDED, STRICT
 from passes.jaxpr.compat import BeingLowered
 from passes.objective import LEAST_TIME, Objective, Price
-from passes.outcome import StageOutcome, changes
+from passes.outcome import StageOutcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +144,7 @@ def distinct(kept: Iterable[tuple[Wish, Variant]]) -> list[tuple[Wish, Variant]]
 def price_of(way: Choice | Variant) -> Price:
     """What the objective makes of a way's time and energy."""
     hlo = hlo_of(way)
-    slower_ratio, _ = changes(way.record.stages)
+    slower_ratio, _ = way.record.changes
     base_ns = round(hlo.run_ns / (1 + slower_ratio))
     return way.record.objective.price(
         cost_ns=hlo.run_ns, energy_pj=hlo.energy_pj + hlo.recompute_pj, base_ns=base_ns
@@ -231,6 +231,23 @@ def promises_no_less(planned: Record, than: Choice | None) -> bool:
     if new is None or old is None or not is_kept(than) or planned.objective != LEAST_TIME:
         return False
     return new.run_ns * hlo.cost_ns >= old.run_ns * hlo.run_ns
+
+
+def with_own_kernels(record: Record, found: Variant) -> Record:
+    """A record that knows what the program's own kernels take, where they are what was found."""
+    planned = found.record.jaxpr
+    is_planned = bool(found.record.constraints) or (planned is not None and planned.changed)
+    if is_planned or record.baseline_cost_ns is not None:
+        return record
+    hlo = hlo_of(found)
+    return dataclasses.replace(record, baseline_cost_ns=hlo.cost_ns, baseline_energy_pj=hlo.energy_pj)
+
+
+def beside(record: Record, known: Record) -> Record:
+    """A record of one way with what is `known` of the program's own kernels, of which all are changes."""
+    return dataclasses.replace(
+        record, baseline_cost_ns=known.baseline_cost_ns, baseline_energy_pj=known.baseline_energy_pj
+    )
 
 
 def as_counted[W: (Choice, Variant)](way: W, total_bytes: int) -> W:
