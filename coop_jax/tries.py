@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from coop_jax import relowering, tuning
-from coop_jax.record import Record, Timed, with_hlo
+from coop_jax.known import Known
+from coop_jax.record import UNLIMITED_BYTES, Record, Timed, with_hlo
 from coop_jax.registry import Choice
 from coop_jax.relowering import PLAIN, Plain, Variant, Wish
 from coop_jax.text import format_bytes
@@ -68,6 +69,17 @@ def deeper(record: Record, refused: StageOutcome, *, milder: int = 0) -> list[Wi
     return [Wish(budget_bytes=record.budget_bytes, temp_ratio=r) for r in ratios]
 
 
+def less_recomputed(record: Record, first: StageOutcome) -> list[Wish]:
+    """Plans for more temporaries than the budget leaves, for pages to do the rest; none without host memory,
+    or where nothing is recomputed."""
+    planned, budget_bytes = record.jaxpr, record.budget_bytes
+    if not first.host_budget_bytes or planned is None or not planned.changed:
+        return []
+    left = (budget_bytes - first.fixed_bytes) / max(first.before_temp_bytes, 1)
+    aims = [Wish(budget_bytes=budget_bytes, aim_bytes=UNLIMITED_BYTES)]
+    return aims + [Wish(budget_bytes=budget_bytes, temp_ratio=r) for r in TRIES.paged_ratios if r > left]
+
+
 def at_once(record: Record) -> Wish:
     """What a request asks for by itself."""
     return Wish(budget_bytes=record.budget_bytes, aim_bytes=record.budget_bytes)
@@ -84,14 +96,14 @@ def own_kernels(record: Record) -> list[Wish]:
 
 
 def before_refusal(
-    record: Record, refused: StageOutcome, is_planned_before: Callable[[Wish], bool], *, alone: bool
+    record: Record, refused: StageOutcome, is_planned_before: Callable[[Wish], bool], *, alone: bool = False
 ) -> Iterator[Wish]:
     """Deeper plans, mildest first, then the program's own kernels planned, plans that count on rounded
     values, and last those with smaller kernels.
 
     Args:
         is_planned_before: says of a wish that it is planned as something that was looked at.
-        alone: whether the program could do without host memory, too.
+        alone: whether to add the first and the deepest plan of a request without host memory.
     """
     ways = deeper(record, refused)
     if is_planned_before(ways[-1]):  # then nothing is below the first plan
@@ -105,7 +117,7 @@ def before_refusal(
     if backend_of(record).fuses_results:
         yield from [dataclasses.replace(asked, calibration=STRICT) for asked in ways]
     if alone:
-        yield dataclasses.replace(ways[-1], alone=True)
+        yield from [dataclasses.replace(asked, alone=True) for asked in (at_once(record), ways[-1])]
 
 
 def _is_milder(asked: Wish, record: Record) -> bool:
@@ -233,11 +245,9 @@ def promises_no_less(planned: Record, than: Choice | None) -> bool:
     return new.run_ns * hlo.cost_ns >= old.run_ns * hlo.run_ns
 
 
-def with_own_kernels(record: Record, found: Variant) -> Record:
+def with_own_kernels(record: Record, asked: Wish, found: Variant) -> Record:
     """A record that knows what the program's own kernels take, where they are what was found."""
-    planned = found.record.jaxpr
-    is_planned = bool(found.record.constraints) or (planned is not None and planned.changed)
-    if is_planned or record.baseline_cost_ns is not None:
+    if not asked.plain or record.baseline_cost_ns is not None:
         return record
     hlo = hlo_of(found)
     return dataclasses.replace(record, baseline_cost_ns=hlo.cost_ns, baseline_energy_pj=hlo.energy_pj)
@@ -255,6 +265,22 @@ def as_counted[W: (Choice, Variant)](way: W, total_bytes: int) -> W:
     temp_bytes = total_bytes - hlo_of(way).fixed_bytes
     counted = dataclasses.replace(hlo_of(way), planned_temp_bytes=temp_bytes)
     return dataclasses.replace(way, record=with_hlo(way.record, counted))
+
+
+def known_of_plain(plain: Plain, objective: Objective) -> Known:
+    """What is known by XLA's count of the program without `coop.remat`."""
+    price = price_of_plain(plain, objective)
+    return Known(wish=PLAIN, total_bytes=plain.memory.total_bytes, price=price)
+
+
+def known_of(asked: Wish, way: Choice | Variant, counted_bytes: int | None) -> list[Known]:
+    """What is known by a way: that it keeps its budget, or which larger ones it would keep."""
+    outcome = hlo_of(way)
+    if outcome.status.found:
+        total_bytes, price = outcome.planned_total_bytes, price_of(way)
+        return [Known(wish=asked, total_bytes=total_bytes, price=price, counted_bytes=counted_bytes)]
+    larger = filter(None, (outcome.least_total_bytes, outcome.unsteered_bytes))
+    return [Known(wish=dataclasses.replace(asked, budget_bytes=n), total_bytes=n) for n in larger]
 
 
 def timed(program: BeingLowered, ways: Sequence[tuple[Wish, Variant]]) -> list[Timed]:
