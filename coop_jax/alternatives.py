@@ -1,7 +1,7 @@
 """Other ways to write a program, where the enforcing stage finds none, or a dearer one than is known.
 
 A plan that is asked for fewer bytes is not always a smaller program, and a budget that is met says nothing
-about a larger one: the planners are not monotone. The promise is, by three rules:
+about a larger one: the planners are not monotone. The promise is, by four rules:
 
 1. **A plan that costs more than it promised** is not trusted: where the program's own kernels, some of them
    recomputed, are expected to take less, they are looked at, too. What they cost is exact. So they are where
@@ -13,6 +13,8 @@ about a larger one: the planners are not monotone. The promise is, by three rule
    stage is held to is the budget itself: a larger one tries all that a smaller one does.
 3. **What was met in this process is remembered**, by program. It is taken again for a larger budget for which
    nothing else is found, or what costs more; and a refusal names the least budget that is known to be met.
+4. **Pages that keep a budget** are compared with what a request without the host's memory takes: all that
+   it looks at is looked at, so that host memory makes no program dearer, and refuses none.
 
 Each try is a compile as far as XLA's schedule. The scheduled module of the one that is taken goes on in the
 place of the first: it was made of the same function, with the same arguments, results and donation.
@@ -21,15 +23,15 @@ place of the first: it was made of the same function, with the same arguments, r
 a matter of cost. A clock would let the load of a machine choose the plan, and the processes of one job choose
 different ones; so tries are counted, and `Backend.looks` of them take as long as one compile. Not counted are
 the search while nothing keeps the budget, which is then below the least that is known; the one try of what
-rule 3 knows to be cheaper; and the one compile on a TPU that asks for XLA's count. The planners' own work is
-bounded by counts, too (`passes.planners.candidate.WorkLimit`, `passes.jaxpr.straight.CONFIG`).
+rule 3 knows to be cheaper; rule 4; and the one compile on a TPU that asks for XLA's count. The planners' own
+work is bounded by counts, too (`passes.planners.candidate.WorkLimit`, `passes.jaxpr.straight.CONFIG`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -74,10 +76,9 @@ class OtherWays:
             search = _Search(ways=self, record=record, module=module, tell=tell)
             choice = self._chosen(search, outcome)
         seconds = outcome.seconds + time.perf_counter() - begin
-        counted = dataclasses.replace(
-            hlo_of(choice), seconds=seconds, looks=search.looks, limited=search.limited
-        )
-        return dataclasses.replace(choice, record=with_hlo(choice.record, counted))
+        hlo = dataclasses.replace(hlo_of(choice), seconds=seconds, looks=search.looks, limited=search.limited)
+        record = tries.beside(with_hlo(choice.record, hlo), search.record)
+        return dataclasses.replace(choice, record=record)
 
     def _chosen(self, search: _Search, outcome: StageOutcome) -> Choice:
         record = search.record
@@ -86,20 +87,18 @@ class OtherWays:
             return first
         first = search.as_packed(tries.at_once(record), first)
         best = self._cheapest(search, first)
-        return (
-            search.fastest(best)
-            if record.tune and hlo_of(best).status.found and best.record.is_changed
-            else best
-        )
+        if hlo_of(best).paged:
+            best = min(search.without_host() or best, best, key=rank)
+        is_timed = record.tune and hlo_of(best).status.found and best.record.is_changed
+        return search.fastest(best) if is_timed else best
 
     def _cheapest(self, search: _Search, first: Choice) -> Choice:
-        record, outcome = search.record, hlo_of(first)
-        first_wish = tries.at_once(record)
-        search.is_seen(record, first_wish)
-        tuned = search.paged(search.tuned(first), outcome)
+        first_wish = tries.at_once(search.record)
+        search.is_seen(search.record, first_wish)
+        tuned = search.paged(search.tuned(first), hlo_of(first))
         if not hlo_of(tuned).status.found:
             return search.instead_of(first)
-        tuned = search.with_its_own_kernels(search.with_a_milder_plan(tuned, outcome))
+        tuned = search.with_its_own_kernels(search.with_a_milder_plan(tuned, hlo_of(first)))
         taken = search.cheaper_than(tuned)
         if taken is None and tuned is first:
             self.learn(first_wish, first)
@@ -121,14 +120,8 @@ class OtherWays:
 
     def learn(self, asked: Wish, way: Choice | Variant, counted_bytes: int | None = None) -> None:
         """Remember what keeps its budget, or what would keep a larger one."""
-        outcome = hlo_of(way)
-        if outcome.status.found:
-            found = Known(wish=asked, total_bytes=outcome.planned_total_bytes, price=price_of(way))
-            MEMORY.learn(self.key, dataclasses.replace(found, counted_bytes=counted_bytes))
-            return
-        for least in filter(None, (outcome.least_total_bytes, outcome.unsteered_bytes)):
-            larger = dataclasses.replace(asked, budget_bytes=least)
-            MEMORY.learn(self.key, Known(wish=larger, total_bytes=least))
+        for found in tries.known_of(asked, way, counted_bytes):
+            MEMORY.learn(self.key, found)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -144,6 +137,7 @@ class _Search:
         asked: how many looks were asked for once something kept the budget.
         limited: True if something was not looked at, since that would have taken too long.
         steering: whether a packing that is steered is "counted" by XLA, "trusted", or "failed" once.
+        alone: True for the search of a request without the host's memory, whatever the user gives of it.
     """
 
     ways: OtherWays
@@ -156,6 +150,7 @@ class _Search:
     asked: int = 0
     limited: bool = False
     steering: Literal["counted", "trusted", "failed"] = "counted"
+    alone: bool = False
 
     def may_look(self, best: Choice) -> bool:
         """Whether one more look takes no longer than the compile that it is for, with those before it."""
@@ -189,25 +184,32 @@ class _Search:
         return best
 
     def paged(self, best: Choice, first: StageOutcome) -> Choice:
-        """The best of what is known and programs in which less is recomputed, and pages do the rest; where
-        that mostly waits for the link, of recompute alone, too, the first that keeps the budget."""
-        planned = self.record.jaxpr
-        if not first.host_budget_bytes or planned is None or not planned.changed:
-            return best
-        budget_bytes = self.record.budget_bytes
-        left = (budget_bytes - first.fixed_bytes) / max(first.before_temp_bytes, 1)
-        aims = [Wish(budget_bytes=budget_bytes, aim_bytes=UNLIMITED_BYTES)]
-        aims += [Wish(budget_bytes=budget_bytes, temp_ratio=r) for r in TRIES.paged_ratios if r > left]
-        for asked in aims:
+        """The best of what is known and programs in which less is recomputed, and pages do the rest; these
+        looks leave as many to those that follow as a request without host memory has."""
+        asked_before = self.asked
+        for asked in tries.less_recomputed(self.record, first):
             variant = self._look(asked) if self.may_look(best) else None
             if variant is not None and rank(variant) < rank(best):
                 best = self._choice(variant)
-        hlo = hlo_of(best)
-        if self.ways.alone and hlo.run_ns > TRIES.missed_ratio * (hlo.run_ns - hlo.waiting_ns):
-            deeper = (dataclasses.replace(asked, alone=True) for asked in tries.deeper(self.record, first))
-            found = self._first(deeper)
-            best = best if found is None or rank(found) >= rank(best) else found
+        self.asked = asked_before
         return best
+
+    def without_host(self) -> Choice | None:
+        """What a request without the host's memory takes; None if it finds nothing, or is this one."""
+        if not self.ways.alone:
+            return None
+        alone = dataclasses.replace(
+            self, ways=dataclasses.replace(self.ways, key=self.ways.alone, alone=""), alone=True,
+            record=dataclasses.replace(self.record, host_budget_bytes=0), seen=set(), kept=[], asked=0,
+        )  # fmt: skip
+        first = alone._look(tries.at_once(alone.record))
+        found = None if first is None else alone.ways._cheapest(alone, alone._choice(first))
+        self.looks, self.limited = alone.looks, self.limited or alone.limited
+        self.kept += [(dataclasses.replace(asked, alone=True), variant) for asked, variant in alone.kept]
+        if found is None or not hlo_of(found).status.found:
+            return None
+        record = dataclasses.replace(self.record, jaxpr=found.record.jaxpr, hlo=found.record.hlo)
+        return dataclasses.replace(found, record=record)
 
     def with_its_own_kernels(self, made: Choice) -> Choice:
         """The program as it is, held to the budget, where a plan seems dearer, and this turns out cheaper."""
@@ -246,11 +248,8 @@ class _Search:
         return dataclasses.replace(taken, record=record)
 
     def cheaper_than(self, first: Choice) -> Choice | None:
-        """What is known to keep the budget for less time, if anything is.
-
-        Where nothing was planned, and the program keeps the budget without `coop.remat`, that is the only
-        other way.
-        """
+        """What is known to keep the budget for less time, if anything is; where nothing was planned, and the
+        program keeps the budget without `coop.remat`, that is the only other way."""
         price = price_of(first)
         known = [k.wish for k in self._known() if k.price is not None and is_cheaper(k.price, price)]
         if known and not first.record.is_changed:
@@ -279,12 +278,15 @@ class _Search:
         self.kept += [(asked, counted)] if counted_bytes <= self.record.budget_bytes else []
         return counted
 
+    def _wish(self, asked: Wish) -> Wish:
+        return dataclasses.replace(asked, alone=asked.alone or self.alone)
+
     def _count(self, asked: Wish, found: Choice | Variant) -> int | None:
         if (known_bytes := MEMORY.counted(self.ways.key, asked)) is not None:
             return known_bytes
         self.tell("compiling to the end, for XLA's own count")
         self.looks += 1
-        return relowering.count(self.ways.program, asked, found.record)
+        return relowering.count(self.ways.program, self._wish(asked), found.record)
 
     def as_packed[W: (Choice, Variant)](self, asked: Wish, way: W) -> W:
         """A way as XLA packs it, where it keeps its budget by a packing that is steered."""
@@ -309,16 +311,13 @@ class _Search:
         if met is not None and is_answer(known, self.record.budget_bytes):
             return met
         found = self._first(tries.as_it_is(self.record)) or self.by_count(met or first)
-        found = found or self._first(self._deeper(refused), than=met)
-        if met is None and found is None:
+        deeper = tries.before_refusal(self.record, refused, self._is_planned_before)
+        found = found or self._first(deeper, than=met)
+        if met is None and found is None and (found := self.without_host()) is None and not self.alone:
             self.find_the_least(refused)
             found = self._first((k.wish for k in self._known() if k not in known), known=True)
         refusal = Choice(record=with_hlo(self.record, self.named(refused)))
         return min(filter(None, (met, found)), key=rank, default=refusal)
-
-    def _deeper(self, refused: StageOutcome) -> Iterator[Wish]:
-        alone = bool(self.ways.alone)
-        return tries.before_refusal(self.record, refused, self._is_planned_before, alone=alone)
 
     def _first(
         self, wishes: Iterable[Wish], known: bool = False, than: Choice | None = None
@@ -346,8 +345,6 @@ class _Search:
             request = dataclasses.replace(self, record=record, seen=seen, kept=[], looks=0, asked=0)
             request.steering = "trusted"  # what is named is counted
             request.explore(refused)
-            if not request.kept and self.ways.alone:
-                request._look(dataclasses.replace(tries.at_once(record), alone=True))
             self.looks += request.looks
             kept = {plan_key(variant.record, asked) for asked, variant in request.kept}
             self.seen |= {(plan, budget) for plan, budget in request.seen if plan not in kept}
@@ -364,7 +361,8 @@ class _Search:
         first = self._look(tries.at_once(self.record))
         if first is not None:
             self.paged(self.tuned(self._choice(first)), hlo_of(first))
-        for asked in self._deeper(refused):
+        alone = bool(self.ways.alone)
+        for asked in tries.before_refusal(self.record, refused, self._is_planned_before, alone=alone):
             if not self.kept:
                 self._look(asked)
 
@@ -390,12 +388,14 @@ class _Search:
         record = dataclasses.replace(self.record, jaxpr=None, budget_bytes=asked.budget_bytes)
         self.tell(tries.said_of(asked, self.record.budget_bytes))
         variant = relowering.variant(
-            self.ways.program, asked, record,
+            self.ways.program, self._wish(asked), record,
             skip=lambda r: tries.promises_no_less(r, than) or (not known and self.is_seen(r, asked)),
         )  # fmt: skip
         if variant is None:
             return None
         self.looks += 1
+        self.record = tries.with_own_kernels(self.record, asked, variant)
+        variant = dataclasses.replace(variant, record=tries.beside(variant.record, self.record))
         if plain is not None:
             variant = tries.as_counted(variant, plain.memory.total_bytes)
         if self.module is not None:
@@ -421,10 +421,8 @@ class _Search:
             return False
         if plain.memory.host_bytes > self.record.host_budget_bytes > 0:
             return False
-        price = tries.price_of_plain(plain, self.record.objective)
-        known = Known(wish=relowering.PLAIN, total_bytes=plain.memory.total_bytes, price=price)
-        MEMORY.learn(self.ways.key, known)
-        return known.total_bytes <= self.record.budget_bytes
+        MEMORY.learn(self.ways.key, tries.known_of_plain(plain, self.record.objective))
+        return plain.memory.total_bytes <= self.record.budget_bytes
 
     def is_seen(self, record: Record, asked: Wish) -> bool:
         """True for a plan that was looked at before, asked for in other words."""
@@ -440,7 +438,7 @@ class _Search:
         """True if a wish is planned as something that was looked at; nothing is compiled for the answer."""
         self.tell("planning for as little as can be")
         record = dataclasses.replace(self.record, jaxpr=None, budget_bytes=asked.budget_bytes)
-        planned = relowering.planned(self.ways.program, asked, record)
+        planned = relowering.planned(self.ways.program, self._wish(asked), record)
         return planned is not None and (plan_key(planned, asked), planned.budget_bytes) in self.seen
 
     def _choice(self, variant: Variant) -> Choice:

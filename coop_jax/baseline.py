@@ -33,11 +33,12 @@ compat.hide_frames(__file__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """The total of the program without rematerialization, and the time of its kernels where compiled."""
+    """The total of the program without rematerialization; time and energy of its kernels where compiled."""
 
     total_bytes: int
     compiled: bool
     cost_ns: int | None = None
+    energy_pj: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,12 @@ def baseline(
     """
     plain = None if program is None else relowering.plain_program(program, request.device.name)
     if plain is not None:
-        return Baseline(total_bytes=plain.memory.total_bytes, compiled=True, cost_ns=plain.cost_ns)
+        return Baseline(
+            total_bytes=plain.memory.total_bytes,
+            compiled=True,
+            cost_ns=plain.cost_ns,
+            energy_pj=plain.energy_pj,
+        )
     if devices.several:
         raise UnsupportedError(
             f"a fraction of a program over {devices.num_devices} devices: the plain program cannot be "
@@ -104,9 +110,9 @@ def _of_a_part(part: Part, facts: module.ModuleFacts, request: JaxprRequest) -> 
     if baseline is None:
         outcome = plan_program(plain, request)[1]
         return Baseline(total_bytes=max(1, request.fixed_bytes + outcome.before_temp_bytes), compiled=False)
-    memory, cost_ns = baseline
+    memory, (cost_ns, energy_pj) = baseline
     if exact is not None:
-        return Baseline(total_bytes=memory.total_bytes, compiled=True, cost_ns=cost_ns)
+        return Baseline(total_bytes=memory.total_bytes, compiled=True, cost_ns=cost_ns, energy_pj=energy_pj)
     total_bytes = max(memory.total_bytes, request.fixed_bytes + memory.temp_bytes)
     planned = _compiled(part.jaxpr, facts, request, facts.donated) if alone else None
     if planned is not None:  # 1.0 is met by the part as it was planned
@@ -116,7 +122,7 @@ def _of_a_part(part: Part, facts: module.ModuleFacts, request: JaxprRequest) -> 
 
 def _compiled(
     plain: ClosedJaxpr, facts: module.ModuleFacts, request: JaxprRequest, donated: tuple[int, ...]
-) -> tuple[aot.Memory, int] | None:
+) -> tuple[aot.Memory, tuple[int, int]] | None:
     """What XLA says a jaxpr needs; None where it cannot be compiled by itself."""
     try:
         return None if facts.device is None else _compiled_plain(plain, facts.device, donated, request.device)
@@ -155,10 +161,10 @@ def is_whole(plain: ClosedJaxpr, facts: module.ModuleFacts) -> bool:
 @compat.cached_by_jaxpr
 def _compiled_plain(
     plain: ClosedJaxpr, device: jax.Device, donated: tuple[int, ...], model: DeviceModel
-) -> tuple[aot.Memory, int]:
-    """What XLA says the plain program needs, and the estimated time of its kernels."""
+) -> tuple[aot.Memory, tuple[int, int]]:
+    """What XLA says the plain program needs, and the estimated time and energy of its kernels."""
     compiled = _compile_plain(plain, device, donated)
-    return aot.memory(compiled), aot.run_ns(compiled, model)
+    return aot.memory(compiled), aot.run_cost(compiled, model)
 
 
 @compat.cached_by_jaxpr

@@ -150,6 +150,7 @@ def _planned_and_marked(
         baseline_total_bytes=None if known is None else known.total_bytes,
         baseline_compiled=known is not None and known.compiled,
         baseline_cost_ns=None if known is None else known.cost_ns,
+        baseline_energy_pj=None if known is None else known.energy_pj,
         jaxpr=outcome,
         pin=config.pin,
         on_fragmentation=config.on_fragmentation,

@@ -18,7 +18,7 @@ from typing import Any
 from passes.hlo import proto, wire
 from passes.hlo.enforce import OnFragmentation
 from passes.objective import LEAST_TIME, Objective
-from passes.outcome import StageOutcome
+from passes.outcome import StageOutcome, changes
 
 UNLIMITED_BYTES = 1 << 62
 MARK_FORMAT = "coop-mark/1"
@@ -53,7 +53,8 @@ class Record:
         device_name: the cost model that was used.
         baseline_total_bytes: the total without rematerialization; None if it was not needed.
         baseline_compiled: True if XLA counted it, False if it was predicted.
-        baseline_cost_ns: estimated time of the kernels without rematerialization, where they were compiled.
+        baseline_cost_ns, baseline_energy_pj: estimated time and energy of the kernels without
+            rematerialization, where XLA made them.
         jaxpr: what the jaxpr stage did; None if it did not run (programs over several devices).
         hlo: what the enforcing stage did; None if it did not run in this process.
         pin: True if the program was asked to be pinned (see `coop_jax.pinning`).
@@ -73,6 +74,7 @@ class Record:
     baseline_total_bytes: int | None = None
     baseline_compiled: bool = False
     baseline_cost_ns: int | None = None
+    baseline_energy_pj: int | None = None
     jaxpr: StageOutcome | None = None
     hlo: StageOutcome | None = None
     pin: bool = False
@@ -92,6 +94,20 @@ class Record:
     def is_changed(self) -> bool:
         """True if one of both stages changed the program."""
         return any(stage.changed for stage in self.stages)
+
+    @property
+    def changes(self) -> tuple[float, float]:
+        """By which shares time and energy change, by the kernels of both programs where both are known.
+
+        Else what each stage says of what it was given: before XLA that is an estimate of its kernels, so that
+        programs with and without a plan of the jaxpr stage cannot be compared by it.
+        """
+        time_ratio, energy_ratio = changes(self.stages)
+        if self.hlo is None or not self.baseline_cost_ns:
+            return time_ratio, energy_ratio
+        if self.baseline_energy_pj:
+            energy_ratio = (self.hlo.energy_pj + self.hlo.recompute_pj) / self.baseline_energy_pj - 1
+        return self.hlo.run_ns / self.baseline_cost_ns - 1, energy_ratio
 
 
 def with_hlo(record: Record, outcome: StageOutcome) -> Record:

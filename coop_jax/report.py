@@ -26,7 +26,7 @@ from passes.cost import DEVICES
 from passes.counts import Fixed
 from passes.ir import Status
 from passes.objective import LEAST_TIME
-from passes.outcome import Recomputed, StageOutcome, changes
+from passes.outcome import Recomputed, StageOutcome
 
 # What tells kernels of the same kind apart.
 _NUMBER = re.compile(r"\.[0-9]+$")
@@ -52,7 +52,8 @@ class Report(Printable, Fixed):
             (`passes.cost.mapping_ns`), without rematerialization and as
             compiled; None where that program was not compiled, or came from JAX's compilation cache.
         overhead_ratio: estimated change of the program's time by all that was planned: 0.1 for a tenth more,
-            negative where recompute saves more traffic than it costs.
+            negative where recompute saves more traffic than it costs. Where `baseline_cost_ns` is not known
+            it is of an estimate of the program's kernels, and only `compiled_cost_ns` compares two reports.
         objective: what was planned for, such as "least energy within 10% more time".
         max_overhead: the limit of time in it, which `overhead_ratio` is above where no plan keeps it.
         compiled_energy_pj: estimated energy of a run as compiled, in picojoules; 0 where it is not known.
@@ -283,7 +284,7 @@ def _assemble(record: Record, memory: aot.Memory, offsets: Offsets, host: HostUs
     if baseline is None:
         baseline = memory.fixed_bytes + stages[0].before_temp_bytes if stages else memory.total_bytes
     changed = [s for s in stages if s.changed]
-    overhead_ratio, energy_ratio = changes(stages)
+    overhead_ratio, energy_ratio = record.changes
     return Report(
         budget=str(record.budget),
         budget_bytes=record.budget_bytes,
@@ -302,7 +303,7 @@ def _assemble(record: Record, memory: aot.Memory, offsets: Offsets, host: HostUs
         max_overhead=record.objective.max_overhead,
         compiled_energy_pj=0 if record.hlo is None else record.hlo.energy_pj + record.hlo.recompute_pj,
         energy_ratio=energy_ratio,
-        lower_bound_ratio=changed[0].lower_bound_ratio if changed else 0.0,
+        lower_bound_ratio=max(0.0, min(changed[0].lower_bound_ratio, overhead_ratio)) if changed else 0.0,
         status=_status(changed),
         device_name=record.device_name,
         planner={s.stage: s.planner for s in stages},

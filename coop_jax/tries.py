@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from coop_jax import relowering, tuning
-from coop_jax.record import Record, Timed, with_hlo
+from coop_jax.known import Known
+from coop_jax.record import UNLIMITED_BYTES, Record, Timed, with_hlo
 from coop_jax.registry import Choice
 from coop_jax.relowering import PLAIN, Plain, Variant, Wish
 from coop_jax.text import format_bytes
@@ -20,7 +21,7 @@ from passes.cost import DEVICES
 from passes.jaxpr.calibration import ROUNDED, STRICT
 from passes.jaxpr.compat import BeingLowered
 from passes.objective import LEAST_TIME, Objective, Price
-from passes.outcome import StageOutcome, changes
+from passes.outcome import StageOutcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,17 @@ def deeper(record: Record, refused: StageOutcome, *, milder: int = 0) -> list[Wi
     return [Wish(budget_bytes=record.budget_bytes, temp_ratio=r) for r in ratios]
 
 
+def less_recomputed(record: Record, first: StageOutcome) -> list[Wish]:
+    """Plans for more temporaries than the budget leaves, for pages to do the rest; none without host memory,
+    or where nothing is recomputed."""
+    planned, budget_bytes = record.jaxpr, record.budget_bytes
+    if not first.host_budget_bytes or planned is None or not planned.changed:
+        return []
+    left = (budget_bytes - first.fixed_bytes) / max(first.before_temp_bytes, 1)
+    aims = [Wish(budget_bytes=budget_bytes, aim_bytes=UNLIMITED_BYTES)]
+    return aims + [Wish(budget_bytes=budget_bytes, temp_ratio=r) for r in TRIES.paged_ratios if r > left]
+
+
 def at_once(record: Record) -> Wish:
     """What a request asks for by itself."""
     return Wish(budget_bytes=record.budget_bytes, aim_bytes=record.budget_bytes)
@@ -84,14 +96,14 @@ def own_kernels(record: Record) -> list[Wish]:
 
 
 def before_refusal(
-    record: Record, refused: StageOutcome, is_planned_before: Callable[[Wish], bool], *, alone: bool
+    record: Record, refused: StageOutcome, is_planned_before: Callable[[Wish], bool], *, alone: bool = False
 ) -> Iterator[Wish]:
     """Deeper plans, mildest first, then the program's own kernels planned, plans that count on rounded
     values, and last those with smaller kernels.
 
     Args:
         is_planned_before: says of a wish that it is planned as something that was looked at.
-        alone: whether the program could do without host memory, too.
+        alone: whether to add the first and the deepest plan of a request without host memory.
     """
     ways = deeper(record, refused)
     if is_planned_before(ways[-1]):  # then nothing is below the first plan
@@ -105,7 +117,7 @@ def before_refusal(
     if backend_of(record).fuses_results:
         yield from [dataclasses.replace(asked, calibration=STRICT) for asked in ways]
     if alone:
-        yield dataclasses.replace(ways[-1], alone=True)
+        yield from [dataclasses.replace(asked, alone=True) for asked in (at_once(record), ways[-1])]
 
 
 def _is_milder(asked: Wish, record: Record) -> bool:
@@ -144,7 +156,7 @@ def distinct(kept: Iterable[tuple[Wish, Variant]]) -> list[tuple[Wish, Variant]]
 def price_of(way: Choice | Variant) -> Price:
     """What the objective makes of a way's time and energy."""
     hlo = hlo_of(way)
-    slower_ratio, _ = changes(way.record.stages)
+    slower_ratio, _ = way.record.changes
     base_ns = round(hlo.run_ns / (1 + slower_ratio))
     return way.record.objective.price(
         cost_ns=hlo.run_ns, energy_pj=hlo.energy_pj + hlo.recompute_pj, base_ns=base_ns
@@ -233,11 +245,42 @@ def promises_no_less(planned: Record, than: Choice | None) -> bool:
     return new.run_ns * hlo.cost_ns >= old.run_ns * hlo.run_ns
 
 
+def with_own_kernels(record: Record, asked: Wish, found: Variant) -> Record:
+    """A record that knows what the program's own kernels take, where they are what was found."""
+    if not asked.plain or record.baseline_cost_ns is not None:
+        return record
+    hlo = hlo_of(found)
+    return dataclasses.replace(record, baseline_cost_ns=hlo.cost_ns, baseline_energy_pj=hlo.energy_pj)
+
+
+def beside(record: Record, known: Record) -> Record:
+    """A record of one way with what is `known` of the program's own kernels, of which all are changes."""
+    return dataclasses.replace(
+        record, baseline_cost_ns=known.baseline_cost_ns, baseline_energy_pj=known.baseline_energy_pj
+    )
+
+
 def as_counted[W: (Choice, Variant)](way: W, total_bytes: int) -> W:
     """A way with XLA's own count in the place of what was predicted."""
     temp_bytes = total_bytes - hlo_of(way).fixed_bytes
     counted = dataclasses.replace(hlo_of(way), planned_temp_bytes=temp_bytes)
     return dataclasses.replace(way, record=with_hlo(way.record, counted))
+
+
+def known_of_plain(plain: Plain, objective: Objective) -> Known:
+    """What is known by XLA's count of the program without `coop.remat`."""
+    price = price_of_plain(plain, objective)
+    return Known(wish=PLAIN, total_bytes=plain.memory.total_bytes, price=price)
+
+
+def known_of(asked: Wish, way: Choice | Variant, counted_bytes: int | None) -> list[Known]:
+    """What is known by a way: that it keeps its budget, or which larger ones it would keep."""
+    outcome = hlo_of(way)
+    if outcome.status.found:
+        total_bytes, price = outcome.planned_total_bytes, price_of(way)
+        return [Known(wish=asked, total_bytes=total_bytes, price=price, counted_bytes=counted_bytes)]
+    larger = filter(None, (outcome.least_total_bytes, outcome.unsteered_bytes))
+    return [Known(wish=dataclasses.replace(asked, budget_bytes=n), total_bytes=n) for n in larger]
 
 
 def timed(program: BeingLowered, ways: Sequence[tuple[Wish, Variant]]) -> list[Timed]:

@@ -23,8 +23,8 @@ from coop_jax.tries import TRIES
 from passes.backend import BACKENDS
 from passes.hlo import proto
 from passes.ir import Status
-from passes.jaxpr.calibration import ROUNDED, STRICT
-from passes.outcome import StageOutcome
+from passes.jaxpr.calibration import ROUNDED, STRICT, UNCALIBRATED, Calibration
+from passes.outcome import Paged, StageOutcome
 from passes.recipe import Recipe
 
 FIXED, BUDGET = 100, 1100
@@ -207,17 +207,31 @@ def test_what_is_known_without_host_memory_is_a_way_with_it(monkeypatch: pytest.
     assert [w.alone for w in asked] == [True]
 
 
-def test_pages_that_are_mostly_waited_for_are_compared_with_recompute_alone(
-    monkeypatch: pytest.MonkeyPatch,
+PAGED = (Paged(op="tanh", source="", nbytes=1, times=1, stage="hlo"),)
+
+
+@pytest.mark.parametrize("first", [OUTCOME, REFUSED])
+@pytest.mark.parametrize("calibration", [UNCALIBRATED, ROUNDED])
+def test_pages_are_compared_with_all_that_a_request_without_host_memory_looks_at(
+    monkeypatch: pytest.MonkeyPatch, calibration: Calibration, first: StageOutcome
 ) -> None:
-    """An Adam step over four v5e: pages at twice the time of the plan that is found without host memory."""
-    for waiting_ns, is_asked in ((900, True), (100, False)):
-        paged = dataclasses.replace(OUTCOME, host_budget_bytes=1, recompute_ns=1000, waiting_ns=waiting_ns)
-        asked = asked_of(monkeypatch, lambda w, paged=paged: OUTCOME if w.alone else paged)  # type: ignore[misc]
-        choice = ways(key=str(waiting_ns), alone="without").choose(planned(), paged, MODULE)
-        assert choice.record.hlo is not None
-        assert (choice.record.hlo.recompute_ns == OUTCOME.recompute_ns) == is_asked
-        assert any(w.alone for w in asked) == is_asked
+    """A small ResNet within .6 on a v5e: recompute alone kept it at last, with rounded values, for 18 % more.
+
+    Pages, found before that, took 155.
+    """
+    paged = dataclasses.replace(OUTCOME, host_budget_bytes=1, recompute_ns=1000, waiting_ns=900, paged=PAGED)
+
+    def outcome_of(asked: Wish) -> StageOutcome:
+        if not asked.alone:
+            return paged
+        return OUTCOME if asked.calibration == calibration and asked.temp_ratio == 0.24 else REFUSED
+
+    asked_of(monkeypatch, outcome_of)
+    made = paged if first.status.found else dataclasses.replace(first, host_budget_bytes=1)
+    choice = ways(alone="without").choose(planned(TPU), made, MODULE)
+    assert choice.record.hlo is not None
+    assert choice.record.hlo.recompute_ns == OUTCOME.recompute_ns
+    assert choice.record.host_budget_bytes == TPU.host_budget_bytes
 
 
 def planned(record: Record = RECORD, **changes: Any) -> Record:
@@ -287,6 +301,17 @@ KERNELS = Wish(plain=True, budget_bytes=BUDGET)
 
 def dear(cost_ns: int) -> StageOutcome:
     return dataclasses.replace(OUTCOME, cost_ns=cost_ns, recompute_ns=0)
+
+
+def test_looks_for_pages_leave_those_that_a_request_without_host_memory_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = dataclasses.replace(dear(1500), host_budget_bytes=1 << 30)
+    asked = asked_of(monkeypatch, lambda w: dear(1200) if w == KERNELS else first)
+    choice = ways().choose(missed(kernels_ns=1100), first, MODULE)
+    assert choice.record.hlo is not None
+    assert choice.record.hlo.cost_ns == 1200
+    assert sum(w != KERNELS for w in asked) >= BACKENDS["cpu"].looks
 
 
 @pytest.mark.parametrize(("found_ns", "taken"), [(1200, True), (1400, False)])
@@ -791,7 +816,7 @@ def test_where_the_first_plan_is_the_deepest_only_milder_ones_are_left_before_a_
     refused = dataclasses.replace(REFUSED, before_temp_bytes=1100)
 
     def ratios(*, deepest_is_known: bool) -> list[float]:
-        found = tries.before_refusal(record, refused, lambda _: deepest_is_known, alone=False)
+        found = tries.before_refusal(record, refused, lambda _: deepest_is_known)
         return [asked.temp_ratio for asked in found if asked.temp_ratio is not None]
 
     assert ratios(deepest_is_known=False) == list(TRIES.ratios)

@@ -110,6 +110,18 @@ def test_the_time_of_all_kernels_stands_beside_the_plain_programs() -> None:
     assert "all kernels" not in str(_assemble(record(hlo=None), MEMORY, OFFSETS, NO_HOST))
 
 
+def test_changes_are_of_the_plain_programs_kernels_where_those_are_known() -> None:
+    """The first stage's are of an estimate of them: of two programs the dearer had the smaller overhead."""
+    found = _assemble(record(baseline_cost_ns=1000, baseline_energy_pj=0), MEMORY, OFFSETS, NO_HOST)
+    assert found.overhead_ratio == pytest.approx(1100 / 1000 - 1)
+    assert found.lower_bound_ratio <= found.overhead_ratio
+    powered = stage("hlo", energy_pj=80, recompute_pj=4)
+    found = _assemble(
+        record(baseline_cost_ns=1000, baseline_energy_pj=70, hlo=powered), MEMORY, OFFSETS, NO_HOST
+    )
+    assert found.energy_ratio == pytest.approx(84 / 70 - 1)
+
+
 def test_an_untouched_program_is_optimal() -> None:
     idle = {"changed": False, "recompute_ns": 0, "recomputed": ()}
     found = _assemble(
