@@ -132,8 +132,9 @@ def test_an_impossible_budget_raises_the_class_itself(wrap: Any, taken: bool) ->
     with pytest.raises(InfeasibleBudgetError) as caught:
         wrap(function)(PARAMS, BATCH)
     assert caught.value.budget_bytes == budget
-    assert caught.value.least_bytes is not None
-    assert caught.value.least_bytes > budget
+    # Outside jit a forward pass is compiled alone: that its arguments and results would fit is not enough.
+    least = caught.value.least_bytes
+    assert least is None if taken and wrap is not jax.jit else least is not None and least > budget
     assert "What would help" in str(caught.value)
 
 

@@ -294,6 +294,7 @@ class _Emitter:
 
     def _barrier(self, buffers: Sequence[BufferId], tables: Sequence[int] = ()) -> None:
         """A barrier over stored values, and over the results of equations that arguments are enough for."""
+        buffers = list(dict.fromkeys(buffers))
         made = [self.tables[i] for i in tables]
         operands = [*(self.current[b] for b in buffers), *(v for key in made for v in self.made[key])]
         results = [compat.fresh_var(v) for v in operands]
