@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -246,6 +247,20 @@ def test_segments_keep_fewer_carries_than_turns() -> None:
     new = rewrite(jaxpr, fewest)
     assert stack_bytes(new) == 6 * X.nbytes + many.nbytes
     same(run(new, consts, many, X), run(jaxpr, consts, many, X))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_iterations_left_over_are_in_no_segment(reverse: bool) -> None:
+    """A scan of 401 iterations was refused in a third of its bytes, one of 400 fits into a twentieth."""
+    many = jnp.concatenate([WS] * 6)[:31]
+    jaxpr, consts = opened(jax.grad(partial(plain, reverse=reverse)), many, X)
+    levels = frontier(jaxpr, CPU)
+    fewest = segment_frontier(levels[-1], CPU)[-1]
+    assert fewest[0].stacked_bytes <= (5 + 6 + 1 + 1) * X.nbytes
+    more = between(levels[-1], fewest, 0.5)
+    assert fewest[0].stacked_bytes < more[0].stacked_bytes < levels[-1][0].stacked_bytes
+    for level in (fewest, more):
+        same(run(rewrite(jaxpr, level), consts, many, X), run(jaxpr, consts, many, X))
 
 
 def test_scans_one_after_the_other_run_in_segments_all_of_them() -> None:

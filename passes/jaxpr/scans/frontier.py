@@ -20,7 +20,7 @@ from passes.jaxpr import compat
 from passes.jaxpr.compat import Jaxpr
 from passes.jaxpr.primitives import Kind
 from passes.jaxpr.purity import eqn_kind
-from passes.jaxpr.scans.choice import Choice, Inside, Level, MadeInside, Site
+from passes.jaxpr.scans.choice import Choice, InParts, Inside, Level, MadeInside, Site
 from passes.jaxpr.scans.cut import (
     TILT_RATIO,
     Iteration,
@@ -34,7 +34,7 @@ from passes.jaxpr.scans.cut import (
 from passes.jaxpr.scans.emit import rewrite, with_inner
 from passes.jaxpr.scans.loops import find_loops
 from passes.jaxpr.scans.pairs import Enclosure, ScanPair, find_enclosures, find_pairs
-from passes.jaxpr.scans.segments import Segments, segment_counts, segment_program
+from passes.jaxpr.scans.segments import Segments, segment_program, segmentations
 from passes.jaxpr.scans.weight import Weight
 
 Choose = Callable[[Iteration], Choice | MadeInside]
@@ -155,34 +155,36 @@ def _segmented(choice: Site, device: DeviceModel, least: str) -> list[Site]:
                 bodies = (*bodies[:b], lower, *bodies[b + 1 :])
                 segmented.append(dataclasses.replace(choice, bodies=bodies))
     elif isinstance(choice, Choice):
-        for count in segment_counts(choice.pair.length):
-            segmented += _in_segments(choice.pair, count, device, least)
+        for count, iterations in segmentations(choice.pair.length):
+            first = count * iterations
+            for segments in _in_segments(choice.pair, iterations, device, least):
+                is_all = first == choice.pair.length
+                segmented.append(segments if is_all else InParts(parts=(segments, choice), first=first))
     segmented = [site for site in segmented if site.stacked_bytes < choice.stacked_bytes]
     return sorted(segmented, key=lambda site: -site.stacked_bytes)
 
 
-def _in_segments(pair: ScanPair, count: int, device: DeviceModel, least: str) -> list[Choice]:
-    """The pair in `count` segments, with a few choices of what is stacked within one.
+def _in_segments(pair: ScanPair, iterations: int, device: DeviceModel, least: str) -> list[Choice]:
+    """The pair in segments of some iterations, with a few choices of what is stacked within one.
 
     None for a pair with anything inside that must not be recomputed, as the first pass would.
     """
     if any(eqn_kind(half.eqn) is Kind.OPAQUE for half in (pair.producer, pair.consumer)):
         return []
-    program = segment_program(pair, count)
+    program = segment_program(pair, iterations)
     levels = frontier(program, device, least)
     n_consts, n_carry = pair.producer.n_consts, pair.producer.n_carry
     carry = pair.producer.jaxpr.invars[n_consts : n_consts + n_carry]
     start_bytes = sum(compat.aval_nbytes(v.aval) for v in carry)
     kernels = kernels_of(iteration_of(pair, Weight(device=device)))
-    iterations = pair.length // count
     return [
         Choice(
             pair=pair,
             kept=(),
-            stacked_bytes=count * start_bytes + _bytes(level),
+            stacked_bytes=pair.length * start_bytes // iterations + _bytes(level),
             recomputed=kernels,
             inner=level,
-            segments=Segments(count=count, iterations=iterations, body=rewrite(program, level)),
+            segments=Segments(iterations=iterations, body=rewrite(program, level)),
         )
         for level in levels[-1 :: -max(1, len(levels) // CONFIG.segment_levels)]
     ]

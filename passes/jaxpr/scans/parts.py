@@ -192,8 +192,9 @@ def _site_between(higher: Site, lower: Site, share: float) -> Site:
     if isinstance(higher, Inside) and isinstance(lower, Inside):
         bodies = zip(higher.bodies, lower.bodies, strict=True)
         return replace(lower, bodies=tuple(between(*levels, share) for levels in bodies))
-    if not isinstance(higher, Choice) or not isinstance(lower, Choice) or higher.segments:
+    first_part, most = (lower.parts[0], lower.first) if isinstance(lower, InParts) else (lower, None)
+    if not isinstance(higher, Choice) or not isinstance(first_part, Choice) or higher.segments:
         return lower
-    length = lower.pair.length
-    first = -(-(length - int(share * length)) // lower.step) * lower.step
-    return InParts(parts=(lower, higher), first=first) if 0 < first < length else lower
+    length, step = first_part.pair.length, first_part.step
+    first = -(-(length - int(share * length)) // step) * step
+    return InParts(parts=(first_part, higher), first=first) if 0 < first < (most or length) else lower

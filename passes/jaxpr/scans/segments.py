@@ -8,11 +8,13 @@ scan's work is done twice.
     first    scan over segments( keep the carry; scan over the segment's iterations )
     second   scan over segments( first's scan again, with stacks; second's scan )
 
-The body of the second's outer scan is a program with a pair of scans in it, which is cut as any other.
+The body of the second's outer scan is a program with a pair of scans in it, which is cut as any other. Where
+L has no such factors, as a prime has none, the last iterations are in no segment: `passes.jaxpr.scans.parts`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +28,8 @@ from passes.jaxpr.scans.pairs import Body, ScanPair, body_of
 
 # Segments of segments aside, a scan needs least with as many segments as each has iterations (Chen 2016).
 MOST_COUNTS = 2
+# Segments with iterations left over need that much less, or are not worth it: bodies are compiled twice.
+LEFT_OVER_RATIO = 0.75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,27 +37,40 @@ class Segments:
     """How a pair is run in segments.
 
     Attributes:
-        count: how many segments.
-        iterations: how many iterations each has.
+        iterations: how many each has.
         body: an open jaxpr, what the second scan does for one segment: (first's consts, carry, slices,
             second's consts, carry, other slices) -> second's results.
     """
 
-    count: int
     iterations: int
     body: Jaxpr
 
 
-def segment_counts(length: int) -> list[int]:
-    """Numbers of equal segments worth trying: the divisors of `length` nearest to its square root."""
+def segmentations(length: int) -> list[tuple[int, int]]:
+    """Numbers of segments, and of iterations in each, that are worth trying.
+
+    The divisors of `length` nearest to its square root; where they are far from it others, with the fewest
+    slices and carries at a time when those of the iterations left over are kept, too.
+    """
     divisors = [k for k in range(2, length) if length % k == 0]
-    return sorted(sorted(divisors, key=lambda k: (abs(k * k - length), k))[:MOST_COUNTS])
+    counts = sorted(sorted(divisors, key=lambda k: (abs(k * k - length), k))[:MOST_COUNTS])
+    equal = [(count, length // count) for count in counts]
+    uneven = [(length // k, k) for k in range(2, math.isqrt(2 * length) + 1) if k < length / 2]
+    for best in sorted(uneven, key=lambda s: _at_a_time(length, *s))[:1]:
+        most = min((_at_a_time(length, *s) for s in equal), default=length)
+        if _at_a_time(length, *best) < LEFT_OVER_RATIO * most:
+            equal.append(best)
+    return equal
 
 
-def segment_program(pair: ScanPair, count: int) -> ClosedJaxpr:
+def _at_a_time(length: int, count: int, iterations: int) -> int:
+    """How many carries and slices are there at a time, those of the iterations left over, too."""
+    return count + iterations + length - count * iterations
+
+
+def segment_program(pair: ScanPair, iterations: int) -> ClosedJaxpr:
     """The pair on one segment as an open jaxpr, nothing chosen yet; see `Segments.body`."""
     producer, second = body_of(pair.producer.eqn), body_of(pair.consumer.eqn)
-    iterations = pair.length // count
     other = other_xs(pair, second)
     place: dict[Atom, int] = {v: k for k, v in enumerate(producer.ys)}
     n_first = len(producer.jaxpr.invars)
@@ -72,9 +89,9 @@ def segment_program(pair: ScanPair, count: int) -> ClosedJaxpr:
     fixed = second.n_consts + second.n_carry
     avals = [
         *(v.aval for v in producer.jaxpr.invars[: producer.n_consts + producer.n_carry]),
-        *_segment_avals(producer.xs, count),
+        *_segment_avals(producer.xs, iterations),
         *(v.aval for v in second.jaxpr.invars[:fixed]),
-        *_segment_avals([second.xs[k] for k in other], count),
+        *_segment_avals([second.xs[k] for k in other], iterations),
     ]
     return consts_as_literals(compat.trace(run, avals))
 
@@ -94,7 +111,7 @@ def first_segment(pair: ScanPair, segments: Segments, results: Sequence[Atom]) -
         return [*scanned, *values[producer.n_consts : cut]]
 
     avals = [
-        *(v.aval for v in producer.jaxpr.invars[:cut]), *_segment_avals(producer.xs, segments.count)
+        *(v.aval for v in producer.jaxpr.invars[:cut]), *_segment_avals(producer.xs, segments.iterations)
     ]  # fmt: skip
     return consts_as_literals(compat.trace(run, avals))
 
@@ -105,9 +122,9 @@ def other_xs(pair: ScanPair, second: Body) -> list[int]:
     return [k for k, v in enumerate(second.xs) if not compat.is_variable(v) or v not in stacks]
 
 
-def _segment_avals(stacks: Sequence[Atom], count: int) -> list[Any]:
+def _segment_avals(stacks: Sequence[Atom], iterations: int) -> list[Any]:
     avals = [v.aval for v in stacks]
-    return list(compat.trace(lambda *xs: [folded(x, count)[0] for x in xs], avals).out_avals)
+    return list(compat.trace(lambda *xs: [x[:iterations] for x in xs], avals).out_avals)
 
 
 def folded(stack: Any, count: int) -> Any:
