@@ -156,3 +156,23 @@ def test_tables_are_a_hundred_columns_wide_at_most() -> None:
     text = as_text(memory_blocks(found))
     assert max(map(len, text.split("\n"))) <= 100
     assert text.count(str(found.total_bytes)) >= 4
+
+
+@pytest.mark.parametrize("device", ["v5e", "v6e"])
+def test_what_the_other_cores_of_a_tpu_work_on_is_shown(v5e: str, device: str) -> None:
+    """XLA:TPU gives them memory that no value lies in, and starts some of their work with nothing."""
+
+    def products(ws: Any, x: Any) -> Any:
+        return jnp.mean(jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[1]) ** 2)
+
+    def rows(table: Any, places: Any) -> Any:
+        return jnp.sum(jnp.take(table, places, axis=0).astype(jnp.float32) ** 2)
+
+    wide = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1024, 4096), (4096, 1024))]
+    places = jax.ShapeDtypeStruct((16384,), jnp.int32)
+    for function, specs in (
+        (products, (wide, wide[1])),
+        (rows, (jax.ShapeDtypeStruct((65536, 512), jnp.bfloat16), places)),
+    ):
+        compiled = aot.lower_for(jax.jit(jax.grad(function)), specs, device=device).compile()
+        assert coop.inspect(compiled).total_bytes == aot.memory(compiled).total_bytes

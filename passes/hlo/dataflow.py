@@ -12,7 +12,7 @@ is treated like the first one's).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from passes.hlo.graph import BARRIERS, Computation, Instruction, Module, post_order
 from passes.hlo.inplace import in_place_pairs
@@ -162,11 +162,21 @@ class _Builder:
         if instr.opcode == "async-start":
             return self.start(comp, instr, operands)
         if instr.opcode == "async-update":
-            return operands[0]
+            return self.update(comp, instr, operands)
         return {i[1:]: v for i, v in operands[0].items() if i and i[0] == 1}
 
+    def update(self, comp: Computation, instr: Instruction, operands: list[Tree]) -> Tree:
+        """What was started; XLA:TPU's last passes start some work with nothing, and hand it operands here."""
+        begun, *given = operands
+        if not given:
+            return begun
+        started = comp.by_id[instr.operands[0]]
+        tree = self.start(comp, replace(instr, called=started.called), given)
+        return {**tree, **{index: v for index, v in begun.items() if index in tree and index[:1] == (2,)}}
+
     def start(self, comp: Computation, instr: Instruction, operands: list[Tree]) -> Tree:
-        root = self.computation(self.module.computations[instr.called[0]], operands)
+        called = self.module.computations[instr.called[0]]
+        root = self.computation(called, operands) if len(operands) == len(called.parameters()) else {}
         tree: Tree = {}
         for index, shape in instr.shape.leaves():
             if shape.is_tuple or not index or index[0] > 1:

@@ -136,11 +136,20 @@ class _Describe:
                     last_use=self.steps[last] if 0 <= last < len(self.steps) else "",
                 )
             )  # fmt: skip
-        tables = [a for a in self.a.allocations if a.is_temp]
+        beside = [a for a in self.a.allocations if a.is_temp]
         values += [
             replace(self._value(a.values[0], None, WORKING, a.nbytes), offset=self._offset(a.values[0]))
-            for a in tables
+            for a in beside
+            if a.values
         ]
+        values += [
+            Value(
+                name="other cores", op="memory of other cores", shape="", nbytes=a.nbytes, start=0,
+                stop=max(1, len(self.steps)), kind=WORKING,
+            )
+            for a in beside
+            if not a.values
+        ]  # fmt: skip
         return _with_evicted(values)
 
     def fixed(self, constant_bytes: int) -> list[Value]:
