@@ -142,14 +142,8 @@ class _Describe:
             for a in beside
             if a.values
         ]
-        values += [
-            Value(
-                name="other cores", op="memory of other cores", shape="", nbytes=a.nbytes, start=0,
-                stop=max(1, len(self.steps)), kind=WORKING,
-            )
-            for a in beside
-            if not a.values
-        ]  # fmt: skip
+        cores = [a.nbytes for a in beside if not a.values]
+        values += [self._throughout("other cores", "memory of other cores", n, WORKING) for n in cores]
         return _with_evicted(values)
 
     def fixed(self, constant_bytes: int) -> list[Value]:
@@ -166,13 +160,13 @@ class _Describe:
             elif allocation.kind == "output" or (allocation.kind == "tuple" and allocation.lives_out):
                 values.append(self._value(v, None, OUTPUT, allocation.nbytes))
         if constant_bytes:
-            values.append(
-                Value(
-                    name="constants", op="constant", shape="", nbytes=constant_bytes, start=0,
-                    stop=max(1, len(self.steps)), kind=CONSTANT,
-                )
-            )  # fmt: skip
+            values.append(self._throughout("constants", "constant", constant_bytes, CONSTANT))
         return values
+
+    def _throughout(self, name: str, op: str, nbytes: int, kind: str) -> Value:
+        """What is there for the whole run, and is no value of the program."""
+        stop = max(1, len(self.steps))
+        return Value(name=name, op=op, shape="", nbytes=nbytes, start=0, stop=stop, kind=kind)
 
     def _results(self) -> list[tuple[int, int]]:
         entry = self.module.entry

@@ -120,10 +120,9 @@ class _Emitter:
         self.version: list[int] = [0] * len(lifted.var_of)
         self.made: dict[tuple[int | Var, ...], list[Var]] = {}
         self.used_original: set[int] = set()
-        # When every buffer was run last, and what was run when, the last one behind.
+        # When every buffer was run last, and what was run when, and in which step, the last one behind.
         self.run_at: list[int] = [-1] * len(lifted.var_of)
-        self.runs_made: list[tuple[int, BufferId]] = []
-        self.run_in: list[int] = [-1] * len(lifted.var_of)
+        self.runs_made: list[tuple[int, int, BufferId]] = []
         self.live_bytes = simulate(lifted.program, steps).live_bytes
         self.arguments = frozenset(lifted.program.arguments)
         self.last_reader = last_readers(lifted.program)
@@ -268,11 +267,11 @@ class _Emitter:
         what follows elementwise; that becomes a kernel of its own (TinyLlama on an H200: 15 of 182 ms).
         """
         product = None
-        for at, b in reversed(self.runs_made):
+        for at, step, b in reversed(self.runs_made):
             if self.run_at[b] != at or b in made or b in self.transposed or not self._is_read(b, before):
                 continue
             if b not in self.products:
-                return b if product is None or self._has_room_since(self.run_in[b]) else product
+                return b if product is None or self._has_room_since(step) else product
             product = b if product is None else product
         return product
 
@@ -327,9 +326,9 @@ class _Emitter:
                 self.current[b] = self.final[b] = new
                 self.version[b] += 1
                 self.run_at[b] = len(self.eqns)
-                self.run_in[b] = self.reached if is_recompute else self.step
                 run.append(b)
-        self.runs_made += [(len(self.eqns), b) for b in sorted(run)]
+        step = self.reached if is_recompute else self.step
+        self.runs_made += [(len(self.eqns), step, b) for b in sorted(run)]
         if is_recompute:
             self.eqns[first:] = [compat.in_scope(eqn, RECOMPUTE_SCOPE) for eqn in self.eqns[first:]]
         if root in self.config.apart:

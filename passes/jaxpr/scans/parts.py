@@ -192,9 +192,8 @@ def _site_between(higher: Site, lower: Site, share: float) -> Site:
     if isinstance(higher, Inside) and isinstance(lower, Inside):
         bodies = zip(higher.bodies, lower.bodies, strict=True)
         return replace(lower, bodies=tuple(between(*levels, share) for levels in bodies))
-    first_part, most = (lower.parts[0], lower.first) if isinstance(lower, InParts) else (lower, None)
-    if not isinstance(higher, Choice) or not isinstance(first_part, Choice) or higher.segments:
+    if not isinstance(higher, Choice) or not isinstance(lower, Choice | InParts) or higher.segments:
         return lower
-    length, step = first_part.pair.length, first_part.step
-    first = -(-(length - int(share * length)) // step) * step
-    return InParts(parts=(first_part, higher), first=first) if 0 < first < (most or length) else lower
+    length, steps = lower.pair.length, lower.turns[0]
+    first = -(-(length - int(share * length)) // steps.step) * steps.step
+    return InParts(parts=(lower.parts[0], higher), first=first) if 0 < first < steps.stop else lower

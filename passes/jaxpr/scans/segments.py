@@ -56,11 +56,9 @@ def segmentations(length: int) -> list[tuple[int, int]]:
     counts = sorted(sorted(divisors, key=lambda k: (abs(k * k - length), k))[:MOST_COUNTS])
     equal = [(count, length // count) for count in counts]
     uneven = [(length // k, k) for k in range(2, math.isqrt(2 * length) + 1) if k < length / 2]
-    for best in sorted(uneven, key=lambda s: _at_a_time(length, *s))[:1]:
-        most = min((_at_a_time(length, *s) for s in equal), default=length)
-        if _at_a_time(length, *best) < LEFT_OVER_RATIO * most:
-            equal.append(best)
-    return equal
+    best = min(uneven, key=lambda s: _at_a_time(length, *s), default=(length, 1))
+    most = LEFT_OVER_RATIO * min((_at_a_time(length, *s) for s in equal), default=length)
+    return [*equal, best] if _at_a_time(length, *best) < most else equal
 
 
 def _at_a_time(length: int, count: int, iterations: int) -> int:
