@@ -62,6 +62,8 @@ class Backend:
         fuses_normalisation: True if XLA makes one kernel of a softmax, its reductions included.
         drops_rounding: True if XLA takes out what rounds values to the precision that they have.
         reads_together: True if XLA makes one kernel of several that read the same.
+        launch_ns: what XLA takes a launch for where it weighs whether readers compute an elementwise value
+            themselves (`passes.jaxpr.storage`); None where it goes by other rules.
         looks: how often a program can be planned once more, and compiled as far as XLA's schedule, in the
             time of one compile (in `benchmarks.side_by_side` once took .1 to .35 of a compile's CPU time on a
             CPU, where most of that is code generation, .6 to 1.3 for an H200; XLA's part is .1 on a TPU).
@@ -110,6 +112,7 @@ class Backend:
     fuses_normalisation: bool = False
     drops_rounding: bool = False
     reads_together: bool = False
+    launch_ns: int | None = None
     fuses_results: bool = False
     fuses_products: bool = False
     rounds_products: bool = False
@@ -128,7 +131,7 @@ CUDA = Backend(
     name="cuda", aliases=("gpu", "rocm"), alignment=256, sharing="emitters",
     library="jax_plugins.xla_cuda13", default_device="h100", takes_thunks=True,
     splits_small_dots=True, fuses_normalisation=True, drops_rounding=True, reads_together=True,
-    fuses_products=True, host_pool_bytes=64 << 30, awaits_at_once=True,
+    launch_ns=1000, fuses_products=True, host_pool_bytes=64 << 30, awaits_at_once=True,
 )  # fmt: skip
 TPU = Backend(
     name="tpu", alignment=16384, host_alignment=4096, host_multiple=4096, heap="in time order",

@@ -19,10 +19,10 @@ from jax.extend.core import check_jaxpr
 
 from passes.cost import DEVICES
 from passes.ir import OpId
-from passes.jaxpr import compat, flops, freedom, in_place, inline, primitives, purity, simplify, straight
+from passes.jaxpr import compat, flops, in_place, inline, primitives, purity, simplify, straight
 from passes.jaxpr.candidate import JaxprRequest
 from passes.jaxpr.conds import recompute_in_second_cond
-from passes.jaxpr.emit import emit
+from passes.jaxpr.emit import MOVES, emit
 from passes.jaxpr.freedom import emit_config, emit_configs
 from passes.jaxpr.lift import lift
 from passes.jaxpr.lifted import LiftedJaxpr
@@ -128,7 +128,7 @@ def test_every_named_primitive_exists():
     tables = {
         "primitives": primitives.KINDS, "slicing": primitives.SLICING, "reshapes": primitives.RESHAPES,
         "control flow": primitives.CONTROL_FLOW, "in place": in_place.IN_PLACE, "adds": simplify.ADDS,
-        "scatter": [simplify.SCATTER_ADD], "moves": freedom.MOVES, "calls": primitives.CALLS,
+        "scatter": [simplify.SCATTER_ADD], "moves": MOVES, "calls": primitives.CALLS,
         "slices": views.ELEMENTWISE, "once": {n for n in purity.ONCE if not n.startswith("coop")},
     }  # fmt: skip
     assert not {table: missing for table, names in tables.items() if (missing := set(names) - known)}

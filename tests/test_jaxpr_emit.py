@@ -183,6 +183,25 @@ def test_a_trigger_is_as_new_as_there_is_room_for_what_waits(room: bool):
     assert products.isdisjoint(barrier.invars) == room
 
 
+def test_what_follows_from_nothing_or_is_only_moved_is_no_trigger():
+    """With explicit axes recomputes waited for a 1.0 that JAX had placed: it was the newest value."""
+
+    def steps(x: Any, w: Any, rows: Any) -> Any:
+        first = jnp.sum(jnp.sort(x @ w))
+        table = jax.lax.optimization_barrier(jnp.cos(jax.lax.iota(jnp.float32, 8)))
+        moved = jax.lax.optimization_barrier(rows[:8])
+        return jnp.cos(jnp.sort(x @ w.T) * first) @ (table * moved)
+
+    closed = inline_calls(jax.make_jaxpr(steps)(jnp.ones((8, 8)), jnp.ones((8, 8)), jnp.ones(16)))
+    lifted = lift(compat.open_jaxpr(closed)[0], DEVICES["cpu"], as_xla=False)
+    names, order = [op.name for op in lifted.program.ops], lifted.program.order
+    assert names[4:] == ["sort", "cos", "slice", "cos", "mul", "dot_general"]
+    emitted = emit(lifted, (*order[:7], OpId(0), *order[7:]), EmitConfig())
+    (waits,) = (e for e in emitted.eqns if e.primitive.name == "optimization_barrier" and len(e.invars) > 1)
+    (newest,) = lifted.jaxpr.eqns[lifted.bodies[5][-1]].outvars
+    assert waits.invars[-1] is newest
+
+
 def test_kernels_on_both_sides_of_a_barrier_share_no_table():
     """XLA:GPU made one kernel of six layers' gradients, which the operands of six products waited for."""
 

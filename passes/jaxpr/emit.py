@@ -29,6 +29,8 @@ from passes.liveness import last_readers
 from passes.outcome import RECOMPUTE_SCOPE
 from passes.simulate import simulate
 
+MOVES = frozenset({"slice", "dynamic_slice", "split", "gather", "convert_element_type"})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmitConfig:
@@ -96,6 +98,15 @@ def _made_by(
     )
 
 
+def ready_from_the_start(program: Program) -> set[BufferId]:
+    """Arguments, what follows from them by moving data alone, and what follows from nothing."""
+    ready = set(program.arguments)
+    for op in program.ops:
+        if not op.inputs or (op.name in MOVES and ready.issuperset(op.inputs)):
+            ready.update(op.outputs)
+    return ready
+
+
 def _when(program: Program, steps: Sequence[OpId]) -> tuple[list[list[int]], list[list[int]]]:
     """For every buffer the steps that read it, and those that make it."""
     readers: list[list[int]] = [[] for _ in program.buffers]
@@ -125,6 +136,7 @@ class _Emitter:
         self.runs_made: list[tuple[int, int, BufferId]] = []
         self.live_bytes = simulate(lifted.program, steps).live_bytes
         self.arguments = frozenset(lifted.program.arguments)
+        self.ready = ready_from_the_start(lifted.program)
         self.last_reader = last_readers(lifted.program)
         self.readers, self.runs = _when(lifted.program, steps)
         self.products = _made_by(lifted, MATRIX, but_for=config.apart)
@@ -260,15 +272,18 @@ class _Emitter:
         return i, tuple(self.version[b] for b in self.lifted.leaves[i])
 
     def _trigger(self, before: OpId, made: set[BufferId]) -> BufferId | None:
-        """The stored value that was run last and is still read from `before` on; one that is no product if
-        there was room ever since it was made for what waits for it.
+        """The stored value that was run last and is still read from `before` on, and that is not ready from
+        the start: to wait for that is not to wait; one that is no product if there was room ever since it was
+        made for what waits for it.
 
         XLA gives what passes a barrier the layout of its shape. It would write many a product transposed, for
         what follows elementwise; that becomes a kernel of its own (TinyLlama on an H200: 15 of 182 ms).
         """
         product = None
         for at, step, b in reversed(self.runs_made):
-            if self.run_at[b] != at or b in made or b in self.transposed or not self._is_read(b, before):
+            if self.run_at[b] != at or b in made or b in self.transposed or b in self.ready:
+                continue
+            if not self._is_read(b, before):
                 continue
             if b not in self.products:
                 return b if product is None or self._has_room_since(step) else product

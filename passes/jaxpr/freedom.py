@@ -11,11 +11,11 @@ import math
 
 from passes.backend import BACKENDS
 from passes.cost import DeviceModel
-from passes.ir import BufferId, Op, Program
+from passes.ir import Op
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of
 from passes.jaxpr.compat import JaxprEqn
-from passes.jaxpr.emit import EmitConfig
+from passes.jaxpr.emit import EmitConfig, ready_from_the_start
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.primitives import MATRIX, Kind
 from passes.jaxpr.purity import kernel_kind
@@ -24,7 +24,6 @@ from passes.saved import is_saved
 
 # Dots with results up to this size are small: XLA:GPU splits them along their depth, and merges them.
 SMALL_DOT_ELEMENTS = 2 << 20
-MOVES = frozenset({"slice", "dynamic_slice", "split", "gather", "convert_element_type"})
 
 
 def emit_configs(
@@ -82,7 +81,7 @@ def emit_config(
         apart |= {
             root for root, op in small.items() if any(last.get(b, 0) > op.id + reach for b in op.outputs)
         }
-        ready = _ready_from_the_start(lifted.program)
+        ready = ready_from_the_start(lifted.program)
         held_back = {root for root, op in small.items() if strict or ready.issuperset(op.inputs)}
     return EmitConfig(
         shared=frozenset(own - wanted),
@@ -123,12 +122,3 @@ def small_dots(lifted: LiftedJaxpr) -> dict[int, Op]:
         ):
             small[body[-1]] = op
     return small
-
-
-def _ready_from_the_start(program: Program) -> set[BufferId]:
-    """Arguments and what follows from them by moving data alone."""
-    ready = set(program.arguments)
-    for op in program.ops:
-        if op.name in MOVES and ready.issuperset(op.inputs):
-            ready.update(op.outputs)
-    return ready

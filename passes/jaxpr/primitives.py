@@ -40,7 +40,7 @@ FUSING = (*INSIDE, Kind.REDUCTION)
 """Kernels that compute their operands inside of themselves."""
 
 
-_VIEW = "copy name pvary reshape sharding_constraint squeeze stop_gradient transpose"
+_VIEW = "copy name pvary reshape reshard sharding_constraint squeeze stop_gradient transpose"
 
 _FUSIBLE = """
     abs add add_any and bitcast_convert_type broadcast_in_dim broadcast_to ceil clamp clz complex
