@@ -73,6 +73,8 @@ class Backend:
         rounds_products: True if XLA stores what only products of float32 read in bfloat16.
         runs_free_early: True if XLA runs what reads nothing but arguments long before its turn: the products
             of an LSTM's inputs. On a CPU a barrier against that costs more than it holds back.
+        merges_dots_bytes: products that share an operand are made one where one of them reads and writes no
+            more (`passes.jaxpr.merged_dots`); 0 where that is not done.
         splits_small_dots: True if XLA splits and merges dots that do not fill the device.
         drops_copies: True if XLA takes copies that nothing needs out after its callback
             (`passes.hlo.copies`).
@@ -117,6 +119,7 @@ class Backend:
     fuses_products: bool = False
     rounds_products: bool = False
     runs_free_early: bool = False
+    merges_dots_bytes: int = 0
     splits_small_dots: bool = False
     drops_copies: bool = False
     looks: int = 1
@@ -131,7 +134,8 @@ CUDA = Backend(
     name="cuda", aliases=("gpu", "rocm"), alignment=256, sharing="emitters",
     library="jax_plugins.xla_cuda13", default_device="h100", takes_thunks=True,
     splits_small_dots=True, fuses_normalisation=True, drops_rounding=True, reads_together=True,
-    launch_ns=1000, fuses_products=True, host_pool_bytes=64 << 30, awaits_at_once=True,
+    launch_ns=1000, merges_dots_bytes=128 << 20, fuses_products=True, host_pool_bytes=64 << 30,
+    awaits_at_once=True,
 )  # fmt: skip
 TPU = Backend(
     name="tpu", alignment=16384, host_alignment=4096, host_multiple=4096, heap="in time order",

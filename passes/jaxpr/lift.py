@@ -34,6 +34,7 @@ from passes.jaxpr.in_place import (
 )
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.lifted import LiftedJaxpr
+from passes.jaxpr.merged_dots import with_merged_dots
 from passes.jaxpr.moved import moved
 from passes.jaxpr.primitives import CONTROL_FLOW, Kind
 from passes.jaxpr.purity import has_effect, moves_memory
@@ -120,7 +121,11 @@ def as_known(jaxpr: Jaxpr, device: DeviceModel) -> Jaxpr:
 
 
 def _as_seen(known: Jaxpr, device: DeviceModel) -> Jaxpr:
-    return known if BACKENDS[device.platform].fuses_greedily else without_repeats(known)
+    backend = BACKENDS[device.platform]
+    seen = known if backend.fuses_greedily else without_repeats(known)
+    if device.partitioned or not backend.merges_dots_bytes:
+        return seen
+    return with_merged_dots(seen, backend.merges_dots_bytes)
 
 
 def _lift(

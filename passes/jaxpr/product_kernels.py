@@ -30,6 +30,9 @@ _BY_ELEMENT = """
 """
 _NAMES = frozenset(_BY_ELEMENT.split())
 _SPREADS = "broadcast_in_dim"
+_JOINS = "concatenate"
+# Of how many columns or more the parts are that a kernel reads where they lie.
+_TILE = 64
 # Elementwise or views, but nothing that the kernel of a product computes.
 _APART = frozenset({"dynamic_slice", "pad"})
 # What a step may read more than it makes, in bytes (`kIoToleranceBytes`).
@@ -111,6 +114,8 @@ class ProductKernels:
             return False
         if self._graph.kinds[i] is Kind.VIEW or name == _SPREADS:
             return True
+        if name == _JOINS:
+            return all(array_of(u).shape[eqn.params["dimension"]] % _TILE == 0 for u in eqn.invars)
         if name not in _NAMES:
             return False
         if len(eqn.invars) == 2 and any(self._is_spread(u, eqn) for u in eqn.invars):
