@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from coop_jax import aot
+from coop_jax import aot, mark
 from coop_jax.remat import remat
 from coop_jax.report import report
 
@@ -202,6 +202,23 @@ def normalised_step(ws: list[Any], x: Any) -> Any:
     value, grads = jax.value_and_grad(loss)(ws)
     scale = 1 / jnp.sqrt(sum(jnp.sum(g**2) for g in grads))
     return [w - 0.1 * scale * g for w, g in zip(ws, grads, strict=True)], value
+
+
+@pytest.mark.parametrize("weights", [P(), P("d")], ids=["data parallel", "fully sharded"])
+@pytest.mark.parametrize("said", [True, False], ids=["results said", "results left to XLA"])
+def test_donated_places_are_known_when_it_is_planned(h200: str, weights: P, said: bool) -> None:
+    """With results left to XLA JAX says only what is given away: budgets seemed tighter by all of it."""
+    mesh = Mesh(aot.devices(h200, count=8), ("d",))
+    place = NamedSharding(mesh, weights)
+    ws = [jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=place)] * 4
+    x = jax.ShapeDtypeStruct((4096, 256), jnp.float32, sharding=NamedSharding(mesh, P("d")))
+    shardings = {"out_shardings": ([place] * 4, None)} if said else {}
+    step = remat(normalised_step, budget=0.6, device=h200)
+    compiled = jax.jit(step, donate_argnums=0, **shardings).lower(ws, x).compile()
+    record = mark.record_of(compiled)
+    assert record is not None
+    assert record.jaxpr is not None
+    assert record.jaxpr.alias_bytes == aot.memory(compiled).alias_bytes > 0
 
 
 @pytest.mark.parametrize("weights", [P(), P("d")], ids=["data parallel", "fully sharded"])
