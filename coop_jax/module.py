@@ -38,6 +38,7 @@ class ModuleFacts:
             result is that takes its place: JAX does not know what memories an absent GPU has.
         argument_parts, output_parts: into how many parts each is split over the devices; an output that says
             nothing is split as an argument of its type, else not.
+        finest_parts: into how many parts a value is split that is split as all arguments together are.
         aliased: for every argument the result that may take its place, None where there is none.
         num_devices: over how many devices the program is partitioned.
         platforms: such as ("cuda",); more than one only when exporting.
@@ -50,6 +51,7 @@ class ModuleFacts:
     output_on_host: tuple[bool, ...]
     argument_parts: tuple[int, ...]
     output_parts: tuple[int, ...]
+    finest_parts: int
     aliased: tuple[int | None, ...]
     num_devices: int
     platforms: tuple[str, ...]
@@ -112,6 +114,7 @@ def module_facts(ctx: Any) -> ModuleFacts:
     outputs = [_axes(ir.DictAttr(a)) for a in main.result_attrs]
     axis_sizes = {axis: int(n) for axis, n in re.findall(r'"([^"]+)"=(\d+)', text)}
     argument_parts, output_parts = _parts(axis_sizes, arguments, outputs, kind)
+    every_axis = {axis for axes in arguments for names in axes or () for axis in names}
     output_on_host = tuple(map(_is_on_host, main.result_attrs))
     argument_nbytes, output_nbytes = (
         tuple(map(_type_nbytes, types)) for types in (kind.inputs, kind.results)
@@ -135,6 +138,7 @@ def module_facts(ctx: Any) -> ModuleFacts:
         output_on_host=output_on_host,
         argument_parts=argument_parts,
         output_parts=output_parts,
+        finest_parts=math.prod(axis_sizes.get(axis, 1) for axis in every_axis),
         aliased=aliased,
         num_devices=int(getattr(axis, "num_devices", 0) or getattr(getattr(axis, "mesh", None), "size", 1)),
         platforms=tuple(module.platforms),
