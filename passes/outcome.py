@@ -215,10 +215,12 @@ def scaled(outcome: StageOutcome, *, over: int) -> StageOutcome:
     values = {name: getattr(outcome, name) // over for name in (*names, *spent)}
     unless_none = ("least_total_bytes", "ordered_temp_bytes", "unordered_temp_bytes", "kernels_ns")
     values |= {name: None if (n := getattr(outcome, name)) is None else n // over for name in unless_none}
-    again = tuple(replace(r, nbytes=r.nbytes // over, cost_ns=r.cost_ns // over) for r in outcome.recomputed)
+    recomputed = tuple(
+        replace(r, nbytes=r.nbytes // over, cost_ns=r.cost_ns // over) for r in outcome.recomputed
+    )
     paged = tuple(replace(p, nbytes=p.nbytes // over) for p in outcome.paged)
     tightest = tuple(replace(v, nbytes=v.nbytes // over) for v in outcome.tightest)
-    return replace(outcome, **values, recomputed=again, paged=paged, tightest=tightest)
+    return replace(outcome, **values, recomputed=recomputed, paged=paged, tightest=tightest)
 
 
 def recomputed_by(program: Program, steps: Sequence[OpId], stage: Stage) -> tuple[Recomputed, ...]:
