@@ -322,7 +322,7 @@ def _plan_whole(
     config: RematConfig,
     asked: Wish | None,
 ) -> tuple[ClosedJaxpr, StageOutcome | None]:
-    """Plan a whole function. The outcome is of one device; None for a partition that stays as it is."""
+    """Plan a whole function. The outcome is of one device; None where nothing is left to plan."""
     budget_bytes = request.budget_bytes
     request = as_wished(request, asked, lambda: plan_program(plain, unlimited(request))[1], devices.parts)
     if BACKENDS[facts.platforms[0]].pages:
@@ -337,7 +337,7 @@ def _plan_whole(
         if request.temp_budget_bytes <= 0:
             return plain, None
         made, outcome = plan_program(plain, request)
-        return made, scaled(outcome, over=devices.parts) if outcome.changed else None
+        return made, scaled(outcome, over=devices.parts)
     may_pin = config.on_fragmentation == "pin" and BACKENDS[facts.platforms[0]].pins_as_compiled
     may_pin = may_pin and is_whole(plain, facts)
     if may_pin and pinned_plain_bytes(plain, facts.device, facts.donated) <= budget_bytes:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from passes.backend import BACKENDS
 POINTER_BYTES = 8
 _MEMORY_KIND = "mhlo.memory_kind"
 _HOST_KINDS = ("pinned_host", "unpinned_host")
+_ALIAS, _DONOR = "tf.aliasing_output", "jax.buffer_donor"
 _ATTRIBUTES = "mhlo.frontend_attributes"
 
 
@@ -36,6 +38,7 @@ class ModuleFacts:
             result is that takes its place: JAX does not know what memories an absent GPU has.
         argument_parts, output_parts: into how many parts each is split over the devices; an output that says
             nothing is split as an argument of its type, else not.
+        finest_parts: into how many parts a value is split that is split as all arguments together are.
         aliased: for every argument the result that may take its place, None where there is none.
         num_devices: over how many devices the program is partitioned.
         platforms: such as ("cuda",); more than one only when exporting.
@@ -48,6 +51,7 @@ class ModuleFacts:
     output_on_host: tuple[bool, ...]
     argument_parts: tuple[int, ...]
     output_parts: tuple[int, ...]
+    finest_parts: int
     aliased: tuple[int | None, ...]
     num_devices: int
     platforms: tuple[str, ...]
@@ -99,11 +103,6 @@ def module_facts(ctx: Any) -> ModuleFacts:
         if op.operation.name == "func.func" and ir.StringAttr(op.attributes["sym_name"]).value == "main"
     )  # fmt: skip
     kind = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
-    aliased = []
-    for attribute in main.arg_attrs:
-        attrs = ir.DictAttr(attribute)
-        donated = "tf.aliasing_output" in attrs
-        aliased.append(ir.IntegerAttr(attrs["tf.aliasing_output"]).value if donated else None)
     axis = module.axis_context
     devices = getattr(axis, "device_assignment", None)
     if devices is None:
@@ -115,23 +114,59 @@ def module_facts(ctx: Any) -> ModuleFacts:
     outputs = [_axes(ir.DictAttr(a)) for a in main.result_attrs]
     axis_sizes = {axis: int(n) for axis, n in re.findall(r'"([^"]+)"=(\d+)', text)}
     argument_parts, output_parts = _parts(axis_sizes, arguments, outputs, kind)
+    every_axis = {axis for axes in arguments for names in axes or () for axis in names}
     output_on_host = tuple(map(_is_on_host, main.result_attrs))
+    argument_nbytes, output_nbytes = (
+        tuple(map(_type_nbytes, types)) for types in (kind.inputs, kind.results)
+    )
+    aliased = _aliased(
+        main.arg_attrs,
+        [n // p for n, p in zip(argument_nbytes, argument_parts, strict=True)],
+        [
+            None if away else n // p
+            for n, p, away in zip(output_nbytes, output_parts, output_on_host, strict=True)
+        ],
+    )
     argument_on_host = tuple(
         _is_on_host(a) or (alias is not None and output_on_host[alias])
         for a, alias in zip(main.arg_attrs, aliased, strict=True)
     )
     return ModuleFacts(
-        argument_nbytes=tuple(_type_nbytes(t) for t in kind.inputs),
-        output_nbytes=tuple(_type_nbytes(t) for t in kind.results),
+        argument_nbytes=argument_nbytes,
+        output_nbytes=output_nbytes,
         argument_on_host=argument_on_host,
         output_on_host=output_on_host,
         argument_parts=argument_parts,
         output_parts=output_parts,
-        aliased=tuple(aliased),
+        finest_parts=math.prod(axis_sizes.get(axis, 1) for axis in every_axis),
+        aliased=aliased,
         num_devices=int(getattr(axis, "num_devices", 0) or getattr(getattr(axis, "mesh", None), "size", 1)),
         platforms=tuple(module.platforms),
         device=devices[0] if len(devices) else None,
     )
+
+
+def _aliased(
+    attributes: Sequence[Any], argument_nbytes: Sequence[int], output_nbytes: Sequence[int | None]
+) -> tuple[int | None, ...]:
+    """For every argument the result that may take its place.
+
+    Where JAX does not know how XLA will split the results it only says which arguments are given away: XLA
+    gives the place of each to a result of as many bytes.
+
+    Args:
+        argument_nbytes, output_nbytes: bytes on one device; None for a result that is in the host's memory.
+    """
+    given = [ir.DictAttr(a) for a in attributes]
+    said = [ir.IntegerAttr(a[_ALIAS]).value if _ALIAS in a else None for a in given]
+    free = {n: deque[int]() for n in output_nbytes}
+    for k, n in enumerate(output_nbytes):
+        if n is not None and k not in said:
+            free[n].append(k)
+    for i, n in enumerate(argument_nbytes):
+        if said[i] is None and _DONOR in given[i] and free.get(n):
+            said[i] = free[n].popleft()
+    return tuple(said)
 
 
 def _mesh_text(module: Any, attributes: Sequence[Any]) -> str:

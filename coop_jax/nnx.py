@@ -39,9 +39,9 @@ def has_nodes(tree: Any) -> bool:
 
 def inside(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` of objects as a function of what `outside` makes of (args, kwargs)."""
-    nnx = sys.modules["flax.nnx"]
 
     def call(pure_args: Any, pure_kwargs: Any) -> Any:
+        nnx = sys.modules["flax.nnx"]
         args, kwargs = nnx.from_tree((pure_args, pure_kwargs), merge_fn=_joined, ctxtag=_TAG, is_inner=True)
         objects = [x for x in jax.tree.leaves((args, kwargs), is_leaf=is_node) if is_node(x)]
         before = [_look(x) for x in objects]

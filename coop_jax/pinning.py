@@ -152,14 +152,19 @@ def inlined(compiled: Compiled) -> Callable[..., Any]:
 
 
 class PinnedCalls:
-    """Calls of a jitted function: each signature is compiled and pinned once.
+    """Calls of a function as a program: each signature is compiled and pinned once.
 
-    While JAX traces, a call is one of the jitted function itself, which becomes part of what is traced.
+    While JAX traces, a call is one of the jitted function itself, which becomes part of what is traced. A
+    copy in another process compiles anew.
     """
 
-    def __init__(self, jitted: Any) -> None:
-        self._jitted = jitted
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._jitted = jax.jit(function, inline=True)
         self._programs: dict[Any, Any] = {}
+
+    def __reduce__(self) -> Any:
+        return PinnedCalls, (self._function,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))

@@ -169,12 +169,9 @@ def _decorate(
     def argument(path: Sequence[Any]) -> str:
         return argument_name(opened, path)
 
-    @functools.cache
-    def program(objects: bool) -> Callable[..., Any]:
-        """What runs; if there are NNX objects among the arguments, on what they are taken apart to."""
-        if objects:
-            return _program(nnx.inside(opened), function, config, lambda path: argument(path[1:]))
-        return _program(opened, function, config, argument)
+    program = _program(opened, function, config, argument)
+    # What runs if there are NNX objects among the arguments, on what they are taken apart to.
+    on_parts = _program(nnx.inside(opened), function, config, lambda path: argument(path[1:]))
 
     @functools.wraps(function, updated=() if owner else functools.WRAPPER_UPDATES)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -184,8 +181,8 @@ def _decorate(
         args, kwargs = static.mark(args, kwargs)
         args = (*owner, *args)
         if nnx.has_nodes((args, kwargs)):
-            return nnx.outside(program(True), args, kwargs)
-        return program(False)(*args, **kwargs)
+            return nnx.outside(on_parts, args, kwargs)
+        return program(*args, **kwargs)
 
     return wrapper
 
@@ -220,8 +217,7 @@ def _program(
         return _stage(function, config, args, kwargs, named, argument)
 
     # `jit` brings the cache and the compile outside `jit`; it leaves no trace inside one.
-    jitted = jax.jit(staged, inline=True)
-    call = PinnedCalls(jitted) if config.pin else jitted
+    call = PinnedCalls(staged) if config.pin else jax.jit(staged, inline=True)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         held = hold((args, kwargs), names=argument)

@@ -23,8 +23,8 @@ class Devices:
     """Where a program runs, and its arguments and results on each device.
 
     Of what is between them in a program that XLA partitions only the whole's sizes are known before XLA has
-    split it. It is taken to be split as finely as the argument that is split most, which a batch usually is;
-    the enforcing stage sees the real sizes. Inside `shard_map` the sizes are one device's.
+    split it. It is taken to be split as all arguments together are, as what a split batch and a split weight
+    make is; the enforcing stage sees the real sizes. Inside `shard_map` the sizes are one device's.
 
     Attributes:
         parts: one device's bytes times this are the bytes that are planned.
@@ -60,7 +60,7 @@ def devices_of(facts: ModuleFacts, plain: ClosedJaxpr | None) -> Devices:
         argument_bytes=sum(arguments),
         output_bytes=sum(outputs) + facts.table_bytes,
         alias_bytes=sum(arguments[i] for i in facts.donated),
-        parts=max(facts.argument_parts, default=1) if partitioned else 1,
+        parts=facts.finest_parts if partitioned else 1,
         num_devices=facts.num_devices,
         partitioned=partitioned,
     )

@@ -208,13 +208,19 @@ def changes(stages: Iterable[StageOutcome]) -> tuple[float, float]:
 
 
 def scaled(outcome: StageOutcome, *, over: int) -> StageOutcome:
-    """An outcome with its bytes divided: of one device's part."""
-    names = ("budget", "argument", "output", "alias", "before_temp", "planned_temp")
-    values = {f"{name}_bytes": getattr(outcome, f"{name}_bytes") // over for name in names}
-    paged = tuple(replace(p, nbytes=p.nbytes // over) for p in outcome.paged)
-    unless_none = ("least_total_bytes", "unordered_temp_bytes")
+    """An outcome with its bytes, times and energy divided: of one device's part."""
+    temps = ("before_temp_bytes", "planned_temp_bytes", "constant_bytes", "holes_bytes")
+    names = ("budget_bytes", "argument_bytes", "output_bytes", "alias_bytes", *temps)
+    spent = ("cost_ns", "recompute_ns", "waiting_ns", "energy_pj", "recompute_pj")
+    values = {name: getattr(outcome, name) // over for name in (*names, *spent)}
+    unless_none = ("least_total_bytes", "ordered_temp_bytes", "unordered_temp_bytes", "kernels_ns")
     values |= {name: None if (n := getattr(outcome, name)) is None else n // over for name in unless_none}
-    return replace(outcome, **values, paged=paged)
+    recomputed = tuple(
+        replace(r, nbytes=r.nbytes // over, cost_ns=r.cost_ns // over) for r in outcome.recomputed
+    )
+    paged = tuple(replace(p, nbytes=p.nbytes // over) for p in outcome.paged)
+    tightest = tuple(replace(v, nbytes=v.nbytes // over) for v in outcome.tightest)
+    return replace(outcome, **values, recomputed=recomputed, paged=paged, tightest=tightest)
 
 
 def recomputed_by(program: Program, steps: Sequence[OpId], stage: Stage) -> tuple[Recomputed, ...]:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import io
+import marshal
+import pickle
 import re
+import types
 from typing import Any
 
 import jax
@@ -236,6 +241,35 @@ def test_a_large_budget_recomputes_nothing() -> None:
     assert not record.hlo.changed
     lowered = jax.jit(decorated).lower(W, X).as_text()
     assert str(plain).count("dot_general") == lowered.count("stablehlo.dot_general")
+
+
+class _ByValue(pickle.Pickler):
+    """Pickles functions within functions as cloudpickle does: their code and what they close over."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, types.FunctionType) or "<locals>" not in value.__code__.co_qualname:
+            return NotImplemented
+        held = tuple(cell.cell_contents for cell in value.__closure__ or ())
+        module = value.__globals__["__name__"]
+        return _function, (marshal.dumps(value.__code__), module, value.__defaults__, held)
+
+
+def _function(code: bytes, module: str, defaults: Any, held: Any) -> Any:
+    scope = vars(importlib.import_module(module))
+    return types.FunctionType(marshal.loads(code), scope, None, defaults, tuple(map(types.CellType, held)))
+
+
+@pytest.mark.parametrize("options", [{}, {"pin": True}, {"static_argnums": 1}], ids=str)
+def test_a_decorated_local_function_is_pickled_before_and_after_it_ran(options: Any) -> None:
+    @remat(budget=LARGE, **options)
+    def scaled(x: Any, times: int) -> Any:
+        return x * times
+
+    for _ in range(2):
+        file = io.BytesIO()
+        _ByValue(file).dump(scaled)
+        np.testing.assert_array_equal(pickle.loads(file.getvalue())(X, 2), X * 2)
+        np.testing.assert_array_equal(scaled(X, 2), X * 2)
 
 
 def test_budget_object_and_percent() -> None:

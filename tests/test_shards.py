@@ -89,8 +89,8 @@ def test_what_a_shard_map_splits_is_one_devices_part_though_its_caller_says_noth
     facts = ModuleFacts(
         argument_nbytes=arguments, output_nbytes=outputs, argument_on_host=(False,) * len(arguments),
         output_on_host=(False,) * len(outputs), argument_parts=(1,) * len(arguments),
-        output_parts=(1,) * len(outputs), aliased=(None,) * len(arguments), num_devices=N_DEVICES,
-        platforms=("cpu",), device=None,
+        output_parts=(1,) * len(outputs), finest_parts=1, aliased=(None,) * len(arguments),
+        num_devices=N_DEVICES, platforms=("cpu",), device=None,
     )  # fmt: skip
     devices = devices_of(facts, plain)
     assert devices.argument_bytes == arguments[0] + arguments[1] // N_DEVICES

@@ -60,7 +60,7 @@ _EXPENSIVE = """
 
 _REDUCTION = """
     argmax argmin gather reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor
-    reduce_window reduce_window_max reduce_window_min reduce_window_sum
+    reduce_window reduce_window_max reduce_window_min reduce_window_sum coop_compared
 """
 
 _KERNEL = """
@@ -109,6 +109,9 @@ MOVING = frozenset(_MOVING.split())
 
 RESHAPES = frozenset({"copy", "reshape", "squeeze"})
 """Views whose result lies in memory as their operand does."""
+
+COMPARED = "coop_compared"
+"""See `passes.jaxpr.extremes`."""
 
 CALLS = {
     "jit": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr",

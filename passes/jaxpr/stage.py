@@ -22,6 +22,7 @@ from passes.jaxpr.bodies import has_control_flow
 from passes.jaxpr.candidate import Candidate, JaxprRequest
 from passes.jaxpr.compat import ClosedJaxpr, Jaxpr
 from passes.jaxpr.emit import emit_split
+from passes.jaxpr.extremes import compared_whole
 from passes.jaxpr.halves import Joined, Split, closed_halves, join
 from passes.jaxpr.lift import lift_seen
 from passes.jaxpr.lifted import LiftedJaxpr
@@ -159,7 +160,7 @@ _joined = compat.cached_by_jaxpr(join)
 
 @compat.cached_by_jaxpr
 def _simplified(jaxpr: Jaxpr) -> Jaxpr:
-    live = compat.without_dead_code(jaxpr)
+    live = compared_whole(compat.without_dead_code(jaxpr))
     return without_literal_barriers(scatter_in_place(gather_then_convert(live)))
 
 

@@ -1,0 +1,88 @@
+"""What is compared with its own extreme is computed and compared in one place.
+
+The gradient of a maximum goes to the elements that are equal to it. A plan that keeps the maximum, and
+computes the elements anew in another kernel, may find none that is equal: a product and a sum are rounded
+once in one kernel, twice in another, and the gradient is lost. (Rays traced to the nearest of eight spheres:
+gradients of the centers were half of what they are.) So the comparison is one equation of the elements, which
+computes the extreme for itself; where nothing is recomputed XLA finds that to be the one that there is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from passes.jaxpr import compat
+from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
+from passes.jaxpr.inline import with_flat_bodies
+from passes.jaxpr.primitives import CALLS, COMPARED, CONTROL_FLOW, Kind
+from passes.jaxpr.purity import eqn_kind
+
+_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+_EXTREMES = frozenset(
+    {"reduce_max", "reduce_min", "cummax", "cummin", "scatter-max", "scatter-min", "scatter_max",
+     "scatter_min", "sort"}
+)  # fmt: skip
+_PLAIN = (Kind.VIEW, Kind.FUSIBLE, Kind.REDUCTION, Kind.KERNEL)
+# How many equations back an extreme is looked for: a view or two, what makes an index.
+_MOST = 16
+
+compared_p = compat.new_primitive(COMPARED)
+compat.define_abstract(compared_p, lambda jaxpr, **_: (jaxpr.out_avals, jaxpr))
+compat.register_lowering(compared_p, lambda ctx, *operands, jaxpr: compat.lower_inline(ctx, jaxpr, operands))
+
+
+def compared_whole(jaxpr: Jaxpr) -> Jaxpr:
+    """An open jaxpr, and bodies of control flow in it, where such comparisons are one equation each; the same
+    object if there are none."""
+    producer = {v: (n, eqn) for n, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    eqns = [_whole(with_flat_bodies(eqn, compared_whole), producer, jaxpr) for eqn in jaxpr.eqns]
+    if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
+        return jaxpr
+    return compat.without_dead_code(compat.rebuild(jaxpr, eqns=eqns))
+
+
+def _whole(eqn: JaxprEqn, producer: Mapping[Var, tuple[int, JaxprEqn]], like: Jaxpr) -> JaxprEqn:
+    """A comparison with the equations in it by which one side follows from the other, else `eqn`."""
+    if eqn.primitive.name not in _COMPARISONS:
+        return eqn
+    one, other = eqn.invars
+    if not (compat.is_variable(one) and compat.is_variable(other)):
+        return eqn
+    between = _between(one, other, producer) or _between(other, one, producer)
+    if not any(found.primitive.name in _EXTREMES for found in between):
+        return eqn
+    inside = [*between, eqn]
+    made = {v for found in inside for v in found.outvars}
+    read = compat.variables(v for found in inside for v in found.invars)
+    operands = list(dict.fromkeys(v for v in read if v not in made))
+    fresh: dict[Var, Any] = {v: compat.fresh_var(v) for v in (*operands, *made)}
+    renamed = [
+        compat.replaced(compat.rename_inputs(found, fresh), outvars=[fresh[v] for v in found.outvars])
+        for found in inside
+    ]
+    body = compat.rebuild(
+        like, eqns=renamed, invars=[fresh[v] for v in operands], outvars=[fresh[eqn.outvars[0]]], constvars=[]
+    )
+    params = {"jaxpr": compat.close_jaxpr(body, [])}
+    return compat.replaced(eqn, primitive=compared_p, invars=operands, params=params)
+
+
+def _between(value: Var, result: Var, producer: Mapping[Var, tuple[int, JaxprEqn]]) -> list[JaxprEqn]:
+    """The equations by which `result` follows from `value`, if it does so by few."""
+    back: dict[int, JaxprEqn] = {}
+    open_vars = deque([result])
+    while open_vars and len(back) < _MOST:
+        v = open_vars.popleft()
+        if v is not value and v in producer:
+            n, eqn = producer[v]
+            back[n] = eqn
+            open_vars.extend(compat.variables(eqn.invars))
+    follow, found = {value}, []
+    for n in sorted(back):
+        if follow.intersection(compat.variables(back[n].invars)):
+            follow.update(back[n].outvars)
+            found.append(back[n])
+    is_plain = all(eqn_kind(e) in _PLAIN and e.primitive.name not in (*CALLS, *CONTROL_FLOW) for e in found)
+    return found if result in follow and is_plain else []
