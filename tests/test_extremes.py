@@ -95,6 +95,32 @@ def test_a_comparison_reads_the_elements_alone(f: Any) -> None:
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize("extreme", [jnp.maximum, jnp.minimum], ids=["max", "min"])
+def test_the_larger_of_two_is_found_by_comparing_the_two(extreme: Any) -> None:
+    """What was kept of a `jnp.maximum(x @ w, 0)` need not be what `x @ w` gives in another kernel."""
+
+    def loss(x: Any, y: Any) -> Any:
+        return jnp.sum(extreme(x, y) * extreme(x, 0.5))
+
+    jaxpr = opened(jax.grad(loss, argnums=(0, 1)), ROWS, ROWS)
+    whole = compared_whole(jaxpr)
+    check_jaxpr(whole)
+    extremes = {v for eqn in whole.eqns if eqn.primitive.name in ("max", "min") for v in eqn.outvars}
+    compared = [eqn for eqn in whole.eqns if eqn.primitive.name in ("eq", "ge", "le")]
+    assert all(
+        extremes.isdisjoint(compat.variables(e.invars)) or len(compat.variables(e.invars)) == 1
+        for e in compared
+    )
+    x = normal(5, 16, 32).at[0, :6].set(jnp.array([jnp.nan, 0.0, -0.0, 0.5, jnp.inf, 1.0]))
+    y = normal(6, 16, 32).at[0, :6].set(jnp.array([1.0, -0.0, 0.0, 0.5, jnp.inf, jnp.nan]))
+    for found, expected in zip(
+        compat.evaluate(compat.close_jaxpr(whole, []), [x, y]),
+        compat.evaluate(compat.close_jaxpr(jaxpr, []), [x, y]),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(found, expected)
+
+
 def test_bodies_of_loops_are_looked_into() -> None:
     def f(x: Any) -> Any:
         return lax.scan(lambda c, _: (c * (c == jnp.max(c)), None), x, None, length=3)[0]

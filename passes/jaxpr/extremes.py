@@ -5,6 +5,7 @@ computes the elements anew in another kernel, may find none that is equal: a pro
 once in one kernel, twice in another, and the gradient is lost. (Rays traced to the nearest of eight spheres:
 gradients of the centers were half of what they are.) So the comparison is one equation of the elements, which
 computes the extreme for itself; where nothing is recomputed XLA finds that to be the one that there is.
+Of two elements the larger is the one that is not below the other: `x == max(x, y)` is written `x >= y`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
+
+from jax import lax
 
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
@@ -24,6 +27,7 @@ _EXTREMES = frozenset(
     {"reduce_max", "reduce_min", "cummax", "cummin", "scatter-max", "scatter-min", "scatter_max",
      "scatter_min", "sort"}
 )  # fmt: skip
+_OF_TWO = {"max": lax.ge_p, "min": lax.le_p}
 _PLAIN = (Kind.VIEW, Kind.FUSIBLE, Kind.REDUCTION, Kind.KERNEL)
 # How many equations back an extreme is looked for: a view or two, what makes an index.
 _MOST = 16
@@ -47,6 +51,8 @@ def _whole(eqn: JaxprEqn, producer: Mapping[Var, tuple[int, JaxprEqn]], like: Ja
     """A comparison with the equations in it by which one side follows from the other, else `eqn`."""
     if eqn.primitive.name not in _COMPARISONS:
         return eqn
+    if (direct := _of_two(eqn, producer)) is not None:
+        return direct
     one, other = eqn.invars
     if not (compat.is_variable(one) and compat.is_variable(other)):
         return eqn
@@ -67,6 +73,19 @@ def _whole(eqn: JaxprEqn, producer: Mapping[Var, tuple[int, JaxprEqn]], like: Ja
     )
     params = {"jaxpr": compat.close_jaxpr(body, [])}
     return compat.replaced(eqn, primitive=compared_p, invars=operands, params=params)
+
+
+def _of_two(eqn: JaxprEqn, producer: Mapping[Var, tuple[int, JaxprEqn]]) -> JaxprEqn | None:
+    """The same comparison of one of two elements with the other, where it is with the larger or smaller."""
+    for value, extreme in (eqn.invars, eqn.invars[::-1]) if eqn.primitive.name == "eq" else ():
+        found = compat.of_variable(producer, extreme)
+        if found is None or found[1].primitive.name not in _OF_TWO or not compat.is_variable(value):
+            continue
+        operands = found[1].invars
+        if value in compat.variables(operands):
+            rest = operands[1] if operands[0] is value else operands[0]
+            return compat.replaced(eqn, primitive=_OF_TWO[found[1].primitive.name], invars=[value, rest])
+    return None
 
 
 def _between(value: Var, result: Var, producer: Mapping[Var, tuple[int, JaxprEqn]]) -> list[JaxprEqn]:
