@@ -416,3 +416,12 @@ def test_updates_run_behind_their_gradients(device: str, together: bool, peak: i
 
     program = lifted(step, [(WIDE, WIDE)] * 6, WIDE, [WIDE] * 6, device=device).program
     assert simulate(program).peak_bytes == peak * NBYTES
+
+
+def test_to_place_a_value_on_a_mesh_is_no_kernel() -> None:
+    """With explicit axes JAX places every 1.0 of a gradient: each was a kernel of its own."""
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d", None))
+    with jax.set_mesh(mesh):
+        found = lifted(lambda x: jnp.sum(jax.reshard(jnp.sort(x), place) * 2.0), WIDE)
+    assert names(found) == ["sort", "reduce_sum"]
