@@ -22,6 +22,7 @@ from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of, form_of, is_bitcast
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.rewrite import reshape_eqn
 
 _CONVOLVED = frozenset({"float16", "float32"})
 _MOST_SPATIAL = 3
@@ -157,8 +158,7 @@ class _Writer:
         if result is None and tuple(sizes) == array_of(v).shape:
             return v
         made = result or compat.shaped_var(v, sizes)
-        params = {"new_sizes": tuple(sizes), "dimensions": None, "sharding": None}
-        self.eqns.append(compat.unary_eqn(lax.reshape_p, v, made, like, **params))
+        self.eqns.append(reshape_eqn(v, made, like))
         return made
 
 

@@ -22,6 +22,7 @@ from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of
 from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
 from passes.jaxpr.purity import has_effect
+from passes.jaxpr.rewrite import reshape_eqn
 
 # A product of fewer columns is not joined with a wider one.
 _NARROW = 64
@@ -201,8 +202,7 @@ def _joined(eqns: Sequence[JaxprEqn], group: Sequence[_Product]) -> list[JaxprEq
         if tuple(shape) == array_of(v).shape:
             return v
         made = result or compat.shaped_var(v, shape)
-        params = {"new_sizes": tuple(shape), "dimensions": None, "sharding": None}
-        written.append(compat.unary_eqn(lax.reshape_p, v, made, like, **params))
+        written.append(reshape_eqn(v, made, like))
         return made
 
     others: list[Var] = []

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of
@@ -116,6 +117,12 @@ def carried_inputs(loop: JaxprEqn) -> range:
     first, end = body_consts(loop)
     n_carry = compat.scan_sizes(loop)[1] if loop.primitive.name == "scan" else len(loop.invars) - end
     return range(end - first, end - first + n_carry)
+
+
+def reshape_eqn(operand: Var, result: Var, like: JaxprEqn) -> JaxprEqn:
+    """`operand` in the shape of `result`, at the source line of equation `like`."""
+    params = {"new_sizes": array_of(result).shape, "dimensions": None, "sharding": None}
+    return compat.unary_eqn(lax.reshape_p, operand, result, like, **params)
 
 
 def defined(jaxpr: Jaxpr) -> list[Var]:
