@@ -258,6 +258,24 @@ def test_halves_of_a_split_make_the_whole(data: st.DataObject):
         np.testing.assert_array_equal(one, expected)
 
 
+def test_what_needs_a_cotangent_is_in_the_backward_half_though_a_plan_makes_the_loss_last():
+    def forward_and_backward(x: Any, cotangent: Any) -> Any:
+        y, pull = jax.vjp(lambda x: jnp.sin(x).sum(), x)
+        return y, *pull(cotangent)
+
+    values = [jnp.arange(3.0), jnp.float32(2)]
+    jaxpr, _ = compat.open_jaxpr(inline_calls(jax.make_jaxpr(forward_and_backward)(*values)))
+    loss_last = sorted(jaxpr.eqns, key=lambda eqn: eqn.primitive.name == "reduce_sum")
+    lifted = lift(compat.rebuild(jaxpr, eqns=loss_last), DEVICES["cpu"], as_xla=False)
+    split = emit_split(lifted, lifted.program.order, EmitConfig(), n_arguments=1, n_forward_results=1)
+    check_jaxpr(split.forward)
+    check_jaxpr(split.backward)
+    first = run(split.forward, values[:1])
+    found = [first[0], *run(split.backward, [*first[1:], values[1]])]
+    for one, expected in zip(found, forward_and_backward(*values), strict=True):
+        np.testing.assert_array_equal(one, expected)
+
+
 def test_effects_happen_once():
     seen: list[float] = []
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from passes.jaxpr import compat
-from passes.jaxpr.compat import ClosedJaxpr, Jaxpr
+from passes.jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +78,21 @@ def join(forward: ClosedJaxpr, backward: ClosedJaxpr, n_outs: int) -> Joined:
 
 
 def split(jaxpr: Jaxpr, cut: int, *, n_arguments: int, n_forward_results: int) -> Split:
-    """The first `cut` equations of an open jaxpr without constvars, and the others.
+    """The first `cut` equations of an open jaxpr without constvars that need no cotangent, and the others.
 
     Args:
         n_arguments: how many invars are the forward half's; the others are cotangents.
         n_forward_results: how many results are the forward half's.
     """
-    forward_eqns, backward_eqns = jaxpr.eqns[:cut], jaxpr.eqns[cut:]
+    forward_eqns: list[JaxprEqn] = []
+    backward_eqns: list[JaxprEqn] = []
+    backward_vars = set(jaxpr.invars[n_arguments:])
+    for i, eqn in enumerate(jaxpr.eqns):
+        if i < cut and backward_vars.isdisjoint(compat.variables(eqn.invars)):
+            forward_eqns.append(eqn)
+        else:
+            backward_eqns.append(eqn)
+            backward_vars.update(eqn.outvars)
     outvars = jaxpr.outvars
     ready = dict.fromkeys(jaxpr.invars[:n_arguments])
     for eqn in forward_eqns:
