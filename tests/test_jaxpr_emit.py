@@ -18,6 +18,7 @@ from passes.cost import DEVICES
 from passes.ir import OpId, Program
 from passes.jaxpr import compat, freedom
 from passes.jaxpr.emit import EmitConfig, emit, emit_split
+from passes.jaxpr.halves import split
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.lift import lift
 from passes.jaxpr.lifted import LiftedJaxpr
@@ -274,6 +275,26 @@ def test_what_needs_a_cotangent_is_in_the_backward_half_though_a_plan_makes_the_
     found = [first[0], *run(split.backward, [*first[1:], values[1]])]
     for one, expected in zip(found, forward_and_backward(*values), strict=True):
         np.testing.assert_array_equal(one, expected)
+
+
+def test_what_makes_the_loss_waits_for_no_cotangent_though_a_plan_makes_it_behind_one():
+    def forward_and_backward(x: Any, cotangent: Any) -> Any:
+        trigger, x = jax.lax.optimization_barrier((jnp.sin(cotangent), x))
+        _, x = jax.lax.optimization_barrier((trigger, x))
+        y = jnp.cos(x)
+        return y.sum(), trigger * y
+
+    values = [jnp.arange(3.0), jnp.float32(2)]
+    jaxpr, _ = compat.open_jaxpr(jax.make_jaxpr(forward_and_backward)(*values))
+    halves = split(jaxpr, len(jaxpr.eqns), n_arguments=1, n_forward_results=1)
+    check_jaxpr(halves.forward)
+    check_jaxpr(halves.backward)
+    first = run(halves.forward, values[:1])
+    found = [first[0], *run(halves.backward, [*first[1:], values[1]])]
+    for one, expected in zip(found, forward_and_backward(*values), strict=True):
+        np.testing.assert_array_equal(one, expected)
+    made = [eqn.primitive.name for half in (halves.forward, halves.backward) for eqn in half.eqns]
+    assert made.count("cos") == 1
 
 
 def test_effects_happen_once():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from passes.jaxpr import compat
-from passes.jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn
+from passes.jaxpr.compat import Atom, ClosedJaxpr, Jaxpr, Var
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,20 +81,22 @@ def join(forward: ClosedJaxpr, backward: ClosedJaxpr, n_outs: int) -> Joined:
 def split(jaxpr: Jaxpr, cut: int, *, n_arguments: int, n_forward_results: int) -> Split:
     """The first `cut` equations of an open jaxpr without constvars that need no cotangent, and the others.
 
+    What makes a result of the forward half is in it wherever a plan has it, and waits for no cotangent there.
+
     Args:
         n_arguments: how many invars are the forward half's; the others are cotangents.
         n_forward_results: how many results are the forward half's.
     """
-    forward_eqns: list[JaxprEqn] = []
-    backward_eqns: list[JaxprEqn] = []
-    backward_vars = set(jaxpr.invars[n_arguments:])
+    backward_vars, behind = set(jaxpr.invars[n_arguments:]), list[int]()
     for i, eqn in enumerate(jaxpr.eqns):
-        if i < cut and backward_vars.isdisjoint(compat.variables(eqn.invars)):
-            forward_eqns.append(eqn)
-        else:
-            backward_eqns.append(eqn)
+        if i >= cut or not backward_vars.isdisjoint(compat.variables(eqn.invars)):
+            behind.append(i)
             backward_vars.update(eqn.outvars)
     outvars = jaxpr.outvars
+    moved, past = _made_behind(jaxpr, behind, outvars[:n_forward_results])
+    is_backward = set(behind) - moved
+    forward_eqns = [compat.rename_inputs(e, past) for i, e in enumerate(jaxpr.eqns) if i not in is_backward]
+    backward_eqns = [e for i, e in enumerate(jaxpr.eqns) if i in is_backward]
     ready = dict.fromkeys(jaxpr.invars[:n_arguments])
     for eqn in forward_eqns:
         ready.update(dict.fromkeys(eqn.outvars))
@@ -105,7 +108,7 @@ def split(jaxpr: Jaxpr, cut: int, *, n_arguments: int, n_forward_results: int) -
             jaxpr,
             invars=jaxpr.invars[:n_arguments],
             eqns=forward_eqns,
-            outvars=[*outvars[:n_forward_results], *saved],
+            outvars=[*(compat.renamed(v, past) for v in outvars[:n_forward_results]), *saved],
         ),
         backward=compat.rebuild(
             jaxpr,
@@ -115,6 +118,28 @@ def split(jaxpr: Jaxpr, cut: int, *, n_arguments: int, n_forward_results: int) -
         ),
         n_saved=len(saved),
     )
+
+
+def _made_behind(
+    jaxpr: Jaxpr, behind: Sequence[int], results: Sequence[Atom]
+) -> tuple[set[int], dict[Var, Atom]]:
+    """Which of the equations `behind` make `results`, and what these read there instead of what only waits.
+
+    A barrier says when, and not what: its results are its operands.
+    """
+    needed, moved, past = set(compat.variables(results)), set[int](), dict[Var, Atom]()
+    for i in reversed(behind):
+        eqn = jaxpr.eqns[i]
+        if eqn.primitive is compat.optimization_barrier_p:
+            waits = {v: x for v, x in zip(eqn.outvars, eqn.invars, strict=True) if v in needed}
+            past.update(waits)
+            needed.update(compat.variables(waits.values()))
+        elif not needed.isdisjoint(eqn.outvars):
+            moved.add(i)
+            needed.update(compat.variables(eqn.invars))
+    for v in reversed(past):
+        past[v] = compat.renamed(past[v], past)
+    return moved, past
 
 
 def closed_halves(joined: Joined, halves: Split) -> tuple[ClosedJaxpr, ClosedJaxpr]:
