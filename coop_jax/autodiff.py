@@ -52,12 +52,12 @@ def bind(jaxpr: ClosedJaxpr, config: RematConfig, values: Sequence[Any]) -> list
 
 
 def _bind_part(
-    jaxpr: ClosedJaxpr, config: RematConfig, planned: Planned, source: Source, values: Sequence[Any]
+    jaxpr: ClosedJaxpr, config: RematConfig, planned: Planned, source: Source | None, values: Sequence[Any]
 ) -> list[Any]:
-    """Apply what is planned already."""
+    """Apply what is planned already; without its source it is not differentiated any more."""
     jaxpr, consts = compat.hoist_consts(jaxpr)
     check_sizes([*consts, *values], config.name)
-    moved = source.behind(len(consts))
+    moved = None if source is None else source.behind(len(consts))
     return list(coop_part_p.bind(*consts, *values, jaxpr=jaxpr, config=config, planned=planned, source=moved))
 
 
@@ -288,10 +288,11 @@ def _part_batch(
     jaxpr: ClosedJaxpr,
     config: RematConfig,
     planned: Planned,
-    source: Source,
+    source: Source | None,
 ) -> tuple[list[Any], list[int | None]]:
     batched, on_axis = compat.batch_jaxpr(jaxpr, axis, dims)
-    moved = source.batched(axis, dims, on_axis)
+    # A part inside of a part has no source: derivatives are taken of the outer one's.
+    moved = None if source is None else source.batched(axis, dims, on_axis)
     return _bind_part(batched, config, planned, moved, values), [0 if b else None for b in on_axis]
 
 

@@ -225,6 +225,9 @@ CASES: dict[str, Callable[[Decorate], Any]] = {
     ),
     "checkpoint in checkpoint": lambda d: compiled_grad(d(binomial(jnp.sin, 4, jax.checkpoint)), X[0, 0]),
     "decorated in decorated": lambda d: compiled_grad(binomial(jnp.sin, 4, d), X[0, 0]),
+    "vmap of grad of decorated in decorated": lambda d: jax.jit(
+        jax.vmap(jax.grad(d(binomial(jnp.sin, 4, d))))
+    )(X[0]),
     "checkpoint around": lambda d: compiled_grad(
         jax.checkpoint(d(named), policy=policies.save_only_these_names("h")), W, X
     ),
