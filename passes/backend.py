@@ -70,6 +70,7 @@ class Backend:
         fuses_results: True if XLA computes what follows a dot or convolution inside of its kernel.
         fuses_products: True if what surrounds a product of matrices is computed in its kernel as
             `passes.jaxpr.product_kernels` says.
+        multiplies_mixed: True if XLA multiplies numbers of two types; elsewhere JAX converts them before.
         rounds_products: True if XLA stores what only products of float32 read in bfloat16.
         runs_free_early: True if XLA runs what reads nothing but arguments long before its turn: the products
             of an LSTM's inputs. On a CPU a barrier against that costs more than it holds back.
@@ -117,6 +118,7 @@ class Backend:
     launch_ns: int | None = None
     fuses_results: bool = False
     fuses_products: bool = False
+    multiplies_mixed: bool = False
     rounds_products: bool = False
     runs_free_early: bool = False
     merges_dots_bytes: int = 0
@@ -141,9 +143,9 @@ TPU = Backend(
     name="tpu", alignment=16384, host_alignment=4096, host_multiple=4096, heap="in time order",
     sharing="elementwise or reduced", reuses_results=False, table_bytes=512, context_space=2, scalar_space=6,
     small_space=4, scratch_bytes=32 << 10, fast_bytes=128 << 20, runs_as_scheduled=False,
-    temps_are_the_rest=True, limits_memory=True, fuses_results=True, rounds_products=True,
-    runs_free_early=True, drops_copies=True, hoists="no larger", library="libtpu", default_device="v5e",
-    looks=3,
+    temps_are_the_rest=True, limits_memory=True, fuses_results=True, multiplies_mixed=True,
+    rounds_products=True, runs_free_early=True, drops_copies=True, hoists="no larger", library="libtpu",
+    default_device="v5e", looks=3,
 )  # fmt: skip
 BACKENDS = {b.name: b for b in (CPU, CUDA, TPU)}
 _BY_ANY_NAME = {name: b for b in BACKENDS.values() for name in (b.name, *b.aliases)}

@@ -212,6 +212,35 @@ def test_what_is_made_elementwise_of_what_is_made_so_comes_out_of_one_kernel_on_
     assert last > 0.9 * first, "it waits for the product"
 
 
+def adam(p: Any, g: Any, m: Any, v: Any) -> Any:
+    m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+    return p - 1e-3 * m / (jnp.sqrt(v) + 1e-8), m, v
+
+
+def summed_in_float32(x: Any, w: Any) -> Any:
+    return jnp.dot(x, w, preferred_element_type=jnp.float32)
+
+
+def gated(x: Any, w: Any) -> Any:
+    gate = jnp.tanh(y := summed_in_float32(x, w).astype(x.dtype))
+    return gate, y * gate + x
+
+
+@pytest.mark.parametrize(
+    ("fn", "specs"),
+    [
+        (adam, [jax.ShapeDtypeStruct((1024, 1024), jnp.float32)] * 4),
+        (gated, [jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)] * 2),
+        (summed_in_float32, [jax.ShapeDtypeStruct((1024, 1024), d) for d in (jnp.bfloat16, jnp.float32)]),
+    ],
+    ids=["an update of three", "what reads a product", "a product of two types"],
+)
+def test_time_is_that_of_the_kernels_that_xla_makes_for_a_gpu(h200: str, fn: Any, specs: list[Any]):
+    compiled = aot.lower_for(jax.jit(fn), specs, device=h200).compile()
+    seen = lifted(fn, *specs, as_xla=True).seen
+    assert seen.cost_ns == pytest.approx(aot.run_ns(compiled, DEVICES["h200"]), rel=0.02)
+
+
 def test_slices_of_stacks_are_written_by_kernels_of_their_own_on_a_gpu():
     def rows(h: Any, x: Any) -> Any:
         a = h + x

@@ -3,6 +3,7 @@
     bqhd,bkhd->bhqk     reads q as (b, h, q, d) and k as (b, h, d, k): two copies in other orders
     NCHW                is computed as NHWC, with a kernel in HWIO, and copied back
     groups of a batch   with a feature each are computed for all features; a mask leaves each its own
+    bfloat16, float16   are multiplied in float32 where the library does not take them: operands are converted
 
 Written down they can be planned: kept, or made again before each reader. Source: `DotDecomposer`,
 `TransposeFolding`, `ConvCanonicalization` and `ConvolutionGroupConverter` of openxla/xla.
@@ -16,14 +17,17 @@ from math import prod
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of, form_of, is_bitcast
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.inline import inline_calls
-from passes.jaxpr.rewrite import reshape_eqn
+from passes.jaxpr.rewrite import convert_eqn, reshape_eqn
+from passes.jaxpr.simplify import says_types
 
+_HALVES = frozenset({"bfloat16", "float16"})
 _CONVOLVED = frozenset({"float16", "float32"})
 _MOST_SPATIAL = 3
 
@@ -38,9 +42,10 @@ def with_canonical_products(jaxpr: Jaxpr) -> Jaxpr:
     writer = _Writer(Counter(compat.variables(reads)))
     for eqn in jaxpr.eqns:
         writer.write(eqn)
-    if writer.eqns == jaxpr.eqns:
+    eqns = [inner for eqn in writer.eqns for inner in _as_multiplied(eqn)]
+    if eqns == jaxpr.eqns:
         return jaxpr
-    return compat.without_dead_code(compat.rebuild(jaxpr, eqns=writer.eqns))
+    return compat.without_dead_code(compat.rebuild(jaxpr, eqns=eqns))
 
 
 class _Writer:
@@ -173,6 +178,33 @@ def _is_product(eqn: JaxprEqn) -> bool:
     (summed, _), (batch, _) = eqn.params["dimension_numbers"]
     ranks = [len(array_of(v).shape) for v in eqn.invars]
     return 0 < len(summed) < max(ranks) - len(batch) and eqn.params["out_sharding"] is None
+
+
+def _as_multiplied(eqn: JaxprEqn) -> list[JaxprEqn]:
+    """An equation, or a product of halves in float32, its operands and its result converted."""
+    if eqn.primitive.name != "dot_general" or not _is_widened(eqn):
+        return [eqn]
+    operands, result = compat.variables(eqn.invars), eqn.outvars[0]
+    dtype = np.dtype("float32")
+    wide = {v: compat.fresh_var(v, dtype=dtype) for v in operands}
+    made = result if array_of(result).dtype == dtype else compat.fresh_var(result, dtype=dtype)
+    product = _changed(eqn, [wide[v] for v in operands], made, preferred_element_type=dtype)
+    after = [] if made is result else [convert_eqn(made, result, eqn)]
+    return [*(convert_eqn(v, wide[v], eqn) for v in wide), product, *after]
+
+
+def _is_widened(product: JaxprEqn) -> bool:
+    """True if XLA:CPU multiplies halves in float32; its library takes matrices of bfloat16, the first with
+    what is summed last.
+    """
+    if len(compat.variables(product.invars)) < 2 or says_types(product) or not _is_product(product):
+        return False
+    lhs, rhs = map(array_of, product.invars)
+    (summed, _), (batch, _) = product.params["dimension_numbers"]
+    if lhs.dtype != rhs.dtype or str(lhs.dtype) not in _HALVES:
+        return False
+    are_matrices = len(batch) + len(summed) < min(len(lhs.shape), len(rhs.shape))
+    return str(lhs.dtype) != "bfloat16" or not are_matrices or len(lhs.shape) - 1 not in summed
 
 
 def _order(old: Sequence[int], new: Sequence[int]) -> list[int]:

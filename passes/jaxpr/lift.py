@@ -40,6 +40,7 @@ from passes.jaxpr.primitives import CONTROL_FLOW, Kind
 from passes.jaxpr.purity import has_effect, moves_memory
 from passes.jaxpr.rolled_bits import moved_bytes, state_bytes
 from passes.jaxpr.simplify import (
+    with_converted_operands,
     with_wide_operands,
     without_literal_barriers,
     without_repeats,
@@ -110,7 +111,8 @@ def as_known(jaxpr: Jaxpr, device: DeviceModel) -> Jaxpr:
     Products keep their form in what XLA has yet to partition: it does not see through a dimension that joins
     two, and gathers the whole on every device (a sharded Llama: four more gathers, and a tenth of its time).
     """
-    jaxpr, backend = hoisted(without_literal_barriers(jaxpr), device), BACKENDS[device.platform]
+    backend = BACKENDS[device.platform]
+    jaxpr = with_converted_operands(hoisted(without_literal_barriers(jaxpr), device), backend)
     if not backend.fuses_greedily:
         return without_rounding(jaxpr) if backend.drops_rounding else jaxpr
     # A product's form depends on how many read it, repeats counted once.
@@ -255,7 +257,8 @@ class _Lift:
         opaque = any(self.kinds[i] is Kind.OPAQUE or has_effect(self.jaxpr.eqns[i]) for i in body)
         reads, joined = self.storage.kernel_reads(root), False
         if self.together is not None:
-            reads, joined = self.together.unread(root, eqn, reads)
+            of_product = any(self.kinds[i] in WHOLE for i in body)
+            reads, joined = self.together.unread(root, eqn, reads, of_product=of_product)
         inside = eqn.primitive.name in CONTROL_FLOW
         cost_ns, energy_pj = (
             self._inner_cost(eqn) if inside else self._kernel_cost(root, body, outvars, reads, joined)

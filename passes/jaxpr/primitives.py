@@ -87,6 +87,11 @@ _EXPENSIVE_NAMES = frozenset(_EXPENSIVE.split())
 
 # XLA:CPU does not compute these twice.
 _DEAR_TO_XLA_CPU = _EXPENSIVE_NAMES - {"cos", "sin", "tan"} | {"div", "rem", "rsqrt", "sqrt"}
+# Nor these in bfloat16, which it computes in float32 and rounds: to round is dear.
+_ROUNDED = """
+    add add_any ceil cos floor integer_pow mul one_minus_square reduce_precision round sin square sub tan
+"""
+_ROUNDED_BY_XLA_CPU = _DEAR_TO_XLA_CPU | frozenset(_ROUNDED.split())
 
 # XLA:GPU computes them again for every reader: by its table of clock cycles (`hlo_op_profiles_data.h`) an
 # exponential in float32 takes 79, a tanh 467; what is not there, as most in bfloat16, costs next to nothing.
@@ -144,8 +149,10 @@ def is_dear_to_xla(primitive_name: str, dtype_name: str) -> bool:
 def is_dear_to_xla_cpu(eqn: JaxprEqn) -> bool:
     """True if XLA:CPU takes an elementwise equation for expensive."""
     name, (result,) = eqn.primitive.name, eqn.outvars[:1]
-    if name == "convert_element_type":
-        return str(array_of(result).dtype) == "bfloat16" and str(array_of(eqn.invars[0]).dtype) == "float32"
+    if str(array_of(result).dtype) == "bfloat16":
+        if name == "convert_element_type":
+            return str(array_of(eqn.invars[0]).dtype) == "float32"
+        return name in _ROUNDED_BY_XLA_CPU
     if name in ("cos", "sin", "tan", "abs", "sign"):
         return bool(array_of(result).dtype.kind == "c")
     return name in _DEAR_TO_XLA_CPU

@@ -125,6 +125,12 @@ def reshape_eqn(operand: Var, result: Var, like: JaxprEqn) -> JaxprEqn:
     return compat.unary_eqn(lax.reshape_p, operand, result, like, **params)
 
 
+def convert_eqn(operand: Var, result: Var, like: JaxprEqn) -> JaxprEqn:
+    """`operand` in the type of `result`, at the source line of equation `like`."""
+    params = {"new_dtype": array_of(result).dtype, "weak_type": False, "sharding": None}
+    return compat.unary_eqn(lax.convert_element_type_p, operand, result, like, **params)
+
+
 def defined(jaxpr: Jaxpr) -> list[Var]:
     """Inputs of an open jaxpr and results of its equations, each once."""
     results = [v for eqn in jaxpr.eqns for v in eqn.outvars if not isinstance(v, compat.DropVar)]

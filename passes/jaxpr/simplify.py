@@ -24,11 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from passes.backend import Backend
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of, form_of
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.primitives import MOVING, Kind, kind_of
 from passes.jaxpr.purity import eqn_kind
+from passes.jaxpr.rewrite import convert_eqn
 
 SCATTER_ADD = "scatter-add"
 ADDS = frozenset({"add", "add_any"})
@@ -163,6 +165,42 @@ def with_wide_operands(jaxpr: Jaxpr) -> Jaxpr:
             eqn = compat.rename_inputs(eqn, rename) if rename else eqn
         eqns.append(eqn)
     return jaxpr if len(eqns) == len(jaxpr.eqns) else compat.rebuild(jaxpr, eqns=eqns)
+
+
+def with_converted_operands(jaxpr: Jaxpr, backend: Backend) -> Jaxpr:
+    """Operands of products of two types, which most platforms multiply in that of the result, are converted
+    by equations of their own, as JAX converts them when it lowers these.
+
+    Returns:
+        The same open jaxpr if there are none.
+    """
+    eqns: list[JaxprEqn] = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general" and _is_converted(eqn, backend):
+            dtype = array_of(eqn.outvars[0]).dtype
+            rename: dict[Var, Atom] = {}
+            for v in compat.variables(eqn.invars):
+                if v not in rename and array_of(v).dtype != dtype:
+                    rename[v] = wide = compat.fresh_var(v, dtype=dtype)
+                    eqns.append(convert_eqn(v, wide, eqn))
+            eqn = compat.rename_inputs(eqn, rename)
+        eqns.append(eqn)
+    return jaxpr if len(eqns) == len(jaxpr.eqns) else compat.rebuild(jaxpr, eqns=eqns)
+
+
+def _is_converted(product: JaxprEqn, backend: Backend) -> bool:
+    """True if JAX converts the operands of a product to the type of its result."""
+    dtypes = [array_of(v).dtype for v in product.invars]
+    if dtypes[0] == dtypes[1] or says_types(product):
+        return False
+    if backend.multiplies_mixed:
+        return not all(jnp.issubdtype(d, jnp.floating) or jnp.issubdtype(d, jnp.integer) for d in dtypes)
+    return not all(str(d).startswith("float8") for d in dtypes)
+
+
+def says_types(product: JaxprEqn) -> bool:
+    """True for a product whose precision is an algorithm: it says itself which types are multiplied."""
+    return isinstance(product.params["precision"], lax.DotAlgorithm | lax.DotAlgorithmPreset)
 
 
 def _is_elementwise(eqn: JaxprEqn) -> bool:

@@ -294,8 +294,10 @@ class Storage:
         return self.kinds[i] in (Kind.KERNEL, Kind.REDUCTION)
 
     def _is_epilogue(self, i: int, v: Var, readers: Sequence[int]) -> bool:
-        """True for a kernel's wide result that its one reader converts to something narrower."""
-        sealed = self.kinds[i] in (Kind.OPAQUE, Kind.FOREIGN)
+        """True for a kernel's wide result that its one reader converts to something narrower; a CPU takes
+        another kernel for that.
+        """
+        sealed = self.kinds[i] in (Kind.OPAQUE, Kind.FOREIGN) or self._backend.fuses_greedily
         if len(readers) != 1 or len(self.jaxpr.eqns[i].outvars) != 1 or sealed:
             return False
         reader = self.jaxpr.eqns[readers[0]]

@@ -42,17 +42,20 @@ class Together:
         self._siblings: dict[_Alike, set[Var]] = {}
         self._made_with: dict[Var, set[Var]] = {}
 
-    def unread(self, root: int, eqn: JaxprEqn, reads: Mapping[Var, int]) -> tuple[dict[Var, int], bool]:
+    def unread(
+        self, root: int, eqn: JaxprEqn, reads: Mapping[Var, int], *, of_product: bool = False
+    ) -> tuple[dict[Var, int], bool]:
         """What is read for one kernel alone, and whether it is a part of one that was asked about before.
 
         Args:
             root: the place of its last equation, `eqn`.
             reads: bytes of every stored value that it reads.
+            of_product: True where it is a product's kernel, in which what follows the product is computed.
         """
         depth = 1 + max((self._depth.get(v, 0) for v in reads), default=0)
         self._depth.update(dict.fromkeys(eqn.outvars, depth))
         kind = self._kinds[root]
-        is_alone = eqn.primitive.name in SLICING or not self._alone.isdisjoint(eqn.outvars)
+        is_alone = of_product or eqn.primitive.name in SLICING or not self._alone.isdisjoint(eqn.outvars)
         if is_alone or kind not in (Kind.FUSIBLE, Kind.REDUCTION):
             return dict(reads), False
         result = array_of(eqn.outvars[0]).size
@@ -73,9 +76,12 @@ class Together:
         return alone, found is not None
 
     def _maker(self, reads: Mapping[Var, int], size: int) -> set[Var] | None:
-        """What an elementwise kernel has at hand that makes one of `reads`, the last to be ready of them."""
+        """What an elementwise kernel has at hand that makes some of `reads`, the last to be ready of them."""
         for v in reads:
-            others = (self._depth.get(u, 0) for u in reads if u is not v)
-            if v in self._made_with and array_of(v).size == size and max(others, default=0) < self._depth[v]:
-                return self._made_with[v]
+            made_with = self._made_with.get(v)
+            if made_with is None or array_of(v).size != size:
+                continue
+            others = (self._depth.get(u, 0) for u in reads if self._made_with.get(u) is not made_with)
+            if max(others, default=0) < self._depth[v]:
+                return made_with
         return None
