@@ -18,7 +18,7 @@ from passes.cost import DEVICES
 from passes.ir import OpId, Program
 from passes.jaxpr import compat, freedom
 from passes.jaxpr.emit import EmitConfig, emit, emit_split
-from passes.jaxpr.halves import split
+from passes.jaxpr.halves import Split, split
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.lift import lift
 from passes.jaxpr.lifted import LiftedJaxpr
@@ -57,6 +57,17 @@ def run(jaxpr: Any, values: Any) -> list[np.ndarray]:
 
 def counted(jaxpr: Any) -> Counter[str]:
     return Counter(eqn.primitive.name for eqn in jaxpr.eqns)
+
+
+def check_halves(halves: Split, expected: Any, values: Any, cotangents: Any = ()) -> None:
+    """Both halves, the second of what the first saves, make the one result of the first and the gradients."""
+    check_jaxpr(halves.forward)
+    check_jaxpr(halves.backward)
+    result, *saved = run(halves.forward, values)
+    assert len(saved) == halves.n_saved
+    found = [result, *run(halves.backward, [*saved, *cotangents])]
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def recompute_slots(program: Program) -> tuple[OpId, ...]:
@@ -249,14 +260,8 @@ def test_any_recomputes_give_the_same_numbers(data: st.DataObject):
 def test_halves_of_a_split_make_the_whole(data: st.DataObject):
     steps = data.draw(sequences(LIFTED.program))
     values = jax.tree.leaves(arguments())
-    split = emit_split(LIFTED, steps, EmitConfig(), n_arguments=len(values), n_forward_results=1)
-    check_jaxpr(split.forward)
-    check_jaxpr(split.backward)
-    first = run(split.forward, values)
-    assert len(first) == 1 + split.n_saved
-    found = [first[0], *run(split.backward, first[1:])]
-    for one, expected in zip(found, run(LIFTED.jaxpr, values), strict=True):
-        np.testing.assert_array_equal(one, expected)
+    halves = emit_split(LIFTED, steps, EmitConfig(), n_arguments=len(values), n_forward_results=1)
+    check_halves(halves, run(LIFTED.jaxpr, values), values)
 
 
 def test_what_needs_a_cotangent_is_in_the_backward_half_though_a_plan_makes_the_loss_last():
@@ -268,13 +273,8 @@ def test_what_needs_a_cotangent_is_in_the_backward_half_though_a_plan_makes_the_
     jaxpr, _ = compat.open_jaxpr(inline_calls(jax.make_jaxpr(forward_and_backward)(*values)))
     loss_last = sorted(jaxpr.eqns, key=lambda eqn: eqn.primitive.name == "reduce_sum")
     lifted = lift(compat.rebuild(jaxpr, eqns=loss_last), DEVICES["cpu"], as_xla=False)
-    split = emit_split(lifted, lifted.program.order, EmitConfig(), n_arguments=1, n_forward_results=1)
-    check_jaxpr(split.forward)
-    check_jaxpr(split.backward)
-    first = run(split.forward, values[:1])
-    found = [first[0], *run(split.backward, [*first[1:], values[1]])]
-    for one, expected in zip(found, forward_and_backward(*values), strict=True):
-        np.testing.assert_array_equal(one, expected)
+    halves = emit_split(lifted, lifted.program.order, EmitConfig(), n_arguments=1, n_forward_results=1)
+    check_halves(halves, forward_and_backward(*values), values[:1], values[1:])
 
 
 def test_what_makes_the_loss_waits_for_no_cotangent_though_a_plan_makes_it_behind_one():
@@ -287,12 +287,7 @@ def test_what_makes_the_loss_waits_for_no_cotangent_though_a_plan_makes_it_behin
     values = [jnp.arange(3.0), jnp.float32(2)]
     jaxpr, _ = compat.open_jaxpr(jax.make_jaxpr(forward_and_backward)(*values))
     halves = split(jaxpr, len(jaxpr.eqns), n_arguments=1, n_forward_results=1)
-    check_jaxpr(halves.forward)
-    check_jaxpr(halves.backward)
-    first = run(halves.forward, values[:1])
-    found = [first[0], *run(halves.backward, [*first[1:], values[1]])]
-    for one, expected in zip(found, forward_and_backward(*values), strict=True):
-        np.testing.assert_array_equal(one, expected)
+    check_halves(halves, forward_and_backward(*values), values[:1], values[1:])
     made = [eqn.primitive.name for half in (halves.forward, halves.backward) for eqn in half.eqns]
     assert made.count("cos") == 1
 

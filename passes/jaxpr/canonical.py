@@ -24,7 +24,7 @@ from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of, form_of, is_bitcast
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.inline import inline_calls
-from passes.jaxpr.rewrite import convert_eqn, reshape_eqn
+from passes.jaxpr.rewrite import convert_eqn, reshape_eqn, with_operands_in
 from passes.jaxpr.simplify import says_types
 
 _HALVES = frozenset({"bfloat16", "float16"})
@@ -184,13 +184,11 @@ def _as_multiplied(eqn: JaxprEqn) -> list[JaxprEqn]:
     """An equation, or a product of halves in float32, its operands and its result converted."""
     if eqn.primitive.name != "dot_general" or not _is_widened(eqn):
         return [eqn]
-    operands, result = compat.variables(eqn.invars), eqn.outvars[0]
-    dtype = np.dtype("float32")
-    wide = {v: compat.fresh_var(v, dtype=dtype) for v in operands}
+    result, dtype = eqn.outvars[0], np.dtype("float32")
+    conversions, product = with_operands_in(eqn, dtype)
     made = result if array_of(result).dtype == dtype else compat.fresh_var(result, dtype=dtype)
-    product = _changed(eqn, [wide[v] for v in operands], made, preferred_element_type=dtype)
     after = [] if made is result else [convert_eqn(made, result, eqn)]
-    return [*(convert_eqn(v, wide[v], eqn) for v in wide), product, *after]
+    return [*conversions, _changed(product, product.invars, made, preferred_element_type=dtype), *after]
 
 
 def _is_widened(product: JaxprEqn) -> bool:

@@ -131,6 +131,13 @@ def convert_eqn(operand: Var, result: Var, like: JaxprEqn) -> JaxprEqn:
     return compat.unary_eqn(lax.convert_element_type_p, operand, result, like, **params)
 
 
+def with_operands_in(eqn: JaxprEqn, dtype: Any) -> tuple[list[JaxprEqn], JaxprEqn]:
+    """The conversions of an equation's operands that are not of a type, and the equation that reads these."""
+    others = [v for v in dict.fromkeys(compat.variables(eqn.invars)) if array_of(v).dtype != dtype]
+    made = {v: compat.fresh_var(v, dtype=dtype) for v in others}
+    return [convert_eqn(v, made[v], eqn) for v in others], compat.rename_inputs(eqn, made)
+
+
 def defined(jaxpr: Jaxpr) -> list[Var]:
     """Inputs of an open jaxpr and results of its equations, each once."""
     results = [v for eqn in jaxpr.eqns for v in eqn.outvars if not isinstance(v, compat.DropVar)]

@@ -30,7 +30,7 @@ from passes.jaxpr.avals import array_of, form_of
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.primitives import MOVING, Kind, kind_of
 from passes.jaxpr.purity import eqn_kind
-from passes.jaxpr.rewrite import convert_eqn
+from passes.jaxpr.rewrite import with_operands_in
 
 SCATTER_ADD = "scatter-add"
 ADDS = frozenset({"add", "add_any"})
@@ -177,13 +177,8 @@ def with_converted_operands(jaxpr: Jaxpr, backend: Backend) -> Jaxpr:
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general" and _is_converted(eqn, backend):
-            dtype = array_of(eqn.outvars[0]).dtype
-            rename: dict[Var, Atom] = {}
-            for v in compat.variables(eqn.invars):
-                if v not in rename and array_of(v).dtype != dtype:
-                    rename[v] = wide = compat.fresh_var(v, dtype=dtype)
-                    eqns.append(convert_eqn(v, wide, eqn))
-            eqn = compat.rename_inputs(eqn, rename)
+            conversions, eqn = with_operands_in(eqn, array_of(eqn.outvars[0]).dtype)
+            eqns += conversions
         eqns.append(eqn)
     return jaxpr if len(eqns) == len(jaxpr.eqns) else compat.rebuild(jaxpr, eqns=eqns)
 
