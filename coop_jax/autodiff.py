@@ -28,27 +28,21 @@ from typing import Any
 import jax
 
 from coop_jax import lowering
-from coop_jax.lowering import Planned, RematConfig
+from coop_jax.call import bind, coop_remat_p
+from coop_jax.config import RematConfig
+from coop_jax.lowering import Planned
 from coop_jax.pairs import Pair, Pullback, make_pair, once_more, pull_jaxpr, where
 from coop_jax.sizes import check_sizes
 from coop_jax.source import Source
 from passes.jaxpr import compat
 from passes.jaxpr.compat import ClosedJaxpr
 
+__all__ = ["bind"]
+
 compat.hide_frames(__file__)
 
-coop_remat_p = compat.new_primitive("coop_remat")
 coop_part_p = compat.new_primitive("coop_remat_part")
 coop_linear_p = compat.new_primitive("coop_linear")
-
-
-def bind(jaxpr: ClosedJaxpr, config: RematConfig, values: Sequence[Any]) -> list[Any]:
-    """Apply `jaxpr` to `values` as a part of the program that asks for `config`."""
-    jaxpr, consts = compat.hoist_consts(jaxpr)
-    check_sizes([*consts, *values], config.name)
-    # What nothing reads is no argument of the program, as without this call.
-    jaxpr, read = compat.without_unread(jaxpr)
-    return list(coop_remat_p.bind(*where([*consts, *values], read), jaxpr=jaxpr, config=config))
 
 
 def _bind_part(

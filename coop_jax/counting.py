@@ -44,7 +44,7 @@ def by_count(
         return None
     larger_bytes = record.budget_bytes + more_bytes
     for aim_bytes in (larger_bytes, record.budget_bytes):
-        asked = Wish(budget_bytes=larger_bytes, aim_bytes=aim_bytes)
+        asked = Wish(budget_bytes=larger_bytes, aim_bytes=aim_bytes, whole=record.whole)
         found = look(asked)
         if found is None or not hlo_of(found).status.found:
             continue

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,8 @@ import jax
 from coop_jax import aot, mark, module, relowering
 from coop_jax.alternatives import OtherWays
 from coop_jax.baseline import Baseline, Part, baseline, is_whole, joined_programs, pinned_plain_bytes
-from coop_jax.budget import Budget
+from coop_jax.call import as_one
+from coop_jax.config import RematConfig
 from coop_jax.errors import ConstraintError, InfeasibleBudgetError, UnsupportedError
 from coop_jax.record import UNLIMITED_BYTES, Record
 from coop_jax.relowering import PlannedAlreadyError, Wish
@@ -27,7 +28,6 @@ from coop_jax.requests import Devices, as_wished, devices_of, request_of, unlimi
 from coop_jax.tuning import refuse_what_cannot_run
 from passes.backend import BACKENDS, CUDA
 from passes.cost import DEVICES, DeviceModel
-from passes.hlo.enforce import OnFragmentation
 from passes.ir import Status
 from passes.jaxpr import compat
 from passes.jaxpr.candidate import JaxprRequest
@@ -35,8 +35,7 @@ from passes.jaxpr.compat import ClosedJaxpr
 from passes.jaxpr.constraints import constrain_pair, constrain_program
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.scans.host_stacks import offloaded_bytes, uses_host, with_host_stacks
-from passes.jaxpr.values import Constraints, ConstraintUnsupported, keeps_marked, names_in
-from passes.objective import LEAST_TIME, Objective
+from passes.jaxpr.values import ConstraintUnsupported, keeps_marked, names_in
 from passes.outcome import StageOutcome, scaled
 from passes.pipeline import plan_joint, plan_program
 from passes.saved import OFFLOADED
@@ -44,34 +43,6 @@ from passes.saved import OFFLOADED
 compat.hide_frames(__file__)
 
 SAVED_INSIDE = "what a policy of `jax.checkpoint` inside it saves"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RematConfig:
-    """What the user asked of one decorated function.
-
-    Attributes:
-        budget: see `coop_jax.budget`.
-        planner: one of `passes.planners.config.PLANNERS`.
-        device: name of a cost model; None takes that of the device that is compiled for.
-        name: the function's name, for people.
-        pin, on_fragmentation: see `coop_jax.remat`.
-        constraints: what was asked about single values.
-        objective: what is least.
-        tune: how many candidates are run to see which is fastest; 0 for none.
-        derived: True for a derivative of what was planned already, which may use random keys again.
-    """
-
-    budget: Budget
-    planner: str = "auto"
-    device: str | None = None
-    name: str = ""
-    pin: bool = False
-    on_fragmentation: OnFragmentation = "recompute"
-    constraints: Constraints = field(default_factory=Constraints)
-    objective: Objective = LEAST_TIME
-    tune: int = 0
-    derived: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)
@@ -158,6 +129,7 @@ def _planned_and_marked(
         objective=config.objective,
         tune=config.tune,
         host_budget_bytes=_host_budget_bytes(config, facts, forced=forced),
+        whole=asked is not None and asked.whole,
     )
     alternatives = None
     if program is not None:
@@ -165,11 +137,13 @@ def _planned_and_marked(
         without = dataclasses.replace(record, host_budget_bytes=0)
         # Without host memory a program whose values must wait there is another one.
         may_page = bool(config.budget.host_bytes and BACKENDS[facts.platforms[0]].pages and not forced)
+        if program.trace is not None and (plain is None or not is_whole(plain, facts)):
+            program = dataclasses.replace(program, as_one=as_one(program.jaxpr, config))
         alternatives = OtherWays(
             program=program,
             key=_program_key(unplanned, facts, record),
             alone=_program_key(unplanned, facts, without) if may_page else "",
-            settings=program.settings(),
+            settings=program.inside(compat.trace_context),
             calls=module.python_calls(ctx),
         )
     if asked is None:

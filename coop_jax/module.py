@@ -16,10 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax.stages import Lowered
+from jax.stages import Lowered, Traced
 from jaxlib.mlir import ir
 
 from passes.backend import BACKENDS
+from passes.jaxpr.compat import ClosedJaxpr
 
 POINTER_BYTES = 8
 _MEMORY_KIND = "mhlo.memory_kind"
@@ -252,6 +253,13 @@ def with_own_module(lowered: Lowered) -> Lowered:
     lowering._hlo = ir.Module.parse(whole.get_asm(binary=True, enable_debug_info=True), whole.context)
     lowering._executable = None
     own._lowering = lowering
+    return own
+
+
+def with_jaxpr(traced: Traced, jaxpr: ClosedJaxpr) -> Traced:
+    """A traced program with another jaxpr that takes and returns the same."""
+    own = copy.copy(traced)
+    own._params = {**traced._params, "jaxpr": jaxpr}
     return own
 
 

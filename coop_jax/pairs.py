@@ -22,8 +22,9 @@ from typing import Any
 import jax
 
 from coop_jax import lowering
+from coop_jax.config import RematConfig
 from coop_jax.errors import UnsupportedError
-from coop_jax.lowering import Planned, RematConfig
+from coop_jax.lowering import Planned
 from coop_jax.source import Needed, Source
 from passes.jaxpr import compat
 from passes.jaxpr.compat import ClosedJaxpr

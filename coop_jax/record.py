@@ -64,6 +64,7 @@ class Record:
         objective: what is least.
         tune: how many candidates were asked to be run; 0: none.
         timed: those that were, the fastest, which was taken, first.
+        whole: True where the whole program was planned in the place of the decorated functions in it.
     """
 
     id: str = ""
@@ -84,6 +85,7 @@ class Record:
     objective: Objective = LEAST_TIME
     tune: int = 0
     timed: tuple[Timed, ...] = ()
+    whole: bool = False
 
     @property
     def stages(self) -> tuple[StageOutcome, ...]:

@@ -28,7 +28,7 @@ from coop_jax.replacing import Calls, signature
 from passes.cost import DEVICES
 from passes.jaxpr import compat
 from passes.jaxpr.calibration import UNCALIBRATED, Calibration
-from passes.jaxpr.compat import BeingLowered
+from passes.jaxpr.compat import BeingLowered, ClosedJaxpr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,7 @@ class Wish:
         alone: without the host's memory, whatever the user gives of it.
         traced: True where the program is traced for the wish, so that what is differentiated is planned for
             it; else the plans that are in it already can only stay as they are.
+        whole: True for the whole program as the one decorated function, in the place of those in it.
     """
 
     plain: bool = False
@@ -53,6 +54,7 @@ class Wish:
     calibration: Calibration = UNCALIBRATED
     alone: bool = False
     traced: bool = False
+    whole: bool = False
 
     @property
     def replans(self) -> bool:
@@ -221,18 +223,35 @@ def _lowered(program: BeingLowered, asked: Wish) -> Lowered | None:
     are written in it already.
     """
     try:
-        with _WISH(asked):
-            return module.with_own_module(_quietly(program.lower))
-    except PlannedAlreadyError:
-        if program.trace is None:
-            return None
-    except Exception:  # refused by us
-        return None
-    try:
-        with _WISH(dataclasses.replace(asked, traced=True)):
-            return module.with_own_module(_quietly(program.trace))
+        return module.with_own_module(_quietly(lambda: _lowered_as(program, asked)))
     except Exception:  # refused by us, or by the user's code, which is traced a second time
         return None
+
+
+def _lowered_as(program: BeingLowered, asked: Wish) -> Lowered:
+    if asked.whole:
+        assert program.as_one is not None, "it is asked for where there is a way"
+        return _lowered_retraced(program, dataclasses.replace(PLAIN, traced=True), asked, program.as_one)
+    try:
+        with _WISH(asked):
+            lowered: Lowered = program.inside(program.lower)
+            return lowered
+    except PlannedAlreadyError:
+        asked = dataclasses.replace(asked, traced=True)
+    return _lowered_retraced(program, asked, asked, lambda jaxpr: jaxpr)
+
+
+def _lowered_retraced(
+    program: BeingLowered, traced_as: Wish, lowered_as: Wish, change: Callable[[ClosedJaxpr], ClosedJaxpr]
+) -> Lowered:
+    """Traced once more with one wish, and what `change` makes of that lowered with another."""
+    if program.trace is None:
+        raise PlannedAlreadyError
+    with _WISH(traced_as):
+        traced = program.inside(program.trace)
+    with _WISH(lowered_as):
+        lowered: Lowered = program.inside(module.with_jaxpr(traced, change(traced.jaxpr)).lower)
+    return lowered
 
 
 def _quietly[R](run: Callable[[], R]) -> R:

@@ -12,8 +12,8 @@ import jax
 from coop_jax import autodiff, nnx, relowering
 from coop_jax.arguments import Mixed, argument_name, hold, release, unchanged
 from coop_jax.budget import Budget
+from coop_jax.config import RematConfig
 from coop_jax.errors import ConstraintError, UnsupportedError
-from coop_jax.lowering import RematConfig
 from coop_jax.pinning import PinnedCalls
 from coop_jax.statics import StaticArguments
 from passes.cost import DEVICES

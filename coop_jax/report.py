@@ -69,6 +69,7 @@ class Report(Printable, Fixed):
         offsets: the temporaries' addresses; see `coop_jax.offsets`.
         seconds: planning time by stage; 0.0 where the program came from JAX's compilation cache.
         looks: how often the program was planned and compiled once more, as far as XLA's schedule.
+        whole: True if the whole program was planned, since the plans of what is decorated in it did not do.
         limited: True if more plans could have been looked at, but not in the time of one compile.
         timed: the programs that were run for `tune`, the fastest, which was taken, first.
         constraints: what was asked about single values, such as "save=('h',)". What they alone make the
@@ -96,6 +97,7 @@ class Report(Printable, Fixed):
     offsets: Offsets
     seconds: dict[str, float]
     looks: int
+    whole: bool = False
     limited: bool = False
     timed: tuple[Timed, ...] = ()
     constraints: str = ""
@@ -179,6 +181,7 @@ class Report(Printable, Fixed):
         if self.looks:
             times = "once" if self.looks == 1 else f"{self.looks} times"
             stages += f", in which the program was planned and compiled {times} more"
+            stages += ", as a whole" if self.whole else ""
         if self.limited:
             stages += "; the search ended at its limit, the time of one compile"
         return (
@@ -309,6 +312,7 @@ def _assemble(record: Record, memory: aot.Memory, offsets: Offsets, host: HostUs
         planner={s.stage: s.planner for s in stages},
         recomputed=tuple(r for s in stages for r in s.recomputed),
         offsets=offsets,
+        whole=record.whole,
         seconds={s.stage: s.seconds for s in stages},
         looks=0 if record.hlo is None else record.hlo.looks,
         timed=record.timed,

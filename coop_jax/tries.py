@@ -66,7 +66,7 @@ def deeper(record: Record, refused: StageOutcome, *, milder: int = 0) -> list[Wi
     left = (record.budget_bytes - refused.fixed_bytes) / max(refused.before_temp_bytes, 1)
     mildest = next((k for k, r in enumerate(TRIES.ratios) if r <= left), len(TRIES.ratios) - 1)
     ratios = TRIES.ratios[max(0, mildest - milder) :]
-    return [Wish(budget_bytes=record.budget_bytes, temp_ratio=r) for r in ratios]
+    return [dataclasses.replace(at_once(record), aim_bytes=None, temp_ratio=r) for r in ratios]
 
 
 def less_recomputed(record: Record, first: StageOutcome) -> list[Wish]:
@@ -76,13 +76,14 @@ def less_recomputed(record: Record, first: StageOutcome) -> list[Wish]:
     if not first.host_budget_bytes or planned is None or not planned.changed:
         return []
     left = (budget_bytes - first.fixed_bytes) / max(first.before_temp_bytes, 1)
-    aims = [Wish(budget_bytes=budget_bytes, aim_bytes=UNLIMITED_BYTES)]
-    return aims + [Wish(budget_bytes=budget_bytes, temp_ratio=r) for r in TRIES.paged_ratios if r > left]
+    ratios = [r for r in TRIES.paged_ratios if r > left]
+    asked = dataclasses.replace(at_once(record), aim_bytes=UNLIMITED_BYTES)
+    return [asked, *(dataclasses.replace(asked, aim_bytes=None, temp_ratio=r) for r in ratios)]
 
 
 def at_once(record: Record) -> Wish:
     """What a request asks for by itself."""
-    return Wish(budget_bytes=record.budget_bytes, aim_bytes=record.budget_bytes)
+    return Wish(budget_bytes=record.budget_bytes, aim_bytes=record.budget_bytes, whole=record.whole)
 
 
 def as_it_is(record: Record) -> list[Wish]:
@@ -131,7 +132,7 @@ def plan_key(record: Record, asked: Wish) -> Hashable:
     made = record.jaxpr
     return made and (
         made.changed, made.recipe, made.planned_temp_bytes, made.recomputed, made.tightest,
-        asked.calibration.strict, asked.calibration.rounded, asked.alone,
+        asked.calibration.strict, asked.calibration.rounded, asked.alone, asked.whole,
     )  # fmt: skip
 
 
@@ -197,6 +198,11 @@ def keeps(way: Choice | Variant, budget_bytes: int) -> bool:
 def is_kept(way: Choice | Variant) -> bool:
     """True if a way keeps its budget as it was planned: what only pages keep in it was missed."""
     return hlo_of(way).status.found and not hlo_of(way).paged
+
+
+def is_as_planned(way: Choice | Variant) -> bool:
+    """True if a way keeps its budget by what was planned before XLA alone."""
+    return hlo_of(way).status.found and not hlo_of(way).changed
 
 
 def may_cost_less_by_itself(way: Choice | Variant) -> bool:

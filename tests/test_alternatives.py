@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coop_jax import alternatives, callback, known, relowering, tries
+from coop_jax import callback, known, looks, relowering, tries
 from coop_jax.alternatives import OtherWays
 from coop_jax.known import Known
 from coop_jax.record import Record, with_hlo
@@ -54,7 +54,7 @@ MODULE = b""
 @pytest.fixture(autouse=True)
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is known before a test."""
-    monkeypatch.setattr(alternatives, "MEMORY", alternatives.Memory())
+    monkeypatch.setattr(looks, "MEMORY", known.Memory())
 
 
 def answer_with(monkeypatch: pytest.MonkeyPatch, variant: Callable[..., Variant | None]) -> None:
@@ -109,7 +109,7 @@ def asked_of(
 
 
 def ways(**changes: Any) -> OtherWays:
-    program = SimpleNamespace(settings=lambda: "these")
+    program = SimpleNamespace(inside=lambda _: "these", as_one=None)
     return OtherWays(**{"program": program, "key": "one program", "settings": "these", **changes})  # type: ignore[arg-type]
 
 
@@ -121,7 +121,7 @@ def test_what_was_found_is_taken_and_remembered(monkeypatch: pytest.MonkeyPatch)
     assert dataclasses.replace(choice.record.hlo, seconds=0.0) == OUTCOME
     assert asked == []
     wish = Wish(budget_bytes=BUDGET, aim_bytes=BUDGET)
-    assert alternatives.MEMORY.of("one program") == (Known(wish=wish, total_bytes=1000, price=(False, 1100)),)
+    assert looks.MEMORY.of("one program") == (Known(wish=wish, total_bytes=1000, price=(False, 1100)),)
 
 
 def test_a_refusal_of_a_program_that_is_held_to_less_names_what_xla_would_count() -> None:
@@ -422,7 +422,7 @@ def test_what_is_known_to_keep_a_budget_is_looked_at_though_a_plan_like_it_was_s
 ) -> None:
     asked_of(monkeypatch)
     known = Wish(budget_bytes=BUDGET, aim_bytes=900)
-    alternatives.MEMORY.learn("one program", Known(wish=known, total_bytes=1000, price=(False, 1)))
+    looks.MEMORY.learn("one program", Known(wish=known, total_bytes=1000, price=(False, 1)))
 
     def variant(program: Any, wish: Wish, plain: Record, *, skip: Any) -> Variant | None:
         record = planned(plain)
@@ -440,7 +440,7 @@ def test_what_another_budget_left_behind_is_taken_only_where_the_search_finds_no
     deep = Wish(budget_bytes=asked_for, temp_ratio=0.08)
     of_ratio = {0.08: dataclasses.replace(OUTCOME, recompute_ns=1000), 0.15: OUTCOME}
     asked = asked_of(monkeypatch, lambda w: of_ratio.get(w.temp_ratio or 0.0))
-    alternatives.MEMORY.learn("one program", Known(wish=deep, total_bytes=900, price=(False, 2000)))
+    looks.MEMORY.learn("one program", Known(wish=deep, total_bytes=900, price=(False, 2000)))
     choice = ways().choose(RECORD, REFUSED, MODULE)
     assert choice.record.hlo is not None
     assert choice.record.hlo.recompute_ns == of_ratio[taken].recompute_ns
@@ -749,7 +749,7 @@ def test_nothing_is_compiled_to_the_end_where_xla_counts_as_predicted_or_little_
 
 
 def test_what_others_beat_in_bytes_and_in_time_is_forgotten() -> None:
-    memory = alternatives.Memory()
+    memory = known.Memory()
     for total, cost in ((1000, 50), (900, 60), (1000, 55), (950, 50), (800, 50)):
         memory.learn("p", Known(wish=PLAIN, total_bytes=total, price=(False, cost)))
     memory.learn("p", Known(wish=PLAIN, total_bytes=850))
@@ -759,18 +759,18 @@ def test_what_others_beat_in_bytes_and_in_time_is_forgotten() -> None:
 
 
 def test_what_xla_counted_of_a_way_stays_known() -> None:
-    memory = alternatives.Memory()
+    memory = known.Memory()
     way = Known(wish=PLAIN, total_bytes=1000, price=(False, 50))
     for more_bytes in (-100, 100):
         memory.learn("p", dataclasses.replace(way, counted_bytes=1000 + more_bytes))
         memory.learn("p", way)
         assert memory.counted("p", PLAIN) == 1000 + more_bytes
-        (known,) = memory.of("p")
-        assert (known.needed_bytes, known.sure_bytes) == (1000 + more_bytes, max(1000, 1000 + more_bytes))
+        (left,) = memory.of("p")
+        assert (left.needed_bytes, left.sure_bytes) == (1000 + more_bytes, max(1000, 1000 + more_bytes))
 
 
 def test_the_memory_is_bounded() -> None:
-    memory = alternatives.Memory()
+    memory = known.Memory()
     for n in range(known.MOST_PROGRAMS + 5):
         memory.learn(str(n), Known(wish=PLAIN, total_bytes=1, price=(False, 1)))
     for n in range(known.MOST_KNOWN + 5):

@@ -748,15 +748,17 @@ class BeingLowered:
     Attributes:
         jaxpr: the program; the same object for as long as JAX remembers its trace.
         lower: lowers it once more, under the settings of now: a `jax.stages.Lowered`.
-        trace: traces what was given to `jit` once more and lowers that; None where it is not known, or closes
-            over values, which another trace may order differently.
-        settings: the settings of JAX that `lower` would find now, hashable.
+        trace: traces what was given to `jit` once more: a `jax.stages.Traced`; None where it is not known, or
+            closes over values, which another trace may order differently.
+        inside: runs what it is given under mesh, axis names and checks as at the call of `jit`.
+        as_one: makes one decorated function of its jaxpr; None where that is not asked for.
     """
 
     jaxpr: Jaxpr
     lower: Callable[[], Any]
     trace: Callable[[], Any] | None
-    settings: Callable[[], Any]
+    inside: Callable[[Callable[[], Any]], Any]
+    as_one: Callable[[ClosedJaxpr], ClosedJaxpr] | None = None
 
 
 def being_lowered() -> BeingLowered | None:
@@ -771,18 +773,16 @@ def being_lowered() -> BeingLowered | None:
     given = frames["_resolve_and_lower"].f_locals
     parameters = {name: given[name] for name in inspect.signature(pjit._resolve_and_lower).parameters}
     jaxpr, mesh = given["jaxpr"], given["ctx_mesh"]
-    lower = lambda: stages.Lowered(pjit._resolve_and_lower(**parameters), None, None)  # noqa: E731
-    trace = None if core.jaxpr_const_args(jaxpr) else _retraced(frames)
     return BeingLowered(
         jaxpr=jaxpr,
-        lower=lambda: _outside(mesh, lower),
-        trace=None if trace is None else lambda: _outside(mesh, trace),
-        settings=lambda: _outside(mesh, config.trace_context),
+        lower=lambda: stages.Lowered(pjit._resolve_and_lower(**parameters), None, None),
+        trace=None if core.jaxpr_const_args(jaxpr) else _retraced(frames),
+        inside=partial(_outside, mesh),
     )
 
 
 def _retraced(frames: dict[str, Any]) -> Callable[[], Any] | None:
-    """Traces and lowers what was given to `jit`; None where that is not known, or closes over values."""
+    """Traces what was given to `jit`; None where that is not known, or closes over values."""
     traced = frames["lower"].f_locals.get("self") if "lower" in frames else None
     if "jit_lower" in frames and isinstance(traced, stages.Traced):
         given, consts = frames["jit_lower"].f_locals, traced._consts
@@ -794,16 +794,16 @@ def _retraced(frames: dict[str, Any]) -> Callable[[], Any] | None:
     else:
         return None
     args, kwargs = _as_specs(given["args"]), _as_specs(given["kwargs"])
-    return None if consts else partial(pjit.jit_lower, jitted, *args, **kwargs)
+    return None if consts else partial(pjit.jit_trace, jitted, *args, **kwargs)
 
 
-def _outside(mesh: Any, lower: Callable[[], Any]) -> Any:
-    """`lower()` with mesh, axis names and checks as at the call of `jit`: `shard_map` sets its own."""
+def _outside(mesh: Any, run: Callable[[], Any]) -> Any:
+    """`run()` with mesh, axis names and checks as at the call of `jit`: `shard_map` sets its own."""
     axes = core.get_axis_env()
     core.trace_ctx.set_axis_env(core.top_axis_env)
     try:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), config._check_vma(False):
-            return lower()
+            return run()
     finally:
         core.trace_ctx.set_axis_env(axes)
 

@@ -1,0 +1,66 @@
+"""The call of a decorated function, and a whole program as one such call."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from coop_jax.budget import Budget
+from coop_jax.config import RematConfig
+from coop_jax.sizes import check_sizes
+from passes.jaxpr import compat
+from passes.jaxpr.compat import ClosedJaxpr, Jaxpr
+from passes.jaxpr.values import Constraints
+
+compat.hide_frames(__file__)
+
+coop_remat_p = compat.new_primitive("coop_remat")
+
+
+def bind(jaxpr: ClosedJaxpr, config: RematConfig, values: Sequence[Any]) -> list[Any]:
+    """Apply `jaxpr` to `values` as a part of the program that asks for `config`."""
+    jaxpr, consts = compat.hoist_consts(jaxpr)
+    check_sizes([*consts, *values], config.name)
+    # What nothing reads is no argument of the program, as without this call.
+    jaxpr, read = compat.without_unread(jaxpr)
+    given = zip([*consts, *values], read, strict=True)
+    return list(coop_remat_p.bind(*(x for x, keep in given if keep), jaxpr=jaxpr, config=config))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsOne:
+    """Makes one decorated function of a program."""
+
+    config: RematConfig
+
+    def __call__(self, program: ClosedJaxpr) -> ClosedJaxpr:
+        """A program of the same arguments and results that is one call of `program`."""
+        return compat.trace(lambda *values: bind(program, self.config, values), program.in_avals)
+
+
+def as_one(program: Jaxpr, config: RematConfig) -> Callable[[ClosedJaxpr], ClosedJaxpr] | None:
+    """Makes one decorated function of a program that has some inside, one of them with `config`.
+
+    None where they do not all ask for the same, or for something of single values: that is about what is in
+    them.
+    """
+    shared = _but_for_budget(config)
+    if config.constraints != Constraints() or any(_but_for_budget(c) != shared for c in _inside(program)):
+        return None
+    return AsOne(config=config)
+
+
+def _but_for_budget(config: RematConfig) -> RematConfig:
+    return dataclasses.replace(config, budget=Budget(host=config.budget.host), name="", derived=False)
+
+
+def _inside(jaxpr: Jaxpr) -> Iterator[RematConfig]:
+    """What the decorated functions in an open jaxpr, and in what its equations hold, ask for."""
+    for eqn in jaxpr.eqns:
+        config = eqn.params.get("config")
+        if isinstance(config, RematConfig):
+            yield config
+        for inner in compat.inner_jaxprs(eqn):
+            yield from _inside(inner)

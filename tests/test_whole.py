@@ -1,0 +1,147 @@
+"""Functions that are decorated inside a program, as `jax.checkpoint` is used: the whole is planned where their
+own plans do not keep the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import coop_jax as coop
+from coop_jax import aot, call
+from coop_jax.budget import Budget
+from coop_jax.config import RematConfig
+from coop_jax.errors import InfeasibleBudgetError
+from passes.cost import DEVICES
+from passes.jaxpr.values import Constraints
+
+LAYERS, ROWS, WIDTH = 6, 256, 64
+KEY = jax.random.key(0)
+WEIGHTS = jax.random.normal(KEY, (LAYERS, 2, WIDTH, WIDTH)) / 8
+BATCH = jax.random.normal(KEY, (ROWS, WIDTH))
+Decorator = Callable[..., Any]
+
+
+def layer(x: Any, w: Any) -> Any:
+    y = jnp.tanh(x @ w[0])
+    return x + jnp.tanh(jnp.sin(y) @ w[1])
+
+
+def scanned(decorate: Decorator) -> Callable[..., Any]:
+    one = decorate(layer)
+    return lambda ws, x: jnp.mean(jax.lax.scan(lambda h, w: (one(h, w), None), x, ws)[0] ** 2)
+
+
+def unrolled(decorate: Decorator) -> Callable[..., Any]:
+    one = decorate(layer)
+
+    def loss(ws: Any, x: Any) -> Any:
+        for w in ws:
+            x = one(x, w)
+        return jnp.mean(x**2)
+
+    return loss
+
+
+LOSSES = {"scanned": scanned, "unrolled": unrolled}
+
+
+def step_of(loss: Callable[..., Any]) -> Any:
+    """A step of SGD, with the gradient taken outside of what is decorated."""
+
+    def step(ws: Any, x: Any) -> Any:
+        value, gradient = jax.value_and_grad(loss)(ws, x)
+        return ws - 0.1 * gradient, value
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def compiled(decorate: Decorator, kind: str, device: str) -> Any:
+    specs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (WEIGHTS, BATCH)]
+    if device != "cpu":
+        specs = aot.sharded_specs(specs, aot.devices(device)[0])
+    return step_of(LOSSES[kind](decorate)).lower(*specs).compile()
+
+
+def run_ns(program: Any, device: str) -> int:
+    return aot.run_cost(program, DEVICES[device])[0]
+
+
+@pytest.mark.parametrize("device", ["cpu", "h200"])
+@pytest.mark.parametrize("kind", LOSSES)
+def test_decorated_layers_cost_no_more_than_jax_checkpoint_in_its_bytes(
+    kind: str, device: str, request: pytest.FixtureRequest
+) -> None:
+    if device != "cpu":
+        request.getfixturevalue(device)
+    for policy in (jax.checkpoint_policies.nothing_saveable, jax.checkpoint_policies.dots_saveable):
+        by_hand = compiled(lambda f, p=policy: jax.checkpoint(f, policy=p), kind, device)
+        budget = aot.memory(by_hand).total_bytes
+        ours = compiled(lambda f, b=budget: coop.remat(f, budget=b), kind, device)
+        assert coop.report(ours).compiled_total_bytes <= budget
+        assert run_ns(ours, device) <= 1.01 * run_ns(by_hand, device)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_values_are_those_of_the_plain_program(kind: str) -> None:
+    plain = compiled(lambda f: f, kind, "cpu")
+    ours = compiled(lambda f: coop.remat(f, budget=0.5), kind, "cpu")
+    report = coop.report(ours)
+    assert report.whole
+    assert "once more, as a whole" in str(report)
+    for one, other in zip(ours(jnp.array(WEIGHTS), BATCH), plain(jnp.array(WEIGHTS), BATCH), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_what_keeps_its_budget_by_its_own_plan_is_not_planned_as_a_whole() -> None:
+    def loss(ws: Any, x: Any) -> Any:
+        return unrolled(lambda f: f)(ws, x)
+
+    peak = coop.report(jax.jit(jax.grad(coop.remat(loss, budget="1GiB"))).lower(WEIGHTS, BATCH).compile())
+    report = coop.report(
+        jax.jit(jax.grad(coop.remat(loss, budget=int(0.7 * peak.compiled_total_bytes))))
+        .lower(WEIGHTS, BATCH)
+        .compile()
+    )
+    assert (peak.whole, report.whole, report.changed) == (False, False, True)
+
+
+def test_a_refusal_names_what_the_whole_would_take() -> None:
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        compiled(lambda f: coop.remat(f, budget="250KiB"), "scanned", "cpu")
+    assert refused.value.least_bytes is not None
+    report = coop.report(
+        compiled(lambda f: coop.remat(f, budget=refused.value.least_bytes), "scanned", "cpu")
+    )
+    assert report.compiled_total_bytes <= refused.value.least_bytes
+
+
+def test_two_decorated_functions_that_ask_for_different_things_stay_apart() -> None:
+    plain = RematConfig(budget=Budget.of("1GiB"), name="f")
+
+    def program(other: RematConfig) -> Any:
+        first, second = (
+            jax.make_jaxpr(lambda x, c=c: call.bind(jax.make_jaxpr(jnp.sin)(x), c, [x]))(BATCH)
+            for c in (plain, other)
+        )
+        both = jax.make_jaxpr(
+            lambda x: (
+                jax.core.eval_jaxpr(first.jaxpr, first.consts, x),
+                jax.core.eval_jaxpr(second.jaxpr, second.consts, x),
+            )
+        )(BATCH)
+        return both.jaxpr
+
+    smaller = RematConfig(budget=Budget.of("1MiB"), name="g")
+    assert call.as_one(program(smaller), plain) is not None
+    for other in (
+        RematConfig(budget=Budget.of("1GiB"), planner="dtr"),
+        RematConfig(budget=Budget.of("1GiB", host="1GiB")),
+        RematConfig(budget=Budget.of("1GiB"), constraints=Constraints(save=("h",))),
+    ):
+        assert call.as_one(program(other), plain) is None
+        assert call.as_one(program(plain), other) is None
