@@ -19,6 +19,9 @@ from passes.jaxpr.softmax import DataflowGraph
 
 _DTYPES = frozenset({"bfloat16", "float32", "float64"})
 _STARTS = frozenset({"reduce_max", "reduce_min", "reduce_sum"})
+_REDUCES = _STARTS | {"reduce_and", "reduce_or", "reduce_prod", "reduce_xor"}
+# What XLA:CPU reduces itself it reduces by windows of so many elements first.
+_WINDOW = 32
 _COMPUTES = """
     abs add add_any broadcast_in_dim ceil convert_element_type copy cos div dot_general erf exp expm1 floor
     integer_pow log log1p logistic max min mul name neg one_minus_square pow reduce_max reduce_min reduce_sum
@@ -106,6 +109,18 @@ class LibraryKernels:
 def is_computed_in_them(eqn: JaxprEqn) -> bool:
     """True for an equation that may be in a library's kernel."""
     return _is_for_library(eqn, _NAMES)
+
+
+def is_by_windows(eqn: JaxprEqn) -> bool:
+    """True for a reduction that is no library's and has more elements than a window in some dimension: sums of
+    complex numbers and of integers, products, counts.
+
+    It is two kernels then; the first computes nothing inside of itself. Source: `TreeReductionRewriter`.
+    """
+    if eqn.primitive.name not in _REDUCES or _is_for_library(eqn, _STARTS):
+        return False
+    shape = array_of(eqn.invars[0]).shape
+    return any(shape[d] > _WINDOW for d in eqn.params["axes"])
 
 
 def _is_for_library(eqn: JaxprEqn, names: Collection[str]) -> bool:

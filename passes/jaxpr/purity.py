@@ -20,6 +20,7 @@ from passes.backend import BACKENDS
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of, form_of, is_bitcast
 from passes.jaxpr.compat import Jaxpr, JaxprEqn
+from passes.jaxpr.library_kernels import is_by_windows
 from passes.jaxpr.primitives import CALLS, CONTROL_FLOW, Kind, kind_of
 from passes.saved import is_saved
 
@@ -59,12 +60,14 @@ def returns_its_operand(eqn: JaxprEqn) -> bool:
 
 
 def kernel_kind(eqn: JaxprEqn, platform: str) -> Kind:
-    """The kind of one equation on one platform: what joins rows may be a kernel of its own, and what
-    transposes may move elements."""
+    """The kind of one equation on one platform: what joins rows, or reduces, may be a kernel that computes
+    nothing inside of itself, and what transposes may move elements."""
     kind, backend = eqn_kind(eqn), BACKENDS[platform]
     if eqn.primitive.name == "transpose" and backend.fuses_greedily and kind is Kind.VIEW:
         bitcast = is_bitcast(array_of(eqn.invars[0]).shape, eqn.params["permutation"])
         return Kind.VIEW if bitcast else Kind.FUSIBLE
+    if kind is Kind.REDUCTION and backend.fuses_greedily and is_by_windows(eqn):
+        return Kind.KERNEL
     least_bytes = backend.joined_row_bytes
     if eqn.primitive.name != "concatenate" or least_bytes is None:
         return kind

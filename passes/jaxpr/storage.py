@@ -97,8 +97,14 @@ class Storage:
             self._greedy = GreedyFusion(self._graph, self.results, needed)
             self._inner, self._ends = self._greedy.inner, self._greedy.stored
         self._kernels = self._reading_kernels(needed) if self._greedy is None else {}
+        before = set(self.stored), dict(self.reads)
         for i, eqn in enumerate(jaxpr.eqns):
             self._decide(i, eqn, needed)
+        if not as_xla:
+            self._kernels = self._reading_kernels(self.stored)
+            self.stored, self.reads, self._kernel_reads = *before, {}
+            for i, eqn in enumerate(jaxpr.eqns):
+                self._decide(i, eqn, needed)
 
     def computes(self, v: Var, *, from_memory: bool) -> bool:
         """True for a variable that is computed in a kernel that reads it, maybe `from_memory`."""
