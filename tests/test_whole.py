@@ -3,6 +3,7 @@ their own plans do not keep the budget."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -179,6 +180,29 @@ def test_a_program_is_not_taken_for_another_one_of_the_same_layers() -> None:
         assert coop.report(ours).whole
         for one, other in zip(ours(jnp.array(WEIGHTS), BATCH), plain(jnp.array(WEIGHTS), BATCH), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["layers", "loss"])
+def test_a_function_that_each_trace_makes_another_program_of_keeps_its_first(kind: str) -> None:
+    """It scales by how often it was traced: a plan that takes another trace would give other numbers."""
+    traces = itertools.count(1)
+
+    def loss(ws: Any, x: Any) -> Any:
+        return next(traces) * unrolled(outer if kind == "layers" else lambda f: f)(ws, x)
+
+    def outer(f: Any) -> Any:
+        return coop.remat(f, budget=budget)
+
+    budget = aot.memory(lowered(unrolled(lambda f: f)).compile()).total_bytes // 2
+    try:
+        ours = lowered(loss if kind == "layers" else outer(loss)).compile()
+    except InfeasibleBudgetError:
+        return
+    plain = lowered(unrolled(lambda f: f)).compile()
+    for one, other in zip(
+        ours(jnp.array(WEIGHTS), BATCH)[1:], plain(jnp.array(WEIGHTS), BATCH)[1:], strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_known_of_a_program_is_known_whatever_its_budget_and_of_no_other() -> None:
