@@ -182,6 +182,37 @@ def test_a_program_is_not_taken_for_another_one_of_the_same_layers() -> None:
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+def with_a_dead_result(decorate: Decorator) -> Callable[..., Any]:
+    """A loss of layers with one more result that nothing reads, and that alone reads an argument."""
+    one = decorate(lambda x, w, unread: (layer(x, w), jnp.sin(unread)))
+
+    def loss(ws: Any, x: Any, unread: Any) -> Any:
+        for w in ws:
+            x, _ = one(x, w, unread)
+        return jnp.mean(jax.nn.relu(x) ** 2)
+
+    return loss
+
+
+def test_what_only_a_dead_result_reads_is_no_argument_of_the_program() -> None:
+    def grads(decorate: Decorator, derivative: Any = jax.grad) -> Any:
+        return jax.jit(derivative(with_a_dead_result(decorate)))
+
+    given = WEIGHTS, BATCH, jnp.ones((100, 100))
+    by_hand = grads(jax.checkpoint).lower(*given).compile()
+    budget = aot.memory(by_hand).total_bytes
+    ours = grads(lambda f: coop.remat(f, budget=budget)).lower(*given).compile()
+    assert aot.memory(ours).argument_bytes == aot.memory(by_hand).argument_bytes
+    assert coop.report(ours).compiled_total_bytes <= budget
+    np.testing.assert_allclose(ours(*given), by_hand(*given), rtol=1e-5, atol=1e-7)
+
+    def penalty(loss: Any) -> Any:
+        return jax.grad(lambda ws, x, unread: jnp.sum(jax.jit(jax.grad(loss, 1))(ws, x, unread) ** 2))
+
+    ours, plain = grads(lambda f: coop.remat(f, budget="1GiB"), penalty), grads(lambda f: f, penalty)
+    np.testing.assert_allclose(ours(*given), plain(*given), rtol=1e-4, atol=1e-7)
+
+
 @pytest.mark.parametrize("kind", ["layers", "loss"])
 def test_a_function_that_each_trace_makes_another_program_of_keeps_its_first(kind: str) -> None:
     """It scales by how often it was traced: a plan that takes another trace would give other numbers."""
