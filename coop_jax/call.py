@@ -56,11 +56,17 @@ def _but_for_budget(config: RematConfig) -> RematConfig:
     return dataclasses.replace(config, budget=Budget(host=config.budget.host), name="", derived=False)
 
 
-def _inside(jaxpr: Jaxpr) -> Iterator[RematConfig]:
-    """What the decorated functions in an open jaxpr, and in what its equations hold, ask for."""
+@compat.cached_by_jaxpr
+def _inside(program: Jaxpr) -> tuple[RematConfig, ...]:
+    """What the decorated functions in a jaxpr ask for; each of them is lowered by itself, and asks this."""
+    return tuple(dict.fromkeys(_each_inside(program)))
+
+
+def _each_inside(jaxpr: Jaxpr) -> Iterator[RematConfig]:
+    """What they ask for, in a jaxpr and in what its equations hold."""
     for eqn in jaxpr.eqns:
         config = eqn.params.get("config")
         if isinstance(config, RematConfig):
             yield config
         for inner in compat.inner_jaxprs(eqn):
-            yield from _inside(inner)
+            yield from _each_inside(inner)

@@ -21,6 +21,7 @@ from coop_jax.alternatives import OtherWays
 from coop_jax.baseline import Baseline, Part, baseline, is_whole, joined_programs, pinned_plain_bytes
 from coop_jax.call import as_one
 from coop_jax.config import RematConfig
+from coop_jax.digests import digest, unplanned_digest
 from coop_jax.errors import ConstraintError, InfeasibleBudgetError, UnsupportedError
 from coop_jax.record import UNLIMITED_BYTES, Record
 from coop_jax.relowering import PlannedAlreadyError, Wish
@@ -141,14 +142,15 @@ def _planned_and_marked(
             program = dataclasses.replace(program, as_one=as_one(program.jaxpr, config))
         alternatives = OtherWays(
             program=program,
-            key=_program_key(unplanned, facts, record),
-            alone=_program_key(unplanned, facts, without) if may_page else "",
+            key=_program_key(program, unplanned, facts, record),
+            alone=_program_key(program, unplanned, facts, without) if may_page else "",
             settings=program.inside(compat.trace_context),
             calls=module.python_calls(ctx),
         )
     if asked is None:
         _refuse_too_large_arguments(record, devices, alternatives)
-    mark.write(ctx, record, _digest(jaxpr), alternatives)
+    around = "" if program is None else digest(program.jaxpr)
+    mark.write(ctx, record, digest(jaxpr) + around, alternatives)
     return jaxpr
 
 
@@ -212,9 +214,15 @@ def _refuse_what_cannot_be_kept(ctx: Any, facts: module.ModuleFacts) -> None:
         )
 
 
-def _program_key(unplanned: Sequence[Any], facts: module.ModuleFacts, record: Record) -> str:
+def _program_key(
+    program: compat.BeingLowered, unplanned: Sequence[Any], facts: module.ModuleFacts, record: Record
+) -> str:
     """Tells programs apart that may share what is known of them: all but their budgets."""
-    parts = [*map(_digest, unplanned), str(facts.device_argument_nbytes), str(facts.device_output_nbytes)]
+    parts = [
+        *map(unplanned_digest, (program.jaxpr, *unplanned)),
+        str(facts.device_argument_nbytes),
+        str(facts.device_output_nbytes),
+    ]
     parts += [str(facts.aliased), str(facts.num_devices), str(facts.argument_parts), str(facts.platforms)]
     parts += [record.device_name, record.planner, record.on_fragmentation, record.constraints]
     parts += [str(record.host_budget_bytes), str(record.objective)]
@@ -400,12 +408,3 @@ def _inlined(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
 
 def _nbytes(avals: Sequence[Any]) -> int:
     return sum(map(compat.aval_nbytes, avals))
-
-
-def _digest(jaxpr: ClosedJaxpr) -> str:
-    """Tells programs apart by their equations and shapes, the same in every process."""
-    parts = [str(aval) for aval in jaxpr.in_avals]
-    for eqn in jaxpr.eqns:
-        parts.append(eqn.primitive.name)
-        parts += [str(v.aval) for v in eqn.outvars]
-    return "|".join(parts)

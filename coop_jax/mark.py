@@ -33,7 +33,7 @@ def write(ctx: Any, record: Record, digest: str, alternatives: Alternatives | No
     Args:
         ctx: the context of a lowering rule.
         record: what is known so far.
-        digest: of the part of the program that `record` is about.
+        digest: tells the program apart, and the part of it that `record` is about.
         alternatives: how else the program could be written.
 
     Returns:

@@ -75,6 +75,7 @@ class Pair:
             steps=(step,) if compat.has_rules(jaxpr) else (),
             operands=tuple(range(len(self.differentiated))),
             n_results=len(self.tangents_out),
+            is_forward=True,
         )
 
     def backward_source(self, jaxpr: ClosedJaxpr) -> Source:

@@ -19,9 +19,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
-from jax.stages import Compiled, Lowered
+from jax.stages import Compiled, Lowered, Traced
 
 from coop_jax import aot, mark, module
+from coop_jax.digests import digest
 from coop_jax.errors import BudgetExceededError, CoopError
 from coop_jax.record import UNLIMITED_BYTES, Record, with_hlo
 from coop_jax.replacing import Calls, signature
@@ -45,6 +46,7 @@ class Wish:
         traced: True where the program is traced for the wish, so that what is differentiated is planned for
             it; else the plans that are in it already can only stay as they are.
         whole: True for the whole program as the one decorated function, in the place of those in it.
+        compared: True for a trace that is only compared with another one.
     """
 
     plain: bool = False
@@ -55,6 +57,7 @@ class Wish:
     alone: bool = False
     traced: bool = False
     whole: bool = False
+    compared: bool = False
 
     @property
     def replans(self) -> bool:
@@ -80,6 +83,10 @@ def nothing_wished() -> AbstractContextManager[None]:
 
 class PlannedAlreadyError(Exception):
     """A jaxpr in which plans are written already cannot be lowered with other plans."""
+
+
+class TracedOtherwiseError(Exception):
+    """Each trace of a function gives another program: what it reads in Python changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +121,7 @@ class Variant:
 
 
 _PLAIN: WeakKeyDictionary[Any, dict[Any, Plain | None]] = WeakKeyDictionary()
+_TRACED_ALIKE: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def plain_program(program: BeingLowered, device: str) -> Plain | None:
@@ -247,11 +255,29 @@ def _lowered_retraced(
     """Traced once more with one wish, and what `change` makes of that lowered with another."""
     if program.trace is None:
         raise PlannedAlreadyError
-    with _WISH(traced_as):
-        traced = program.inside(program.trace)
+    if not _is_traced_alike(program):
+        raise TracedOtherwiseError
+    traced = _traced(program, traced_as)
     with _WISH(lowered_as):
         lowered: Lowered = program.inside(module.with_jaxpr(traced, change(traced.jaxpr)).lower)
     return lowered
+
+
+def _traced(program: BeingLowered, asked: Wish) -> Traced:
+    assert program.trace is not None, "it is asked for where there is a way"
+    with _WISH(asked):
+        traced: Traced = program.inside(program.trace)
+    return traced
+
+
+def _is_traced_alike(program: BeingLowered) -> bool:
+    """True if two more traces of a program are one: else none may go on in the place of the first."""
+    if program.jaxpr not in _TRACED_ALIKE:
+        asked = dataclasses.replace(PLAIN, traced=True)
+        ways = (asked, dataclasses.replace(asked, compared=True))
+        one, other = (digest(_traced(program, way).jaxpr) for way in ways)
+        _TRACED_ALIKE[program.jaxpr] = one == other
+    return _TRACED_ALIKE[program.jaxpr]
 
 
 def _quietly[R](run: Callable[[], R]) -> R:

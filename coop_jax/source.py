@@ -37,12 +37,15 @@ class Source:
         operands: for each of its operands, once all is done, which operand of the part that is.
         n_results: how many of the part's results it gives, the first ones. The others are saved values: they
             follow from the operands, and have no tangents of their own.
+        is_forward: True for a forward part: what no result depends on any more can go. A backward part reads
+            saved values in the place of arguments, which all stay.
     """
 
     jaxpr: ClosedJaxpr
     steps: tuple[Step, ...] = ()
     operands: tuple[int, ...]
     n_results: int
+    is_forward: bool = False
 
     def closed(self) -> tuple[Any, list[Any]]:
         """A jaxpr without constants, and what are its first operands instead of them."""
@@ -74,8 +77,14 @@ class Source:
         return dataclasses.replace(self, steps=(*self.steps, Kept(results=kept)), n_results=sum(kept))
 
     def needs(self, n_operands: int) -> list[bool]:
-        """For every operand of the part whether a derivative will ask for it."""
-        needed = set(self.operands) if self.n_results else set()
+        """For every operand of the part whether a derivative will ask for it, though the part may not."""
+        if not self.n_results:
+            return [False] * n_operands
+        needed = set(self.operands)
+        if self.is_forward and any(isinstance(step, Kept) for step in self.steps):
+            made, consts = self.closed()
+            read = compat.needed_inputs(made, [True] * len(made.out_avals))[len(consts) :]
+            needed = {i for i, is_read in zip(self.operands, read, strict=True) if is_read}
         return [i in needed for i in range(n_operands)]
 
     def moved(self, kept: Sequence[bool]) -> Source:
@@ -83,7 +92,10 @@ class Source:
         place = {i: n for n, i in enumerate(i for i, k in enumerate(kept) if k)}
         if not self.n_results:
             return dataclasses.replace(self, steps=(*self.steps, Nothing()), operands=())
-        return dataclasses.replace(self, operands=tuple(place[i] for i in self.operands))
+        needed = tuple(i in place for i in self.operands)
+        steps = self.steps if all(needed) else (*self.steps, Needed(operands=needed))
+        operands = tuple(place[i] for i in self.operands if i in place)
+        return dataclasses.replace(self, steps=steps, operands=operands)
 
     def batched(self, axis: Any, dims: Sequence[Any], on_axis: Sequence[bool]) -> Source:
         """The source of a part under `vmap`, whose results are batched where `on_axis` says so."""

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from coop_jax import aot, mark
 from coop_jax.remat import remat
 from coop_jax.report import report
+from passes.jaxpr import compat
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -287,3 +288,13 @@ def test_what_a_synchronous_collective_reads_dies_with_it(h200: str, seed: int, 
     for rate in (0.3, 1.0):
         found = h.with_pages(example, "cuda", seed=seed, rate=rate, again=0.1)
         assert h.predicted(found.prediction) == h.totals(found.compiled)
+
+
+def test_a_stack_is_split_over_the_mesh_of_its_type_though_none_is_set() -> None:
+    """Else a scan in parts has no type where arguments are split over a mesh with explicit axes."""
+    mesh = jax.sharding.AbstractMesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    split = jax.ShapeDtypeStruct((6, 4), jnp.float32, sharding=NamedSharding(mesh, P(None, "d")))
+    aval = jax.jit(lambda x: x).trace(split).jaxpr.in_avals[0]
+    (made,) = jax.make_jaxpr(lambda: compat.zeros(aval))().out_avals
+    assert made.sharding == aval.sharding
+    assert "d" in aval.sharding.spec

@@ -301,8 +301,9 @@ def test_the_plain_functions_numbers(case: str) -> None:
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
-def test_a_failed_check_is_reported() -> None:
-    error, _ = checkify.checkify(remat(checked, budget="1TiB"))(X + 10)
+@pytest.mark.parametrize("change", [lambda f: f, jax.value_and_grad, lambda f: jax.jit(jax.grad(f))])
+def test_a_failed_check_is_reported(change: Any) -> None:
+    error, _ = checkify.checkify(change(remat(checked, budget="1TiB")))(X + 10)
     with pytest.raises(checkify.JaxRuntimeError, match="too large"):
         error.throw()
 

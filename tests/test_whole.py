@@ -1,8 +1,9 @@
-"""Functions that are decorated inside a program, as `jax.checkpoint` is used: the whole is planned where their
-own plans do not keep the budget."""
+"""Functions that are decorated inside a program, as `jax.checkpoint` is used: the whole is planned where
+their own plans do not keep the budget."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import coop_jax as coop
 from coop_jax import aot, call
 from coop_jax.budget import Budget
 from coop_jax.config import RematConfig
+from coop_jax.digests import digest, unplanned_digest
 from coop_jax.errors import InfeasibleBudgetError
 from passes.cost import DEVICES
 from passes.jaxpr.values import Constraints
@@ -145,3 +147,107 @@ def test_two_decorated_functions_that_ask_for_different_things_stay_apart() -> N
     ):
         assert call.as_one(program(other), plain) is None
         assert call.as_one(program(plain), other) is None
+
+
+def lowered(loss: Callable[..., Any]) -> Any:
+    return step_of(loss).lower(WEIGHTS, BATCH)
+
+
+def test_a_program_is_not_taken_for_another_one_of_the_same_layers() -> None:
+    """Both are lowered before one is compiled: what is looked at for the one is of the one."""
+
+    def loss(decorate: Decorator, last: Callable[..., Any]) -> Callable[..., Any]:
+        one = decorate(layer)
+
+        def run(ws: Any, x: Any) -> Any:
+            for w in ws:
+                x = one(x, w)
+            return jnp.mean(last(x) ** 2)
+
+        return run
+
+    def halved(x: Any) -> Any:
+        return 0.5 * x
+
+    def doubled(x: Any) -> Any:
+        return 2.0 * x
+
+    lasts = (halved, doubled)
+    budget = aot.memory(lowered(loss(lambda f: f, halved)).compile()).total_bytes // 2
+    decorated = [lowered(loss(lambda f: coop.remat(f, budget=budget), last)) for last in lasts]
+    for program, last in zip(decorated, lasts, strict=True):
+        ours, plain = program.compile(), lowered(loss(lambda f: f, last)).compile()
+        assert coop.report(ours).whole
+        for one, other in zip(ours(jnp.array(WEIGHTS), BATCH), plain(jnp.array(WEIGHTS), BATCH), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def with_a_dead_result(decorate: Decorator) -> Callable[..., Any]:
+    """A loss of layers with one more result that nothing reads, and that alone reads an argument."""
+    one = decorate(lambda x, w, unread: (layer(x, w), jnp.sin(unread)))
+
+    def loss(ws: Any, x: Any, unread: Any) -> Any:
+        for w in ws:
+            x, _ = one(x, w, unread)
+        return jnp.mean(jax.nn.relu(x) ** 2)
+
+    return loss
+
+
+def test_what_only_a_dead_result_reads_is_no_argument_of_the_program() -> None:
+    def grads(decorate: Decorator, derivative: Any = jax.grad) -> Any:
+        return jax.jit(derivative(with_a_dead_result(decorate)))
+
+    given = WEIGHTS, BATCH, jnp.ones((100, 100))
+    by_hand = grads(jax.checkpoint).lower(*given).compile()
+    budget = aot.memory(by_hand).total_bytes
+    ours = grads(lambda f: coop.remat(f, budget=budget)).lower(*given).compile()
+    assert aot.memory(ours).argument_bytes == aot.memory(by_hand).argument_bytes
+    assert coop.report(ours).compiled_total_bytes <= budget
+    np.testing.assert_allclose(ours(*given), by_hand(*given), rtol=1e-5, atol=1e-7)
+
+    def penalty(loss: Any) -> Any:
+        return jax.grad(lambda ws, x, unread: jnp.sum(jax.jit(jax.grad(loss, 1))(ws, x, unread) ** 2))
+
+    ours, plain = grads(lambda f: coop.remat(f, budget="1GiB"), penalty), grads(lambda f: f, penalty)
+    np.testing.assert_allclose(ours(*given), plain(*given), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["layers", "loss"])
+def test_a_function_that_each_trace_makes_another_program_of_keeps_its_first(kind: str) -> None:
+    """It scales by how often it was traced: a plan that takes another trace would give other numbers."""
+    traces = itertools.count(1)
+
+    def loss(ws: Any, x: Any) -> Any:
+        return next(traces) * unrolled(outer if kind == "layers" else lambda f: f)(ws, x)
+
+    def outer(f: Any) -> Any:
+        return coop.remat(f, budget=budget)
+
+    budget = aot.memory(lowered(unrolled(lambda f: f)).compile()).total_bytes // 2
+    try:
+        ours = lowered(loss if kind == "layers" else outer(loss)).compile()
+    except InfeasibleBudgetError:
+        return
+    plain = lowered(unrolled(lambda f: f)).compile()
+    for one, other in zip(
+        ours(jnp.array(WEIGHTS), BATCH)[1:], plain(jnp.array(WEIGHTS), BATCH)[1:], strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_known_of_a_program_is_known_whatever_its_budget_and_of_no_other() -> None:
+    def traced(times: int, width: float, budget: str) -> Any:
+        def loss(ws: Any, x: Any) -> Any:
+            for _ in range(times):
+                x = width * scanned_once(ws, x)
+            return jnp.mean(x**2)
+
+        one = coop.remat(layer, budget=budget)
+        scanned_once = lambda ws, x: jax.lax.scan(lambda h, w: (one(h, w), None), x, ws)[0]  # noqa: E731
+        return jax.jit(jax.grad(loss)).trace(WEIGHTS, BATCH).jaxpr
+
+    ample, tight, twice = traced(1, 1.0, "1GiB"), traced(1, 1.0, "300KiB"), traced(2, 1.0, "1GiB")
+    assert unplanned_digest(ample) == unplanned_digest(tight) != unplanned_digest(twice)
+    assert digest(ample) == digest(traced(1, 1.0, "1GiB"))
+    assert len({digest(ample), digest(tight), digest(twice), digest(traced(1, 2.0, "1GiB"))}) == 4

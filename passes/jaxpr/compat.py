@@ -433,8 +433,9 @@ def instantiate(tangent: Any) -> Any:
 
 
 def zeros(aval: Any) -> Any:
-    """An array of abstract value `aval`, all zeros."""
-    return ad_util.zeros_like_aval(aval)
+    """An array of abstract value `aval`, all zeros; split over its mesh, which need not be set."""
+    with jax.sharding.use_abstract_mesh(aval.sharding.mesh):
+        return ad_util.zeros_like_aval(aval)
 
 
 def has_tangents(aval: Any) -> bool:

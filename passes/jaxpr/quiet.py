@@ -1,8 +1,8 @@
 """A function as it is recomputed: what its first run told Python is not told again.
 
 A derivative of a derivative is taken from the arguments, so it runs what the call of the function has run.
-Calls into Python that give nothing back (`jax.debug.print`, `jax.debug.callback`, `io_callback`) would then
-be made once more. Effects on references stay: the caller runs on copies.
+Calls into Python that give nothing back (`jax.debug.print`, `jax.debug.callback`, `io_callback`), and the
+checks of `checkify`, would then be made once more. Effects on references stay: the caller runs on copies.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from passes.jaxpr import compat
 from passes.jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn
 
-_TELLING = frozenset({"debug_callback", "debug_print", "io_callback"})
+_TELLING = frozenset({"debug_callback", "debug_print", "io_callback", "check"})
 
 
 class ToldTwiceError(Exception):
