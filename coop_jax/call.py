@@ -9,9 +9,11 @@ from typing import Any
 
 from coop_jax.budget import Budget
 from coop_jax.config import RematConfig
+from coop_jax.relowering import PlannedAlreadyError
 from coop_jax.sizes import check_sizes
 from passes.jaxpr import compat
-from passes.jaxpr.compat import ClosedJaxpr, Jaxpr
+from passes.jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn
+from passes.jaxpr.rewrite import with_equations
 from passes.jaxpr.values import Constraints
 
 compat.hide_frames(__file__)
@@ -36,8 +38,14 @@ class AsOne:
     config: RematConfig
 
     def __call__(self, program: ClosedJaxpr) -> ClosedJaxpr:
-        """A program of the same arguments and results that is one call of `program`."""
-        return compat.trace(lambda *values: bind(program, self.config, values), program.in_avals)
+        """A program of the same arguments and results that is one call of `program`.
+
+        Raises:
+            PlannedAlreadyError: something is computed again in it.
+        """
+        jaxpr, consts = compat.open_jaxpr(program)
+        whole = compat.close_jaxpr(_opened(jaxpr), consts)
+        return compat.trace(lambda *values: bind(whole, self.config, values), program.in_avals)
 
 
 def as_one(program: Jaxpr, config: RematConfig) -> Callable[[ClosedJaxpr], ClosedJaxpr] | None:
@@ -50,6 +58,20 @@ def as_one(program: Jaxpr, config: RematConfig) -> Callable[[ClosedJaxpr], Close
     if config.constraints != Constraints() or any(_but_for_budget(c) != shared for c in _inside(program)):
         return None
     return AsOne(config=config)
+
+
+def _opened(jaxpr: Jaxpr) -> Jaxpr:
+    """An open jaxpr, and what its equations hold, with plain calls of what was decorated."""
+    return with_equations(jaxpr, list(map(_as_call, jaxpr.eqns)))
+
+
+def _as_call(eqn: JaxprEqn) -> JaxprEqn:
+    planned = eqn.params.get("planned")
+    if planned is not None and planned.outcome.changed:
+        raise PlannedAlreadyError
+    inner = compat.inner_jaxprs(eqn)
+    opened = compat.with_inner_jaxprs(eqn, _opened) if any(map(_inside, inner)) else eqn
+    return compat.as_call(opened) if eqn.primitive is coop_remat_p or planned is not None else opened
 
 
 def _but_for_budget(config: RematConfig) -> RematConfig:

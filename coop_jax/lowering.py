@@ -134,23 +134,21 @@ def _planned_and_marked(
     )
     alternatives = None
     if program is not None:
-        unplanned = (plain,) if planned is None else (planned.forward, planned.backward)
         without = dataclasses.replace(record, host_budget_bytes=0)
         # Without host memory a program whose values must wait there is another one.
         may_page = bool(config.budget.host_bytes and BACKENDS[facts.platforms[0]].pages and not forced)
-        if program.trace is not None and (plain is None or not is_whole(plain, facts)):
+        if plain is None or not is_whole(plain, facts):
             program = dataclasses.replace(program, as_one=as_one(program.jaxpr, config))
         alternatives = OtherWays(
             program=program,
-            key=_program_key(program, unplanned, facts, record),
-            alone=_program_key(program, unplanned, facts, without) if may_page else "",
+            key=_program_key(program, facts, record),
+            alone=_program_key(program, facts, without) if may_page else "",
             settings=program.inside(compat.trace_context),
             calls=module.python_calls(ctx),
         )
     if asked is None:
         _refuse_too_large_arguments(record, devices, alternatives)
-    around = "" if program is None else digest(program.jaxpr)
-    mark.write(ctx, record, digest(jaxpr) + around, alternatives)
+    mark.write(ctx, record, digest(jaxpr if program is None else program.jaxpr), alternatives)
     return jaxpr
 
 
@@ -214,12 +212,10 @@ def _refuse_what_cannot_be_kept(ctx: Any, facts: module.ModuleFacts) -> None:
         )
 
 
-def _program_key(
-    program: compat.BeingLowered, unplanned: Sequence[Any], facts: module.ModuleFacts, record: Record
-) -> str:
+def _program_key(program: compat.BeingLowered, facts: module.ModuleFacts, record: Record) -> str:
     """Tells programs apart that may share what is known of them: all but their budgets."""
     parts = [
-        *map(unplanned_digest, (program.jaxpr, *unplanned)),
+        unplanned_digest(program.jaxpr),
         str(facts.device_argument_nbytes),
         str(facts.device_output_nbytes),
     ]
@@ -394,10 +390,20 @@ def _expected_model(config: RematConfig, avals: Sequence[Any]) -> DeviceModel:
     """The cost model of the device that a program is probably for; sure only when it is lowered."""
     if config.device is not None:
         return _with_power(DEVICES[config.device], config)
-    kind, device = compat.device_kind(avals), jax.devices()[0]
+    kind, device = _device_kind(avals), jax.devices()[0]
     if kind is not None and kind != device.device_kind:
         device = aot.devices(aot.model_for(CUDA.name, kind).name)[0]
     return _with_power(aot.model_for(device.platform, device.device_kind), config)
+
+
+def _device_kind(avals: Sequence[Any]) -> str | None:
+    """The kind of device, such as "NVIDIA H200", that the first of `avals` with a mesh says; else None."""
+    for aval in avals:
+        mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+        kind = getattr(getattr(mesh, "abstract_device", None), "device_kind", None)
+        if kind is not None:
+            return str(kind)
+    return None
 
 
 @compat.cached_by_jaxpr

@@ -238,8 +238,7 @@ def _lowered(program: BeingLowered, asked: Wish) -> Lowered | None:
 
 def _lowered_as(program: BeingLowered, asked: Wish) -> Lowered:
     if asked.whole:
-        assert program.as_one is not None, "it is asked for where there is a way"
-        return _lowered_retraced(program, dataclasses.replace(PLAIN, traced=True), asked, program.as_one)
+        return _lowered_whole(program, asked)
     try:
         with _WISH(asked):
             lowered: Lowered = program.inside(program.lower)
@@ -247,6 +246,18 @@ def _lowered_as(program: BeingLowered, asked: Wish) -> Lowered:
     except PlannedAlreadyError:
         asked = dataclasses.replace(asked, traced=True)
     return _lowered_retraced(program, asked, asked, lambda jaxpr: jaxpr)
+
+
+def _lowered_whole(program: BeingLowered, asked: Wish) -> Lowered:
+    """The program as one decorated function; it is traced once more where plans are written in it already."""
+    assert program.as_one is not None, "it is asked for where there is a way"
+    try:
+        whole = program.as_one(program.jaxpr)
+    except PlannedAlreadyError:
+        return _lowered_retraced(program, dataclasses.replace(PLAIN, traced=True), asked, program.as_one)
+    with _WISH(asked):
+        lowered: Lowered = program.inside(lambda: program.lower(whole))
+    return lowered
 
 
 def _lowered_retraced(

@@ -241,6 +241,11 @@ def replaced(eqn: JaxprEqn, **changes: Any) -> JaxprEqn:
     return eqn.replace(**changes)
 
 
+def as_call(eqn: JaxprEqn) -> JaxprEqn:
+    """A call with parameters of its own as one that only groups its equations."""
+    return replaced(eqn, primitive=core.eval_jaxpr_p, params={"call_jaxpr": eqn.params["jaxpr"]})
+
+
 def rename_inputs(eqn: JaxprEqn, rename: Mapping[Var, Atom]) -> JaxprEqn:
     """`eqn` reading other variables."""
     return eqn.replace(invars=[renamed(v, rename) for v in eqn.invars])
@@ -352,16 +357,6 @@ def varies_over_mesh(aval: Any) -> bool:
 def lower_high(closed: ClosedJaxpr) -> ClosedJaxpr:
     """`closed` with JAX's higher-level primitives written out in plain ones, derivative rules dropped."""
     return pe.lower_jaxpr2(closed) if closed.is_high else closed
-
-
-def device_kind(avals: Sequence[Any]) -> str | None:
-    """The kind of device, such as "NVIDIA H200", that the first of `avals` with a mesh says; else None."""
-    for aval in avals:
-        mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
-        kind = getattr(getattr(mesh, "abstract_device", None), "device_kind", None)
-        if kind is not None:
-            return str(kind)
-    return None
 
 
 def is_tracing() -> bool:
@@ -748,7 +743,8 @@ class BeingLowered:
 
     Attributes:
         jaxpr: the program; the same object for as long as JAX remembers its trace.
-        lower: lowers it once more, under the settings of now: a `jax.stages.Lowered`.
+        lower: lowers it once more, or another jaxpr that it is given, under the settings of now: a
+            `jax.stages.Lowered`.
         trace: traces what was given to `jit` once more: a `jax.stages.Traced`; None where it is not known, or
             closes over values, which another trace may order differently.
         inside: runs what it is given under mesh, axis names and checks as at the call of `jit`.
@@ -756,7 +752,7 @@ class BeingLowered:
     """
 
     jaxpr: Jaxpr
-    lower: Callable[[], Any]
+    lower: Callable[..., Any]
     trace: Callable[[], Any] | None
     inside: Callable[[Callable[[], Any]], Any]
     as_one: Callable[[ClosedJaxpr], ClosedJaxpr] | None = None
@@ -776,7 +772,9 @@ def being_lowered() -> BeingLowered | None:
     jaxpr, mesh = given["jaxpr"], given["ctx_mesh"]
     return BeingLowered(
         jaxpr=jaxpr,
-        lower=lambda: stages.Lowered(pjit._resolve_and_lower(**parameters), None, None),
+        lower=lambda to=jaxpr: stages.Lowered(
+            pjit._resolve_and_lower(**{**parameters, "jaxpr": to}), None, None
+        ),
         trace=None if core.jaxpr_const_args(jaxpr) else _retraced(frames),
         inside=partial(_outside, mesh),
     )

@@ -112,8 +112,8 @@ def is_computed_in_them(eqn: JaxprEqn) -> bool:
 
 
 def is_by_windows(eqn: JaxprEqn) -> bool:
-    """True for a reduction that is no library's and has more elements than a window in some dimension: sums of
-    complex numbers and of integers, products, counts.
+    """True for a reduction that is no library's and takes more elements than a window of some dimension: sums
+    of complex numbers and of integers, products, counts.
 
     It is two kernels then; the first computes nothing inside of itself. Source: `TreeReductionRewriter`.
     """

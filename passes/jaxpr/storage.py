@@ -100,7 +100,8 @@ class Storage:
         before = set(self.stored), dict(self.reads)
         for i, eqn in enumerate(jaxpr.eqns):
             self._decide(i, eqn, needed)
-        if not as_xla:
+        if self._backend.fuses_greedily and not as_xla:
+            # Which kernels read a value is known now: it need not be stored for those behind one that is.
             self._kernels = self._reading_kernels(self.stored)
             self.stored, self.reads, self._kernel_reads = *before, {}
             for i, eqn in enumerate(jaxpr.eqns):

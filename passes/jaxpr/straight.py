@@ -94,13 +94,13 @@ def search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate
         objective=request.objective.of(as_is.program),
         without=LAST_RESORTS if request.optional else frozenset(),
     )
-    deepenings: list[_Deepening] = []
-    for as_xla in (True, False) if BACKENDS[device.platform].fuses_greedily else (False,):
-        depths = _depths(as_is.jaxpr, device, config, as_xla, calibration.rounded, holes)
-        ways = emit_configs(
-            depths.lifted, as_is, device, strict=calibration.strict, deep=calibration.rounded
+    deepenings = [
+        _Deepening(
+            _depths(as_is.jaxpr, device, config, as_xla, calibration.rounded, holes),
+            as_is, request, target_bytes,
         )
-        deepenings += [_Deepening(depths, way, target_bytes) for way in ways]
+        for as_xla in ((True, False) if BACKENDS[device.platform].fuses_greedily else (False,))
+    ]  # fmt: skip
     best = None
     for each in sorted(deepenings, key=lambda each: each.first.cost_ns):
         best = each.best(than=best)
@@ -109,16 +109,22 @@ def search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate
 
 
 class _Deepening:
-    """Candidates of growing depth until one fits, each written in one way.
+    """Candidates of growing depth until one fits, each as it is written best at the first depth.
 
     The depths are steps of a fixed frontier below the peak without recomputes, whatever the budget is, so
     that a larger budget takes the same level or a higher one.
     """
 
-    def __init__(self, depths: _Depths, way: EmitConfig, target_bytes: int) -> None:
-        self._depths, self._way, self._target_bytes = depths, way, target_bytes
+    def __init__(self, depths: _Depths, as_is: LiftedJaxpr, request: JaxprRequest, target_bytes: int) -> None:
+        calibration = request.calibration
+        ways = emit_configs(
+            depths.lifted, as_is, request.device, strict=calibration.strict, deep=calibration.rounded
+        )
+        self._depths, self._target_bytes = depths, target_bytes
         self._first_level = self._level_of(target_bytes)
-        self.first = depths.candidate(self._first_level, way)
+        tried = [depths.candidate(self._first_level, way) for way in ways]
+        self.first = min(tried, key=lambda c: (c.peak_bytes > target_bytes, c.cost_ns))
+        self._way = self.first.config
 
     def best(self, *, than: Candidate | None) -> Candidate:
         """The first that fits, else the smallest; what is found otherwise, if that is better `than` it.
