@@ -49,6 +49,19 @@ def unrolled(decorate: Decorator) -> Callable[..., Any]:
     return loss
 
 
+def in_groups(decorate: Decorator) -> Callable[..., Any]:
+    one = decorate(layer)
+
+    def group(x: Any, ws: Any) -> Any:
+        return jax.lax.scan(lambda h, w: (one(h, w), None), x, ws)[0], None
+
+    def loss(ws: Any, x: Any) -> Any:
+        grouped = ws.reshape(LAYERS // 3, 3, *ws.shape[1:])
+        return jnp.mean(jax.lax.scan(group, x, grouped)[0] ** 2)
+
+    return loss
+
+
 LOSSES = {"scanned": scanned, "unrolled": unrolled}
 
 
@@ -86,6 +99,23 @@ def test_decorated_layers_cost_no_more_than_jax_checkpoint_in_its_bytes(
         ours = compiled(lambda f, b=budget: coop.remat(f, budget=b), kind, device)
         assert coop.report(ours).compiled_total_bytes <= budget
         assert run_ns(ours, device) <= 1.01 * run_ns(by_hand, device)
+
+
+@pytest.mark.parametrize("device", ["cpu", "h200"])
+def test_of_scans_in_a_scan_the_outer_one_keeps_what_the_inner_ones_start_their_iterations_from(
+    device: str, request: pytest.FixtureRequest
+) -> None:
+    """Else each layer is run three times: 15 % more on the CPU, whatever bytes there are."""
+    if device != "cpu":
+        request.getfixturevalue(device)
+    by_hand = step_of(in_groups(jax.checkpoint))
+    whole = step_of(in_groups(lambda f: f)).__wrapped__
+    specs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (WEIGHTS, BATCH)]
+    placed = aot.sharded_specs(specs, aot.devices(device)[0]) if device != "cpu" else specs
+    compared = by_hand.lower(*placed).compile()
+    budget = int(1.1 * aot.memory(compared).total_bytes)
+    ours = jax.jit(coop.remat(whole, budget=budget), donate_argnums=0).lower(*placed).compile()
+    assert run_ns(ours, device) <= run_ns(compared, device)
 
 
 @pytest.mark.parametrize("kind", LOSSES)

@@ -133,14 +133,22 @@ def _choice(iteration: Iteration, prices: Sequence[int | None]) -> Choice | Made
     return Choice(pair=pair, kept=kept, stacked_bytes=pair.length * nbytes, recomputed=recomputed)
 
 
-def joined_body(pair: ScanPair) -> Jaxpr:
-    """One iteration of both halves as one open jaxpr; the first half's equations come first."""
+def joined_body(pair: ScanPair, *, passed: bool = True) -> Jaxpr:
+    """One iteration of both halves as one open jaxpr; the first half's equations come first.
+
+    Args:
+        passed: whether slices of stacks that are there for the second half alone are results, as they are of
+            the first half's iteration.
+    """
     producer, consumer = pair.producer.jaxpr, pair.consumer.jaxpr
     own = set(defined(producer))
+    results = [
+        v for k, v in enumerate(producer.outvars, -pair.producer.n_carry) if passed or k not in pair.only
+    ]
     return compat.rebuild(
         producer,
         eqns=[*producer.eqns, *consumer.eqns],
-        outvars=[*producer.outvars, *consumer.outvars],
+        outvars=[*results, *consumer.outvars],
         invars=[*producer.invars, *(v for v in consumer.invars if v not in own)],
         constvars=[],
     )

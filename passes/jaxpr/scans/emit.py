@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
-from passes.jaxpr.rewrite import leading_to, with_bodies
+from passes.jaxpr.rewrite import defined, leading_to, with_bodies
 from passes.jaxpr.scans.bodies import without
 from passes.jaxpr.scans.choice import Choice, InParts, Inside, MadeInside, Site
 from passes.jaxpr.scans.pairs import Body, ScanPair
@@ -39,11 +39,18 @@ def with_inner(pair: ScanPair, joined: Jaxpr, choices: Sequence[Site]) -> ScanPa
 
     def half(body: Body, groups: list[list[JaxprEqn]]) -> Body:
         eqns = [eqn for group in groups for eqn in group]
-        return replace(body, jaxpr=compat.rebuild(body.jaxpr, eqns=eqns, rename=rename))
+        return replace(body, jaxpr=_without_lost(compat.rebuild(body.jaxpr, eqns=eqns, rename=rename)))
 
     return replace(
         pair, producer=half(pair.producer, groups[:boundary]), consumer=half(pair.consumer, groups[boundary:])
     )
+
+
+def _without_lost(body: Jaxpr) -> Jaxpr:
+    """A body with nothing in the place of slices that were passed to the second half, and are no more."""
+    there = set(defined(body))
+    kept = (v if v in there or not compat.is_variable(v) else compat.literal(0) for v in body.outvars)
+    return compat.rebuild(body, outvars=list(kept))
 
 
 def rewrite_groups(jaxpr: Jaxpr, choices: Sequence[Site]) -> tuple[list[list[JaxprEqn]], dict[Var, Atom]]:

@@ -204,7 +204,7 @@ def _sites(jaxpr: Jaxpr, weight: Weight) -> list[Place]:
 
 
 def _pair_site(pair: ScanPair, weight: Weight) -> Place:
-    inner = _sites(joined_body(pair), weight)
+    inner = _sites(joined_body(pair, passed=False), weight)
     if inner:
         return partial(_choose_nested, _Nested(pair, weight), inner)
     return _site_of(iteration_of(pair, weight))
@@ -223,7 +223,7 @@ class _Nested:
     """A pair's iteration for what is chosen inside its bodies; at most prices that is what it was before."""
 
     def __init__(self, pair: ScanPair, weight: Weight) -> None:
-        self._pair, self._weight, self._joined = pair, weight, joined_body(pair)
+        self._pair, self._weight, self._joined = pair, weight, joined_body(pair, passed=False)
         self._made: dict[tuple[Any, ...], tuple[Level, Iteration]] = {}
 
     def iteration(self, inner: Level) -> tuple[Level, Iteration]:
