@@ -129,6 +129,19 @@ def test_values_are_those_of_the_plain_program(kind: str) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+def test_no_second_trace_is_needed_where_nothing_is_planned_yet() -> None:
+    """What `jax.jit(f).trace(...)` gives cannot be traced again."""
+    traces = []
+
+    def counted(decorate: Decorator) -> Callable[..., Any]:
+        loss = scanned(decorate)
+        return lambda ws, x: (traces.append(1), loss(ws, x))[1]
+
+    traced = step_of(counted(lambda f: coop.remat(f, budget="1.2MiB"))).trace(WEIGHTS, BATCH)
+    report = coop.report(traced.lower().compile())
+    assert (report.whole, len(traces)) == (True, 1)
+
+
 def test_what_keeps_its_budget_by_its_own_plan_is_not_planned_as_a_whole() -> None:
     def loss(ws: Any, x: Any) -> Any:
         return unrolled(lambda f: f)(ws, x)
