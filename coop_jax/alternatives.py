@@ -16,8 +16,9 @@ about a larger one: the planners are not monotone. The promise is, by four rules
 4. **Pages that keep a budget** are compared with what a request without the host's memory takes: all that
    it looks at is looked at, so that host memory makes no program dearer, and refuses none.
 
-Before all of that the whole program is planned, where only functions inside of it are decorated and their plans
-do not keep the budget by themselves: they know neither each other, nor a loop around them, nor an optimizer.
+Before all of that the whole program is planned, where only functions inside of it are decorated and their
+plans do not keep the budget by themselves: they know neither each other, nor a loop around them, nor an
+optimizer.
 
 Each try is a compile as far as XLA's schedule. The scheduled module of the one that is taken goes on in the
 place of the first: it was made of the same function, with the same arguments, results and donation.

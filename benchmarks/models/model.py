@@ -44,9 +44,9 @@ class Blocks:
         """The policy for each block; None for none."""
         return None if self.way in (PLAIN, OWN) else getattr(jax.checkpoint_policies, self.way)
 
-    def wrap(self, block: Callable[..., Any], checkpoint: Callable[..., Any] = jax.checkpoint) -> Any:
-        """A block as it is, or under `checkpoint(block, policy=...)`."""
-        return block if self.policy is None else checkpoint(block, policy=self.policy)
+    def wrap(self, block: Callable[..., Any], checkpoint: Callable[..., Any] | None = None) -> Any:
+        """A block as it is, or under `checkpoint(block, policy=...)`; by default `jax.checkpoint`."""
+        return block if self.policy is None else (checkpoint or jax.checkpoint)(block, policy=self.policy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
