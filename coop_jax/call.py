@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from coop_jax.budget import Budget
@@ -31,23 +31,6 @@ def bind(jaxpr: ClosedJaxpr, config: RematConfig, values: Sequence[Any]) -> list
     return list(coop_remat_p.bind(*(x for x, keep in given if keep), jaxpr=jaxpr, config=config))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AsOne:
-    """Makes one decorated function of a program."""
-
-    config: RematConfig
-
-    def __call__(self, program: ClosedJaxpr) -> ClosedJaxpr:
-        """A program of the same arguments and results that is one call of `program`.
-
-        Raises:
-            PlannedAlreadyError: something is computed again in it.
-        """
-        jaxpr, consts = compat.open_jaxpr(program)
-        whole = compat.close_jaxpr(_opened(jaxpr), consts)
-        return compat.trace(lambda *values: bind(whole, self.config, values), program.in_avals)
-
-
 def as_one(program: Jaxpr, config: RematConfig) -> Callable[[ClosedJaxpr], ClosedJaxpr] | None:
     """Makes one decorated function of a program that has some inside, one of them with `config`.
 
@@ -57,7 +40,18 @@ def as_one(program: Jaxpr, config: RematConfig) -> Callable[[ClosedJaxpr], Close
     shared = _but_for_budget(config)
     if config.constraints != Constraints() or any(_but_for_budget(c) != shared for c in _inside(program)):
         return None
-    return AsOne(config=config)
+    return partial(_in_one_call, config)
+
+
+def _in_one_call(config: RematConfig, program: ClosedJaxpr) -> ClosedJaxpr:
+    """A program of the same arguments and results that is one call of `program`.
+
+    Raises:
+        PlannedAlreadyError: something is computed again in it.
+    """
+    jaxpr, consts = compat.open_jaxpr(program)
+    whole = compat.close_jaxpr(_opened(jaxpr), consts)
+    return compat.trace(lambda *values: bind(whole, config, values), program.in_avals)
 
 
 def _opened(jaxpr: Jaxpr) -> Jaxpr:

@@ -148,7 +148,9 @@ def _planned_and_marked(
         )
     if asked is None:
         _refuse_too_large_arguments(record, devices, alternatives)
-    mark.write(ctx, record, digest(jaxpr if program is None else program.jaxpr), alternatives)
+    # What is only looked at is marked once more, for that.
+    told_apart = "" if asked is not None else digest(jaxpr if program is None else program.jaxpr)
+    mark.write(ctx, record, told_apart, alternatives)
     return jaxpr
 
 

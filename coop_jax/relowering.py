@@ -237,40 +237,25 @@ def _lowered(program: BeingLowered, asked: Wish) -> Lowered | None:
 
 
 def _lowered_as(program: BeingLowered, asked: Wish) -> Lowered:
-    if asked.whole:
-        return _lowered_whole(program, asked)
+    def written(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
+        if not asked.whole:
+            return jaxpr
+        assert program.as_one is not None, "it is asked for where there is a way"
+        return program.as_one(jaxpr)
+
+    lowered: Lowered
     try:
         with _WISH(asked):
-            lowered: Lowered = program.inside(program.lower)
+            lowered = program.inside(lambda: program.lower(written(program.jaxpr)))
             return lowered
     except PlannedAlreadyError:
-        asked = dataclasses.replace(asked, traced=True)
-    return _lowered_retraced(program, asked, asked, lambda jaxpr: jaxpr)
-
-
-def _lowered_whole(program: BeingLowered, asked: Wish) -> Lowered:
-    """The program as one decorated function; it is traced once more where plans are written in it already."""
-    assert program.as_one is not None, "it is asked for where there is a way"
-    try:
-        whole = program.as_one(program.jaxpr)
-    except PlannedAlreadyError:
-        return _lowered_retraced(program, dataclasses.replace(PLAIN, traced=True), asked, program.as_one)
-    with _WISH(asked):
-        lowered: Lowered = program.inside(lambda: program.lower(whole))
-    return lowered
-
-
-def _lowered_retraced(
-    program: BeingLowered, traced_as: Wish, lowered_as: Wish, change: Callable[[ClosedJaxpr], ClosedJaxpr]
-) -> Lowered:
-    """Traced once more with one wish, and what `change` makes of that lowered with another."""
-    if program.trace is None:
-        raise PlannedAlreadyError
+        if program.trace is None:
+            raise
     if not _is_traced_alike(program):
         raise TracedOtherwiseError
-    traced = _traced(program, traced_as)
-    with _WISH(lowered_as):
-        lowered: Lowered = program.inside(module.with_jaxpr(traced, change(traced.jaxpr)).lower)
+    traced = _traced(program, dataclasses.replace(PLAIN if asked.whole else asked, traced=True))
+    with _WISH(dataclasses.replace(asked, traced=True)):
+        lowered = program.inside(lambda: module.with_jaxpr(traced, written(traced.jaxpr)).lower())
     return lowered
 
 

@@ -743,8 +743,7 @@ class BeingLowered:
 
     Attributes:
         jaxpr: the program; the same object for as long as JAX remembers its trace.
-        lower: lowers it once more, or another jaxpr that it is given, under the settings of now: a
-            `jax.stages.Lowered`.
+        lower: lowers a jaxpr, such as that one, under the settings of now: a `jax.stages.Lowered`.
         trace: traces what was given to `jit` once more: a `jax.stages.Traced`; None where it is not known, or
             closes over values, which another trace may order differently.
         inside: runs what it is given under mesh, axis names and checks as at the call of `jit`.
@@ -752,7 +751,7 @@ class BeingLowered:
     """
 
     jaxpr: Jaxpr
-    lower: Callable[..., Any]
+    lower: Callable[[ClosedJaxpr], Any]
     trace: Callable[[], Any] | None
     inside: Callable[[Callable[[], Any]], Any]
     as_one: Callable[[ClosedJaxpr], ClosedJaxpr] | None = None
@@ -772,9 +771,7 @@ def being_lowered() -> BeingLowered | None:
     jaxpr, mesh = given["jaxpr"], given["ctx_mesh"]
     return BeingLowered(
         jaxpr=jaxpr,
-        lower=lambda to=jaxpr: stages.Lowered(
-            pjit._resolve_and_lower(**{**parameters, "jaxpr": to}), None, None
-        ),
+        lower=lambda to: stages.Lowered(pjit._resolve_and_lower(**{**parameters, "jaxpr": to}), None, None),
         trace=None if core.jaxpr_const_args(jaxpr) else _retraced(frames),
         inside=partial(_outside, mesh),
     )

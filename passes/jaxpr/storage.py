@@ -68,11 +68,8 @@ class Storage:
         self.operands = self._graph.operands
         self.results: set[Var] = set(compat.variables(jaxpr.outvars))
         self.fixed = {*jaxpr.constvars, *jaxpr.invars} - {*jaxpr.invars[n_consts : n_consts + n_carry]}
-        self.stored = {*jaxpr.constvars, *jaxpr.invars}
         self.original: dict[Var, Var] = {}
-        self.reads = {v: {v: compat.aval_nbytes(v.aval)} for v in (*jaxpr.constvars, *jaxpr.invars)}
         self.copied: set[Var] = set()
-        self._kernel_reads: dict[int, dict[Var, int]] = {}
         # What kernels read which compute a variable themselves; `reads` where it is not here.
         self._inside_reads: dict[Var, dict[Var, int]] = {}
         self._device, self._backend, self._as_xla = device, BACKENDS[device.platform], as_xla
@@ -97,15 +94,11 @@ class Storage:
             self._greedy = GreedyFusion(self._graph, self.results, needed)
             self._inner, self._ends = self._greedy.inner, self._greedy.stored
         self._kernels = self._reading_kernels(needed) if self._greedy is None else {}
-        before = set(self.stored), dict(self.reads)
-        for i, eqn in enumerate(jaxpr.eqns):
-            self._decide(i, eqn, needed)
+        self._walk(needed)
         if self._backend.fuses_greedily and not as_xla:
             # Which kernels read a value is known now: it need not be stored for those behind one that is.
             self._kernels = self._reading_kernels(self.stored)
-            self.stored, self.reads, self._kernel_reads = *before, {}
-            for i, eqn in enumerate(jaxpr.eqns):
-                self._decide(i, eqn, needed)
+            self._walk(needed)
 
     def computes(self, v: Var, *, from_memory: bool) -> bool:
         """True for a variable that is computed in a kernel that reads it, maybe `from_memory`."""
@@ -178,6 +171,15 @@ class Storage:
             for v in self.operands[i]:
                 kernels[v] = frozenset(sorted({*kernels.get(v, ()), *reading})[:2])
         return kernels
+
+    def _walk(self, needed: set[Var]) -> None:
+        """Decide of every value, in order, from the beginning."""
+        given = (*self.jaxpr.constvars, *self.jaxpr.invars)
+        self.stored = {*given}
+        self.reads = {v: {v: compat.aval_nbytes(v.aval)} for v in given}
+        self._kernel_reads: dict[int, dict[Var, int]] = {}
+        for i, eqn in enumerate(self.jaxpr.eqns):
+            self._decide(i, eqn, needed)
 
     def _decide(self, i: int, eqn: JaxprEqn, needed: set[Var]) -> None:
         kind = self.kinds[i]
