@@ -12,7 +12,8 @@ about a larger one: the planners are not monotone. The promise is, by four rules
    a TPU with rounded values, and smaller kernels. These do not depend on the budget, and what the enforcing
    stage is held to is the budget itself: a larger one tries all that a smaller one does.
 3. **What was met in this process is remembered**, by program. It is taken again for a larger budget for which
-   nothing else is found, or what costs more; and a refusal names the least budget that is known to be met.
+   nothing else is found, or what costs more; and a refusal names what is met when it is asked for in
+   a process that remembers nothing.
 4. **Pages that keep a budget** are compared with what a request without the host's memory takes: all that
    it looks at is looked at, so that host memory makes no program dearer, and refuses none.
 
@@ -44,6 +45,7 @@ from coop_jax.progress import progress
 from coop_jax.record import Record, with_hlo
 from coop_jax.registry import Choice
 from coop_jax.tries import hlo_of, rank
+from coop_jax.verdict import named
 from passes.jaxpr import compat
 from passes.outcome import StageOutcome
 
@@ -87,10 +89,8 @@ class OtherWays(Ways):
         What the least may be is asked with the least that leaves anything at all for temporaries.
         """
         record = dataclasses.replace(record, whole=self.program.as_one is not None)
-        least_asked = dataclasses.replace(record, budget_bytes=outcome.fixed_bytes + 1)
         with progress() as tell:
-            search = Search(ways=self, record=least_asked, tell=tell)
-            search.explore(outcome)
-            search.find_the_least(outcome)
             search = Search(ways=self, record=record, tell=tell)
-        return search.named(dataclasses.replace(outcome, least_total_bytes=None))
+            search.is_met(outcome.fixed_bytes + 1, outcome)
+            least_bytes = search.find_the_least(outcome)
+        return named(dataclasses.replace(outcome, least_total_bytes=None), record.budget_bytes, least_bytes)

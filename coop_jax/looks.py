@@ -264,10 +264,11 @@ class Search:
         found = self._first(tries.as_it_is(self.record)) or self.by_count(met or first)
         deeper = tries.before_refusal(self.record, refused, self._is_planned_before)
         found = found or self._first(deeper, than=met)
+        least_bytes = None
         if met is None and found is None and (found := self.without_host()) is None and not self.alone:
-            self.find_the_least(refused)
+            least_bytes = self.find_the_least(refused)
             found = self._first((k.wish for k in self._known() if k not in known), known=True)
-        refusal = Choice(record=with_hlo(self.record, self.named(refused)))
+        refusal = Choice(record=with_hlo(self.record, named(refused, self.record.budget_bytes, least_bytes)))
         return min(filter(None, (met, found)), key=rank, default=refusal)
 
     def _first(
@@ -277,35 +278,44 @@ class Search:
         tried = (self._try(asked, known=known, than=than) for asked in wishes)
         return next(map(self._choice, filter(None, tried)), None)
 
-    def find_the_least(self, refused: StageOutcome) -> None:
-        """Find out what a refusal should name: what is met when it is asked for, by XLA's count, too."""
-        self._ask_for_the_least(refused)
-        counting.count_the_least(self.record, self._least, look=self._look, count=self._counted)
+    def find_the_least(self, refused: StageOutcome) -> int | None:
+        """What a refusal should name: what is met when it is asked for, by XLA's count, too.
 
-    def _ask_for_the_least(self, refused: StageOutcome) -> None:
-        """Ask for a byte less than the least that is known, as a request would, until that is not met.
-
-        What is looked at depends on the budget, which may leave no deeper plans. What kept none is known.
+        What is known was planned for other budgets: of ten small programs two refused in a fresh process what
+        they had named. So that is asked for, and ever less, until something is refused.
         """
+        refused_bytes = max(self.record.budget_bytes, refused.fixed_bytes - 1)
+        met_bytes, most_bytes = None, UNLIMITED_BYTES
         for _ in range(TRIES.most_asked):
-            least = self._least()
-            if least is None or (refused.least_proved and least.sure_bytes == refused.least_total_bytes):
-                return
-            record = dataclasses.replace(self.record, budget_bytes=least.sure_bytes - 1)
-            seen = {(plan, record.budget_bytes) for plan, _ in self.seen}
-            request = dataclasses.replace(self, record=record, seen=seen, kept=[], looks=0, asked=0)
-            request.steering = "trusted"  # what is named is counted
-            request.explore(refused)
-            self.looks += request.looks
-            kept = {plan_key(variant.record, asked) for asked, variant in request.kept}
-            self.seen |= {(plan, budget) for plan, budget in request.seen if plan not in kept}
-            if (found := self._least()) is None or found.sure_bytes >= least.sure_bytes:
-                return
+            least = self._least_above(refused_bytes)
+            is_proved = refused.least_proved and least and least.sure_bytes == refused.least_total_bytes
+            if least is None or is_proved or most_bytes <= refused_bytes:
+                break
+            asked_bytes = min(least.sure_bytes, most_bytes)
+            if self.is_met(asked_bytes, refused):
+                met_bytes, most_bytes = asked_bytes, int(asked_bytes * TRIES.asked_ratio)
+                continue
+            refused_bytes, most_bytes = asked_bytes, int(asked_bytes / TRIES.asked_ratio)
+            if met_bytes is not None:
+                break
+        if met_bytes is None:
+            refused_bytes = self.record.budget_bytes
+        counting.count_the_least(
+            self.record, lambda: self._least_above(refused_bytes), look=self._look, count=self._counted
+        )
+        least = self._least_above(refused_bytes)
+        if met_bytes is None or least is None:
+            return None if least is None else least.sure_bytes
+        return max(met_bytes, least.counted_bytes or 0)
 
-    def named(self, refused: StageOutcome) -> StageOutcome:
-        """The refusal with the least budget that is known to be met when it is asked for."""
-        known = self._least()
-        return named(refused, self.record.budget_bytes, None if known is None else known.sure_bytes)
+    def is_met(self, budget_bytes: int, refused: StageOutcome) -> bool:
+        """Whether a request for a budget is met in a process that knows nothing."""
+        record = dataclasses.replace(self.record, jaxpr=None, budget_bytes=budget_bytes)
+        request = dataclasses.replace(self, record=record, seen=set(), kept=[], looks=0, asked=0)
+        request.steering = "trusted"  # what is named is counted
+        request.explore(refused)
+        self.looks += request.looks
+        return bool(request.kept)
 
     def explore(self, refused: StageOutcome) -> None:
         """Look at what a request looks at, until it is kept; own kernels say what there is as it is."""
@@ -317,9 +327,9 @@ class Search:
             if not self.kept:
                 self._look(asked)
 
-    def _least(self) -> Known | None:
-        """What needs the least of all that is known to need more than the budget."""
-        return least_above(MEMORY.of(self.ways.key, self.ways.alone), self.record.budget_bytes)
+    def _least_above(self, nbytes: int) -> Known | None:
+        """What needs the least of all that is known to need more."""
+        return least_above(MEMORY.of(self.ways.key, self.ways.alone), nbytes)
 
     def _known(self) -> list[Known]:
         """What keeps the budget, cheapest first."""

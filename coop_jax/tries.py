@@ -38,7 +38,8 @@ class TriesConfig:
         counted_ratio: what is cheaper by less is not compiled to the end, for XLA's own count.
         most_looks: how often a program is compiled once more after the first plan.
         most_looks_if_kept: the same, if that kept the budget.
-        most_asked: how often a byte less is asked for than a refusal would name, to name what that gives.
+        most_asked: how many budgets are asked for to find the least that a refusal can name.
+        asked_ratio: what is asked for next, as a share of what is met.
         most_counted: how often what a refusal would name is compiled to the end, for XLA's own count.
     """
 
@@ -50,6 +51,7 @@ class TriesConfig:
     most_looks: int = 3
     most_looks_if_kept: int = 1
     most_asked: int = 8
+    asked_ratio: float = 0.95
     most_counted: int = 3
 
 

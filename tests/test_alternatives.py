@@ -140,12 +140,12 @@ def test_before_a_refusal_the_plain_program_and_every_deeper_plan_is_tried(
     choice = ways().choose(RECORD, REFUSED, MODULE)
     assert choice.record.hlo is not None
     assert not choice.record.hlo.status.found
-    for budget_bytes in (BUDGET, 1999):
+    for budget_bytes in (BUDGET, 2000):
         first, *tried, kernels = (w for w in asked if w.budget_bytes == budget_bytes)
         if budget_bytes == BUDGET:  # it was made before
             tried = [first, *tried]
         else:
-            assert first == Wish(budget_bytes=1999, aim_bytes=1999)
+            assert first == Wish(budget_bytes=2000, aim_bytes=2000)
         assert kernels == dataclasses.replace(KERNELS, budget_bytes=budget_bytes)
         ratios = [w.temp_ratio for w in tried]
         assert ratios == [r for r in TRIES.ratios if r <= (budget_bytes - FIXED) / REFUSED.before_temp_bytes]
@@ -171,23 +171,29 @@ def test_the_least_that_is_named_does_not_depend_on_the_budget_that_was_asked_fo
 
 
 def test_the_least_that_is_named_is_what_a_request_for_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request for a byte less than 2000 needs 1700, one for a byte less than that 1600."""
-    needed = {1999: 1700, 1699: 1600}
+    """What is known was planned for another budget: one of 1700, which one of 2000 needs, is refused."""
 
     def outcome_of(asked: Wish) -> StageOutcome | None:
-        total = needed.get(asked.aim_bytes or 0)
-        return None if total is None else dataclasses.replace(OUTCOME, planned_temp_bytes=total - FIXED)
+        total = {2000: 1700, 1900: 1650}.get(asked.aim_bytes or 0, 2100)
+        if total <= asked.budget_bytes:
+            return dataclasses.replace(OUTCOME, planned_temp_bytes=total - FIXED)
+        return dataclasses.replace(REFUSED, least_total_bytes=total)
 
-    asked_of(monkeypatch, outcome_of)
+    asked = asked_of(monkeypatch, outcome_of)
     refusal = ways().choose(RECORD, REFUSED, MODULE).record.hlo
     assert refusal is not None
-    assert (refusal.status.found, refusal.least_total_bytes) == (False, 1600)
-    needed[1999] = BUDGET  # what is found on the way is taken
-    assert ways(key="kept").choose(RECORD, REFUSED, MODULE).module == MODULE
+    assert (refusal.status.found, refusal.least_total_bytes) == (False, 2000)
+    assert {w.budget_bytes for w in asked} == {BUDGET, 2000, 1700}
     proved = dataclasses.replace(REFUSED, least_proved=True)
     asked = asked_of(monkeypatch, outcome_of)
     ways(key="proved").choose(RECORD, proved, MODULE)
-    assert not any(w.aim_bytes == 1999 for w in asked)
+    assert not any(w.aim_bytes == 2000 for w in asked)
+
+
+def test_what_keeps_a_budget_while_its_least_is_looked_for_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    enough = dataclasses.replace(OUTCOME, planned_temp_bytes=BUDGET - FIXED)
+    asked_of(monkeypatch, lambda w: enough if w.aim_bytes == 2000 else None)
+    assert ways().choose(RECORD, REFUSED, MODULE).module == MODULE
 
 
 def test_what_is_known_without_host_memory_is_a_way_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from passes.backend import BACKENDS
@@ -24,7 +25,7 @@ from passes.jaxpr.lift import as_known, lift_known, lift_seen
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.moved import moved
 from passes.offsets.foreseen import holes_bytes
-from passes.planners import LAST_RESORTS, PlannerConfig, plan
+from passes.planners import LAST_RESORTS, PlannerConfig, planner_of
 from passes.simulate import simulate
 
 
@@ -166,13 +167,14 @@ class _Depths:
     Attributes:
         lifted: the program that is planned.
         peak_bytes: its peak without recomputes.
+        planner: plans it for a number of bytes.
         rounded: as in `Calibration`.
         holes: whether holes of XLA's heap count.
     """
 
     lifted: LiftedJaxpr
     peak_bytes: int
-    config: PlannerConfig
+    planner: Callable[[int], Plan]
     device: DeviceModel
     rounded: bool
     holes: bool
@@ -182,8 +184,7 @@ class _Depths:
     def plan(self, level: int) -> Plan:
         """The plan for the bytes of a level."""
         if level not in self._plans:
-            level_bytes = int(self.peak_bytes * CONFIG.level_ratio**level)
-            self._plans[level] = plan(self.lifted.program, level_bytes, self.config)
+            self._plans[level] = self.planner(int(self.peak_bytes * CONFIG.level_ratio**level))
         return self._plans[level]
 
     def candidate(self, level: int, written: EmitConfig) -> Candidate:
@@ -236,5 +237,6 @@ def _depths(
     )
     peak_bytes = simulate(lifted.program).peak_bytes
     return _Depths(
-        lifted=lifted, peak_bytes=peak_bytes, config=config, device=device, rounded=rounded, holes=holes
-    )
+        lifted=lifted, peak_bytes=peak_bytes, planner=planner_of(lifted.program, config), device=device,
+        rounded=rounded, holes=holes,
+    )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from passes.planners.bounds import cut_bound, working_set_bytes
 from passes.planners.config import PlannerConfig
-from passes.planners.dispatch import frontier, least_peak, plan
+from passes.planners.dispatch import frontier, least_peak, plan, planner_of
 from passes.planners.strategies import LAST_RESORTS
 
 __all__ = [
@@ -12,5 +12,6 @@ __all__ = [
     "frontier",
     "least_peak",
     "plan",
+    "planner_of",
     "working_set_bytes",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from passes.ir import Plan, Program
 from passes.planners import search
@@ -36,6 +36,13 @@ def plan(program: Program, budget_bytes: int, config: PlannerConfig | None = Non
     if (config.strong_bound or planner.proves) and not other:
         made = importlib.import_module("passes.planners.exact.linear").strengthened(program, made)
     return dataclasses.replace(made, seconds=time.perf_counter() - begin)
+
+
+def planner_of(program: Program, config: PlannerConfig) -> Callable[[int], Plan]:
+    """`plan` of one program, for any number of budgets: what belongs to none of them is found once."""
+    if config.planner not in SEARCHING or config.host_bytes or config.objective.least == "energy":
+        return lambda budget_bytes: plan(program, budget_bytes, config)
+    return search.Search(program, config).within
 
 
 def least_peak(program: Program, config: PlannerConfig | None = None) -> Plan:

@@ -44,6 +44,17 @@ class Search(SearchState):
             run_all(self, STRATEGIES[self.config.planner], pool)
         return pool.best
 
+    def within(self, budget_bytes: int) -> Plan:
+        """What `plan` returns; what belongs to no budget is found once for all of them."""
+        self.reset()
+        candidate = self.best(budget_bytes)
+        if not self.config.placed:
+            return self.plan(candidate, budget_bytes)
+        candidate, heap_bytes = self.placed(candidate, budget_bytes)
+        made = self.plan(candidate, budget_bytes)
+        misses = made.status.found and heap_bytes > budget_bytes
+        return dataclasses.replace(made, status=Status.UNKNOWN) if misses else made
+
     def placed(self, candidate: Candidate, budget_bytes: int) -> tuple[Candidate, int]:
         """A sequence with the offsets of its live ranges, planned anew until they fit; also their heap."""
         first = with_offsets(self.graph, candidate, budget_bytes)
@@ -86,14 +97,7 @@ def plan(program: Program, budget_bytes: int, config: PlannerConfig | None = Non
         status INFEASIBLE if the budget is below the working-set bound and UNKNOWN if nothing is proved.
     """
     begin = time.perf_counter()
-    search = Search(program, config or PlannerConfig())
-    candidate = search.best(budget_bytes)
-    if not search.config.placed:
-        return _timed(search.plan(candidate, budget_bytes), begin)
-    candidate, heap_bytes = search.placed(candidate, budget_bytes)
-    made = search.plan(candidate, budget_bytes)
-    misses = made.status.found and heap_bytes > budget_bytes
-    return _timed(made, begin, Status.UNKNOWN if misses else None)
+    return _timed(Search(program, config or PlannerConfig()).within(budget_bytes), begin)
 
 
 def least_peak(program: Program, config: PlannerConfig | None = None) -> Plan:
@@ -106,7 +110,8 @@ def least_peak(program: Program, config: PlannerConfig | None = None) -> Plan:
     candidate = strategies.deepest(search)
     made = search.plan(candidate, candidate.peak_bytes)
     proved = search.is_shown_impossible(candidate.peak_bytes - 1)
-    return _timed(made, begin, Status.OPTIMAL if proved else Status.FEASIBLE)
+    status = Status.OPTIMAL if proved else Status.FEASIBLE
+    return _timed(dataclasses.replace(made, status=status), begin)
 
 
 def frontier(
@@ -133,6 +138,5 @@ def frontier(
     return tuple(_timed(p, begin) for p in plans)
 
 
-def _timed(made: Plan, begin: float, status: Status | None = None) -> Plan:
-    seconds = time.perf_counter() - begin
-    return dataclasses.replace(made, seconds=seconds, status=status or made.status)
+def _timed(made: Plan, begin: float) -> Plan:
+    return dataclasses.replace(made, seconds=time.perf_counter() - begin)

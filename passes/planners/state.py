@@ -94,8 +94,9 @@ class SearchState:
         return sum(clock.done for clock in self._clocks)
 
     def reset(self) -> None:
-        """Forget what was used: another budget begins."""
+        """Forget what was used, and what was proved of a larger budget: another one begins."""
         self._clocks.clear()
+        self.impossible_bytes = self.working_set_bytes - 1
 
     def _units(self) -> float:
         return self.config.units(self.n_ops) * self.effort
