@@ -99,9 +99,9 @@ class Search:
     def as_one(self, first: Choice) -> Choice:
         """The whole program planned, where the plans of the functions in it do not keep the budget alone.
 
-        What is looked at afterwards is of the whole, too.
+        What is looked at afterwards is of the whole, too, as often as where the whole is decorated.
         """
-        if self.ways.program.as_one is None or tries.is_as_planned(first) or not self.may_look(first):
+        if self.ways.program.as_one is None or tries.is_as_planned(first):
             return first
         whole = dataclasses.replace(self.record, whole=True)
         variant = self._look(tries.at_once(whole))

@@ -87,6 +87,10 @@ def test_what_the_program_as_it_is_needs_is_known_and_no_plan_that_failed() -> N
     third = second.after(PLANNED, needing(1010))
     assert third is not None
     assert third.bytes_ratio == 1.01
+    known = third.tried(Recipe(), 1500)
+    assert known is not None
+    assert known.temp_bytes == 1200
+    assert third.tried(PLANNED.recipe, PLANNED.planned_temp_bytes) is None
 
 
 def test_a_plan_of_which_xla_makes_far_less_is_followed_by_one_for_more_bytes() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -21,7 +22,7 @@ from passes.jaxpr.candidate import JaxprRequest
 from passes.jaxpr.inline import inline_calls
 from passes.outcome import StageOutcome
 from passes.pipeline import plan_joint, plan_program
-from passes.planners import PlannerConfig, plan
+from passes.planners import PlannerConfig, planner_of
 
 CONFIG = gpt.GPTConfig(layers=2, width=64, heads=4, seq=64, vocab=96)
 
@@ -172,11 +173,16 @@ def test_a_depth_is_planned_once_whichever_budget_asks_for_it(monkeypatch: pytes
     """A request for a byte less takes the same level of the frontier, strict or not."""
     planned_bytes: list[int] = []
 
-    def counted(program: Program, budget_bytes: int, config: PlannerConfig) -> Plan:
-        planned_bytes.append(budget_bytes)
-        return plan(program, budget_bytes, config)
+    def counted(program: Program, config: PlannerConfig) -> Callable[[int], Plan]:
+        planner = planner_of(program, config)
 
-    monkeypatch.setattr(straight, "plan", counted)
+        def planned(budget_bytes: int) -> Plan:
+            planned_bytes.append(budget_bytes)
+            return planner(budget_bytes)
+
+        return planned
+
+    monkeypatch.setattr(straight, "planner_of", counted)
     closed = gradient.__wrapped__()
     temp_bytes = int(0.47 * before_temp_bytes("cpu"))
     first = plan_program(closed, request_for(closed, temp_bytes, "cpu"))[1]
@@ -188,3 +194,27 @@ def test_a_depth_is_planned_once_whichever_budget_asks_for_it(monkeypatch: pytes
     plan_program(closed, replace(request_for(closed, temp_bytes, "cpu"), calibration=STRICT))
     assert len({*planned_bytes}) == len(planned_bytes)
     assert second.recomputed == first.recomputed
+
+
+def test_bodies_in_a_body_are_planned_for_what_they_are_expected_to_need() -> None:
+    """Epochs of minibatches (PPO). No program is given up before XLA has seen it; no body is seen alone."""
+
+    def loss(weights: Any, x: Any) -> Any:
+        for w in weights:
+            x = jnp.sin(x @ w)
+        return jnp.mean(x**2)
+
+    def step(weights: Any, x: Any) -> Any:
+        return [w - 0.1 * g for w, g in zip(weights, jax.grad(loss)(weights, x), strict=True)], None
+
+    def epochs(weights: Any, batches: Any) -> Any:
+        return jax.lax.scan(lambda ws, _: (jax.lax.scan(step, ws, batches)[0], None), weights, length=3)[0]
+
+    closed = inline_calls(
+        jax.make_jaxpr(epochs)([np.zeros((64, 64), "f4")] * 8, np.zeros((4, 512, 64), "f4"))
+    )
+    before = plan_program(closed, request_for(closed, 1 << 40, "h200"))[1].planned_temp_bytes
+    request = replace(request_for(closed, int(0.87 * before), "h200"), inside=True)
+    made = plan_program(closed, request)[1]
+    assert made.changed
+    assert made.planned_temp_bytes <= 0.87 * before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,13 +75,18 @@ def test_a_plan_needs_less_than_its_budget_where_mapping_takes_longer(ratio: flo
 def test_what_stays_mapped_is_worth_no_last_resort(monkeypatch: pytest.MonkeyPatch) -> None:
     kept_bytes = planned(0.5, replace(CPU, kept_bytes=0)).planned_temp_bytes
     asked: dict[int, frozenset[str]] = {}
-    plan = straight.plan
+    planner_of = straight.planner_of
 
-    def noted(program: Program, budget_bytes: int, config: PlannerConfig) -> Plan:
-        asked[budget_bytes] = config.without
-        return plan(program, budget_bytes, config)
+    def noted(program: Program, config: PlannerConfig) -> Callable[[int], Plan]:
+        planner = planner_of(program, config)
 
-    monkeypatch.setattr(straight, "plan", noted)
+        def planned(budget_bytes: int) -> Plan:
+            asked[budget_bytes] = config.without
+            return planner(budget_bytes)
+
+        return planned
+
+    monkeypatch.setattr(straight, "planner_of", noted)
     planned(0.9, replace(CPU, kept_bytes=kept_bytes, mapped_bytes_per_second=1e10))
     assert asked[max(asked)] == frozenset()
     assert asked[min(asked)] == LAST_RESORTS

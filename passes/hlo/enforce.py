@@ -29,7 +29,7 @@ from passes.hlo.fit import Task, Written, fit
 from passes.hlo.heap import HeapPrediction, packing_saves, predict_assigned
 from passes.hlo.labels import forced_values
 from passes.hlo.lift import LiftedModule, lift
-from passes.hlo.loops import tightened
+from passes.hlo.loops import ordered, tightened
 from passes.hlo.reorder import depth_first, reordered
 from passes.interpreter import uncollected
 from passes.ir import OpId, Status
@@ -143,7 +143,7 @@ class _Scheduled:
         """With what frees memory early, and what takes it late."""
         orders = dict.fromkeys((self.depth_first, self.lifted))
         made = [_reordered(order, self.device, reordered) for order in orders]
-        return min(made, key=lambda lifted: lifted.prediction.total_bytes)
+        return ordered(min(made, key=lambda lifted: lifted.prediction.total_bytes), self.device)
 
     def within(self, budget_bytes: int) -> LiftedModule:
         """The module in the first of these orders that needs no more, and nothing mapped in every run; else
@@ -208,10 +208,8 @@ def _without_mapping(module: _Scheduled, request: EnforceRequest) -> tuple[bytes
     else:
         outcome = _outcome(request, prediction, found.written.prediction, cost_ns, energy_pj)
         returned, outcome = proto.serialize(found.written.view.proto), _changed(request, outcome, found)
-    if before.backend.runs_branches_together:
-        ordered_bytes = lifted.prediction.temp_bytes + lifted.prediction.constant_bytes
-        outcome = replace(outcome, ordered_temp_bytes=ordered_bytes)
-    return returned, outcome
+    ordered_bytes = lifted.prediction.temp_bytes + lifted.prediction.constant_bytes
+    return returned, replace(outcome, ordered_temp_bytes=ordered_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,8 +40,16 @@ def tightened(
     work.shrink_loops(lifted, least, limit_bytes, iterations=1)
     if work.module is lifted.module:
         return None
-    entry = lift(work.module, device, lifted.platform, assigner=work.assigner)
-    return entry, tuple(work.recomputed)
+    return work.entry(), tuple(work.recomputed)
+
+
+def ordered(lifted: LiftedModule, device: DeviceModel) -> LiftedModule:
+    """The entry with the bodies of the loops that need the most in a better order, where there is one and it
+    is not packed worse."""
+    work = _Work(lifted, device, PlannerConfig())
+    work.order_loops(lifted)
+    entry = lifted if work.module is lifted.module else work.entry()
+    return entry if entry.prediction.total_bytes <= lifted.prediction.total_bytes else lifted
 
 
 class _Work:
@@ -60,6 +68,25 @@ class _Work:
         self.config = config
         self.recomputed: list[Recomputed] = []
 
+    def entry(self) -> LiftedModule:
+        """The entry of the module as it is now."""
+        return lift(self.module, self.device, self.before.platform, assigner=self.assigner)
+
+    def order_loops(self, scope: LiftedModule) -> None:
+        """Put the bodies of loops in which more is alive than at all other ops in a better order."""
+        live_bytes, loops = simulate(scope.program).live_bytes, _loops(scope)
+        others = [int(nbytes) for op, nbytes in enumerate(live_bytes) if op not in loops]
+        for op, loop in loops.items():
+            if live_bytes[op] > max(others, default=0):
+                self.order_loops(self._body(loop))
+                self._order(self._body(loop))
+
+    def _order(self, body: LiftedModule) -> None:
+        """Put one body in a better order."""
+        order = reordered(body)
+        if order is not None:
+            self._write(body, order)
+
     def shrink_loops(self, scope: LiftedModule, made: Plan, limit_bytes: int, iterations: int) -> None:
         """Plan the body of every loop at whose place a plan of its surroundings is over a limit."""
         for loop, excess_bytes in _over(scope, made, limit_bytes):
@@ -69,10 +96,8 @@ class _Work:
         """Plan one body for as much less as its loop is over."""
         body = self._body(loop)
         target_bytes = simulate(body.program).peak_bytes - excess_bytes
-        order = reordered(body)
-        if order is not None:
-            self._write(body, order)
-            body = self._body(loop)
+        self._order(body)
+        body = self._body(loop)
         made = self._plan(body.program, target_bytes)
         if made.peak_bytes > target_bytes:
             before = self.module
@@ -113,7 +138,13 @@ def _over(scope: LiftedModule, made: Plan, limit_bytes: int) -> Iterator[tuple[I
     over: dict[OpId, int] = {}
     for step, op in enumerate(made.steps):
         over[op] = max(over.get(op, 0), int(live_bytes[step]) - limit_bytes)
+    loops = _loops(scope)
     for op, excess_bytes in over.items():
-        instruction = scope.scope.by_id[scope.instructions[op]]
-        if instruction.opcode == "while" and excess_bytes > 0:
-            yield instruction, excess_bytes
+        if op in loops and excess_bytes > 0:
+            yield loops[op], excess_bytes
+
+
+def _loops(scope: LiftedModule) -> dict[int, Instruction]:
+    """The loops of a computation, by op."""
+    instructions = [scope.scope.by_id[i] for i in scope.instructions]
+    return {op: loop for op, loop in enumerate(instructions) if loop.opcode == "while"}

@@ -1,6 +1,6 @@
 """Orders of a scheduled module's kernels that need fewer bytes than XLA's own.
 
-Not moved: what has an effect, and what has control dependencies.
+Not moved: what has an effect.
 """
 
 from __future__ import annotations
@@ -59,23 +59,23 @@ def _depth_first(needs: Sequence[Collection[OpId]], latest_first: bool) -> tuple
 def _movable(lifted: LiftedModule) -> list[bool]:
     """For every op whether it may run earlier or later than it does."""
     purity = Purity(lifted.module)
-    by_id = lifted.scope.by_id
-    before_others = {c for i in by_id.values() for c in i.control}
-    movable = []
-    for i in lifted.instructions:
-        instruction = by_id[i]
-        tied = bool(instruction.control) or i in before_others
-        movable.append(not tied and purity.instruction(instruction))
-    return movable
+    return [purity.instruction(lifted.scope.by_id[i]) for i in lifted.instructions]
 
 
 def _needs(lifted: LiftedModule) -> list[frozenset[OpId]]:
-    """For every op those that must run before it: what it reads, and what a barrier in between waits for."""
+    """For every op those that must run before it: what it reads, and what a barrier in between waits for, and
+    by control dependencies. But for readers of what it writes over, as in the bodies of loops: those are
+    `overwriters`."""
     op_of = {i: op.id for op, i in zip(lifted.program.ops, lifted.instructions, strict=True)}
     by_id = lifted.scope.by_id
     behind: dict[int, frozenset[OpId]] = {}
     for i in lifted.scope.order:
-        operands = by_id[i].operands
-        needed = [frozenset({op_of[o]}) if o in op_of else behind.get(o, frozenset()) for o in operands]
+        before = [*by_id[i].operands, *(c for c in by_id[i].control if not _overwrites(lifted, op_of, i, c))]
+        needed = [frozenset({op_of[o]}) if o in op_of else behind.get(o, frozenset()) for o in before]
         behind[i] = frozenset[OpId]().union(*needed)
     return [behind[i] for i in lifted.instructions]
+
+
+def _overwrites(lifted: LiftedModule, op_of: dict[int, OpId], instruction: int, reader: int) -> bool:
+    """True if an instruction waits for a reader of what it writes over."""
+    return reader in op_of and op_of.get(instruction) in lifted.overwriters[op_of[reader]]

@@ -1,8 +1,9 @@
 """What XLA made of candidates that it compiled, and what to expect of the others.
 
-All that is known are the candidates that were compiled. One with rewritten scans is known again by its recipe
-and its estimate; of one that was not compiled XLA is expected to need as much more or less than estimated as
-of the one of its recipe whose estimate is nearest. Of candidates whose scans are as they were all count.
+All that is known are the candidates that were compiled. One with rewritten scans, or the program as it is, is
+known again by its recipe and its estimate; of one that was not compiled XLA is expected to need as much more
+or less than estimated as of the one of its recipe whose estimate is nearest. Of candidates whose scans are as
+they were all count.
 """
 
 from __future__ import annotations
@@ -110,8 +111,9 @@ class Calibration:
         return bytes_ratio, strict
 
     def alike(self, recipe: Recipe) -> list[Trial]:
-        """The candidates of a recipe that were compiled, if it is one of rewritten scans."""
-        return [t for t in self.trials if t.recipe == recipe and recipe.scans is not Scans.NONE]
+        """The candidates of a recipe that were compiled, if it is one of rewritten scans, or of nothing."""
+        is_known_again = recipe.scans is not Scans.NONE or recipe == Recipe()
+        return [t for t in self.trials if t.recipe == recipe and is_known_again]
 
     def tried(self, recipe: Recipe, estimated_bytes: int) -> Trial | None:
         """The candidate with this recipe and estimate, if it was compiled."""

@@ -226,7 +226,8 @@ class _Search:
 
         def look(k: int, way: int) -> _Look:
             if (k, way) not in looks:
-                looks[k, way] = self._look(levels[k], way, lowest=k == len(levels) - 1)
+                lowest = k == len(levels) - 1 and not self.request.inside
+                looks[k, way] = self._look(levels[k], way, lowest=lowest)
             return looks[k, way]
 
         for way in ways:
@@ -329,7 +330,8 @@ class _Search:
         return min(alone, self._expect(searched, ratio), key=_rank)
 
     def _look(self, level: _Rewritten, way: int, *, lowest: bool) -> _Look:
-        """One level in one of the `WAYS`; the lowest is not given up before it was compiled itself."""
+        """One level in one of the `WAYS`; the lowest is not given up before it was compiled itself, as no
+        body ever is."""
         request = self.request
         program, as_is = level.program, level.lifted
         if way in (BODIES, TIGHTER):
