@@ -119,7 +119,7 @@ RULES = (
     ),
     Rule(
         row="a policy, and a budget that is a fraction",
-        error=r"InfeasibleBudgetError: no plan was found .* within its budget of \d+ B and policy=",
+        error=r"InfeasibleBudgetError: no plan .* this program within its budget of \d+ B and policy=",
     ),
     Rule(row="how often a function is traced", statement=r"assertEqual\(count(\(\))?, 1\)", error="2 != 1"),
     Rule(row="an out that has no tangent", statement=r"assertNotIsInstance\(aux, core.Tracer\)"),

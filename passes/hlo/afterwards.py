@@ -16,4 +16,5 @@ def as_xla_leaves_it(module: Module, backend: Backend, *, old_rules: bool = Fals
         backend: decides what XLA does.
         old_rules: see `passes.hlo.assign.Assigner`.
     """
-    return without_copies(with_synchronous(module, backend), backend, old_rules=old_rules)
+    synchronous = with_synchronous(module, backend)
+    return without_copies(synchronous, backend, old_rules=old_rules) if backend.drops_copies else synchronous

@@ -1,9 +1,11 @@
-"""Take copies that nothing needs out of a scheduled module, as XLA:TPU does after its callback.
+"""Take copies that nothing needs out of a scheduled module. XLA:TPU does so after its callback.
 
 XLA makes a copy where a value is read after something else has its place: a constant with which a loop
-begins, a result that two loops carry on. Once a value waits on the host, or is made again, it is read from
-another place, and its copy is one of what nothing overwrites. XLA merges the two then: the value has its one
-place until the copy would have been read for the last time.
+begins, a result that two loops carry on, a donated weight beside its update. XLA:CPU does so before it knows
+the order of what does not depend on each other: in a GPT that runs layers again all weights were copied. Once
+a value waits on the host, or is made again, it is read from another place, and its copy is one of what
+nothing overwrites. The two are merged then: the value has its one place until the copy would have been read
+for the last time.
 
 Only copies are taken out whose place is theirs alone. What a loop carries is not: XLA drops some of these
 copies, too, and makes others, and each has the place that the copy would have.
@@ -21,14 +23,14 @@ from passes.hlo.prune import rewire
 
 
 def without_copies(module: Module, backend: Backend, *, old_rules: bool = False) -> Module:
-    """The module without the copies that XLA drops; the same object if there are none.
+    """The module without the copies that nothing needs; the same object if there are none.
 
     Args:
         module: a view; its message is changed.
-        backend: only some drop copies.
+        backend: decides what may be written over what.
         old_rules: see `passes.hlo.assign.Assigner`.
     """
-    while backend.drops_copies and (dropped := _dropped(module, backend, old_rules)):
+    while dropped := _dropped(module, backend, old_rules):
         messages = {c.id: c for c in module.proto.computations}
         for computation, sources in dropped.items():
             rewire(module.proto, messages[computation], sources)

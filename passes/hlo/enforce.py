@@ -23,6 +23,7 @@ from passes.hlo import graph, proto
 from passes.hlo.afterwards import as_xla_leaves_it
 from passes.hlo.assign import Assigner
 from passes.hlo.barriers import drop_barriers
+from passes.hlo.copies import without_copies
 from passes.hlo.cost import computation_ns, computation_pj, computation_times_ns
 from passes.hlo.emit import emit
 from passes.hlo.fit import Task, Written, fit
@@ -118,7 +119,7 @@ def _is_near(kept_bytes: int, expected_bytes: int, module: _Scheduled, outcome: 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Scheduled:
-    """A module as it came, but for barriers and needless copies, and what is made of it for all budgets."""
+    """A module as it came, but for barriers, and what is made of it for all budgets."""
 
     data: bytes
     view: graph.Module
@@ -132,16 +133,28 @@ class _Scheduled:
         return lift(self.view, self.device, platform, assigner=self.assigner, prediction=self.prediction)
 
     @functools.cached_property
+    def uncopied(self) -> LiftedModule:
+        """Without the copies that nothing needs in XLA's order, if that is not packed worse."""
+        own, backend = self.lifted, self.assigner.backend
+        view = graph.read(proto.parse(proto.serialize(self.view.proto)))
+        without = without_copies(view, backend, old_rules=self.assigner.old_rules)
+        if without is view:
+            return own
+        assigner = Assigner(without, backend.name, old_rules=self.assigner.old_rules)
+        made = lift(without, self.device, backend.name, assigner=assigner)
+        return made if made.prediction.total_bytes <= own.prediction.total_bytes else own
+
+    @functools.cached_property
     def depth_first(self) -> LiftedModule:
         """In the order of branches, where XLA runs them together and that needs less."""
         if not self.assigner.backend.runs_branches_together:
-            return self.lifted
-        return _reordered(self.lifted, self.device, depth_first)
+            return self.uncopied
+        return _reordered(self.uncopied, self.device, depth_first)
 
     @functools.cached_property
     def moved(self) -> LiftedModule:
         """With what frees memory early, and what takes it late."""
-        orders = dict.fromkeys((self.depth_first, self.lifted))
+        orders = dict.fromkeys((self.depth_first, self.uncopied))
         made = [_reordered(order, self.device, reordered) for order in orders]
         return ordered(min(made, key=lambda lifted: lifted.prediction.total_bytes), self.device)
 

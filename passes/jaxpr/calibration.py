@@ -112,8 +112,8 @@ class Calibration:
 
     def alike(self, recipe: Recipe) -> list[Trial]:
         """The candidates of a recipe that were compiled, if it is one of rewritten scans, or of nothing."""
-        is_known_again = recipe.scans is not Scans.NONE or recipe == Recipe()
-        return [t for t in self.trials if t.recipe == recipe and is_known_again]
+        recognized = recipe.scans is not Scans.NONE or recipe == Recipe()
+        return [t for t in self.trials if t.recipe == recipe and recognized]
 
     def tried(self, recipe: Recipe, estimated_bytes: int) -> Trial | None:
         """The candidate with this recipe and estimate, if it was compiled."""
