@@ -218,3 +218,21 @@ def test_bodies_in_a_body_are_planned_for_what_they_are_expected_to_need() -> No
     made = plan_program(closed, request)[1]
     assert made.changed
     assert made.planned_temp_bytes <= 0.87 * before
+
+
+def test_results_of_a_branch_take_their_room_when_it_makes_them() -> None:
+    """As the gradients of a layer that runs again in the branch: not while its activations are there."""
+
+    def branch(ws: Any, x: Any) -> Any:
+        scale = jnp.ones((1, x.shape[0])) @ (x @ ws[0])
+        return [(w * scale) @ w for w in ws]
+
+    def program(ws: Any, x: Any, which: Any) -> Any:
+        made = jax.lax.cond(which, branch, lambda ws, x: [w + x[0] for w in ws], ws, x)
+        return sum((w * w).sum() for w in made)
+
+    args = [np.zeros((128, 128), "f4")] * 4, np.zeros((512, 128), "f4"), np.zeros((), bool)
+    closed = inline_calls(jax.make_jaxpr(program)(*args))
+    made = plan_program(closed, request_for(closed, 1 << 40, "cpu"))[1]
+    needed = compiled_temp_bytes(closed, jax.devices("cpu")[0])
+    assert abs(made.before_temp_bytes - needed) <= 0.1 * needed

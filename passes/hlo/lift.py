@@ -9,7 +9,7 @@ overwritten later gets that op as its deadline, so that no recompute reads what 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -182,7 +182,7 @@ class _Lift:
             recomputable=self._recomputable(n, instruction, made, read),
             deadline=self._deadline(read),
             may_share=self._may_share(instruction, made, read),
-            workspace_bytes=self._workspace(n),
+            workspace_bytes=self._workspace(n, made),
             name=instruction.name,
             source=source_of(self.module.proto, instruction),
         )
@@ -245,17 +245,21 @@ class _Lift:
         is_here = target.computation == self.scope.id and not source.index
         return is_here and self.assigner.takes_over(target, source)
 
-    def _workspace(self, n: int) -> int:
-        """The largest sum of what called computations keep alive beside this op's inputs and outputs."""
+    def _workspace(self, n: int, made: Sequence[int]) -> int:
+        """The largest sum of what called computations keep alive beside this op's inputs and outputs; the
+        results of a branch take their room when it makes them."""
+        is_cond = self.scope.by_id[self.ops[n]].opcode == "conditional"
+        results = {self.flow.class_of[v] for v in made} if is_cond else set[int]()
         events: list[tuple[int, int, int]] = []
         for v in self.nested.get(n, ()):
             group = self.flow.class_of[v]
-            if group in self.outside or group not in self.heap:
+            if (group in self.outside and group not in results) or group not in self.heap:
                 continue
             held = self.assigner.ranges[v]
             nbytes = self.flow.values[v].nbytes
             events += [(held.start, 0, nbytes), (held.end, 1, -nbytes)]
-        return max(accumulate((change for _, _, change in sorted(events)), initial=0))
+        most_bytes = max(accumulate((change for _, _, change in sorted(events)), initial=0))
+        return max(0, most_bytes - sum(map(self.nbytes, made))) if is_cond else most_bytes
 
 
 def can_drop_outputs(instruction: Instruction) -> bool:

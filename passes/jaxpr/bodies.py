@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from passes.cost import DeviceModel
-from passes.jaxpr import compat
 from passes.jaxpr.compat import Jaxpr, JaxprEqn
 from passes.jaxpr.conds import recompute_in_second_cond
 from passes.jaxpr.inline import with_flat_bodies
-from passes.jaxpr.lift import inner_work, lift
+from passes.jaxpr.lift import inner_work, lift, results_bytes
 from passes.jaxpr.primitives import CONTROL_FLOW
 from passes.jaxpr.rewrite import with_equations
 from passes.simulate import simulate
@@ -50,10 +49,14 @@ def fit_bodies(jaxpr: Jaxpr, device: DeviceModel, target_bytes: int, plan_body: 
 
 def _with_bodies(eqn: JaxprEqn, device: DeviceModel, allowed_bytes: int, plan_body: PlanBody) -> JaxprEqn:
     def fitted(body: Jaxpr) -> Jaxpr:
-        results = sum(compat.aval_nbytes(v.aval) for v in body.outvars)
-        if inner_work(body, device).peak_bytes <= allowed_bytes:
+        work, results = inner_work(body, device), results_bytes(body.outvars, device)
+        if eqn.primitive.name == "cond":
+            excess_bytes = work.branch_bytes - results - allowed_bytes
+        else:
+            excess_bytes = work.peak_bytes - allowed_bytes
+        if excess_bytes <= 0:
             return body
-        return plan_body(body, max(allowed_bytes - results, 1))
+        return plan_body(body, max(work.peak_bytes - results - excess_bytes, 1))
 
     return with_flat_bodies(eqn, fitted)
 

@@ -12,7 +12,7 @@ What it does not do: control flow is one opaque kernel whose inner peak counts a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from passes.backend import BACKENDS
@@ -20,7 +20,7 @@ from passes.cost import DeviceModel, kernel_ns, kernel_pj
 from passes.ir import Buffer, BufferId, Op, OpId, Program
 from passes.jaxpr import compat
 from passes.jaxpr.canonical import with_canonical_products
-from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
+from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.flops import iterations_of, matrix_work, said_bytes, sent_bytes, vector_work
 from passes.jaxpr.hoisted import hoisted
 from passes.jaxpr.in_place import (
@@ -334,8 +334,10 @@ class _Lift:
         return written_over(outvars, free, buffer_of, in_any_layout=in_any_layout)
 
     def _workspace(self, eqn: JaxprEqn) -> int:
-        """The inner peak of control flow: of its largest body; the parts of a product that XLA splits; the
-        state of random bits."""
+        """The inner peak of control flow: of its largest body, beside the results of a branch; the parts of a
+        product that XLA splits; the state of random bits."""
+        if eqn.primitive.name == "cond":
+            return beside_results(eqn, [w.branch_bytes for w in _works(eqn, self.device)], self.device)
         if eqn.primitive.name in CONTROL_FLOW:
             return max((work.peak_bytes for work in _works(eqn, self.device)), default=0)
         return split_bytes(eqn, self.device) + state_bytes(eqn, self.device)
@@ -355,14 +357,22 @@ class _Lift:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InnerWork:
-    """One run of a body of control flow: its peak of temporaries, results counted too, time and energy."""
+    """One run of a body of control flow.
+
+    Attributes:
+        peak_bytes: its peak of temporaries, with all results.
+        branch_bytes: the same of a branch, whose results take room when they are made: they are those of its
+            surroundings.
+        cost_ns, energy_pj: time and energy.
+    """
 
     peak_bytes: int
+    branch_bytes: int
     cost_ns: int
     energy_pj: int
 
 
-NO_WORK = InnerWork(peak_bytes=0, cost_ns=0, energy_pj=0)
+NO_WORK = InnerWork(peak_bytes=0, branch_bytes=0, cost_ns=0, energy_pj=0)
 
 
 def _works(eqn: JaxprEqn, device: DeviceModel) -> list[InnerWork]:
@@ -384,8 +394,38 @@ def inner_work(jaxpr: Jaxpr, device: DeviceModel, carried: tuple[int, int] | Non
     """
     lifted, kept_bytes = lift_body(jaxpr, device, carried)
     program = lifted.program
-    peak_bytes = kept_bytes + simulate(program).peak_bytes
-    return InnerWork(peak_bytes=peak_bytes, cost_ns=program.cost_ns, energy_pj=program.energy_pj)
+    return InnerWork(
+        peak_bytes=kept_bytes + simulate(program).peak_bytes,
+        branch_bytes=branch_bytes(lifted, program, device),
+        cost_ns=program.cost_ns,
+        energy_pj=program.energy_pj,
+    )
+
+
+def branch_bytes(lifted: LiftedJaxpr, run: Program, device: DeviceModel) -> int:
+    """The peak of a branch, to which its results come one after the other; what it passes on is there.
+
+    Args:
+        run: its program, in the order in which it runs.
+    """
+    live_bytes = simulate(run).live_bytes.copy()
+    results = dict.fromkeys(compat.variables(lifted.jaxpr.outvars))
+    if not len(live_bytes):
+        return results_bytes(results, device)
+    for v in results:
+        made = run.producer[lifted.buffer_of[v]]
+        live_bytes[0 if made is None else made :] += stored_bytes(v, device)
+    return int(live_bytes.max())
+
+
+def beside_results(cond: JaxprEqn, branches_bytes: Sequence[int], device: DeviceModel) -> int:
+    """What branches of such peaks need beside the results of their `cond`."""
+    return max(0, max(branches_bytes) - results_bytes(cond.outvars, device))
+
+
+def results_bytes(results: Iterable[Atom], device: DeviceModel) -> int:
+    """What results of control flow take on a device."""
+    return sum(stored_bytes(v, device) for v in results)
 
 
 def lift_body(jaxpr: Jaxpr, device: DeviceModel, carried: tuple[int, int] | None) -> tuple[LiftedJaxpr, int]:

@@ -23,7 +23,7 @@ from passes.cost import DeviceModel
 from passes.ir import Buffer, BufferId, Op, OpId, Program
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Jaxpr
-from passes.jaxpr.lift import carried_by, lift_body
+from passes.jaxpr.lift import beside_results, branch_bytes, carried_by, lift_body
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.moved import waited
 from passes.jaxpr.primitives import CONTROL_FLOW
@@ -71,6 +71,9 @@ def _with_bodies_as_run(lifted: LiftedJaxpr, op: Op, device: DeviceModel) -> Op:
     if op.name not in CONTROL_FLOW:
         return op
     eqn = lifted.jaxpr.eqns[lifted.bodies[op.id][-1]]
+    if op.name == "cond":
+        branches = [_branch_bytes(branch, device) for branch in compat.inner_jaxprs(eqn)]
+        return replace(op, workspace_bytes=beside_results(eqn, branches, device))
     bodies = [_body_bytes(body, device, carried_by(eqn)) for body in compat.inner_jaxprs(eqn)]
     return replace(op, workspace_bytes=max(bodies, default=0))
 
@@ -79,6 +82,12 @@ def _with_bodies_as_run(lifted: LiftedJaxpr, op: Op, device: DeviceModel) -> Op:
 def _body_bytes(jaxpr: Jaxpr, device: DeviceModel, carried: tuple[int, int] | None) -> int:
     lifted, kept_bytes = lift_body(jaxpr, device, carried)
     return kept_bytes + run_bytes(lifted, device)
+
+
+@compat.cached_by_jaxpr
+def _branch_bytes(jaxpr: Jaxpr, device: DeviceModel) -> int:
+    lifted, _ = lift_body(jaxpr, device, None)
+    return branch_bytes(lifted, as_run(lifted, device), device)
 
 
 def _breadth_first(lifted: LiftedJaxpr) -> list[OpId]:
