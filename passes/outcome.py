@@ -81,8 +81,8 @@ class StageOutcome(Fixed):
             (fixed = argument + output - alias).
         before_temp_bytes: predicted peak of temporaries without this stage's work.
         planned_temp_bytes: predicted peak of temporaries with it.
-        ordered_temp_bytes: that where kernels that XLA runs side by side are put one after the other alone,
-            as those of any other plan would be; None where XLA does not run them so.
+        ordered_temp_bytes: that in a better order and without copies that nothing needs, which any other plan
+            would have, too; None where the program keeps its budget as it is.
         unordered_temp_bytes: predicted peak in XLA's own order, where that keeps the budget and so is left
             alone; None where it is not, or where XLA keeps the program's order.
         cost_ns: estimated time of the program before this stage.

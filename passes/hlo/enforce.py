@@ -1,9 +1,10 @@
 """The enforcing stage: hold a scheduled module to a byte budget, or say why that cannot be done.
 
-The heap that XLA will build is predicted. If the module fits, its bytes go back as they came. Else its
-kernels are planned for what the budget leaves for temporaries, the plan is written into the module, and the
-heap of THAT module is predicted (`passes.hlo.fit`). Nothing is returned as changed unless its prediction
-keeps the budget.
+The heap that XLA will build is predicted. If the module fits, its bytes go back as they came. Else what costs
+nothing comes first: copies that nothing needs are taken out, and its kernels are put in a better order, those
+of the bodies of loops, too. Where that does not do, they are planned for what the budget leaves for
+temporaries, the plan is written into the module, and the heap of THAT module is predicted (`passes.hlo.fit`).
+Nothing is returned as changed unless its prediction keeps the budget.
 
 Constants that XLA stores count with the temporaries in the outcome: no plan removes them, and the total
 must be XLA's total.
@@ -136,6 +137,8 @@ class _Scheduled:
     def uncopied(self) -> LiftedModule:
         """Without the copies that nothing needs in XLA's order, if that is not packed worse."""
         own, backend = self.lifted, self.assigner.backend
+        if backend.drops_copies:  # they are gone
+            return own
         view = graph.read(proto.parse(proto.serialize(self.view.proto)))
         without = without_copies(view, backend, old_rules=self.assigner.old_rules)
         if without is view:
