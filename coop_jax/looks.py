@@ -304,9 +304,9 @@ class Search:
             self.record, lambda: self._least_above(refused_bytes), look=self._look, count=self._counted
         )
         least = self._least_above(refused_bytes)
-        if met_bytes is None or least is None:
-            return None if least is None else least.sure_bytes
-        return max(met_bytes, least.counted_bytes or 0)
+        if met_bytes is not None:
+            return met_bytes if least is None else max(met_bytes, least.counted_bytes or 0)
+        return None if least is None else least.sure_bytes
 
     def is_met(self, budget_bytes: int, refused: StageOutcome) -> bool:
         """Whether a request for a budget is met in a process that knows nothing."""

@@ -190,6 +190,22 @@ def test_the_least_that_is_named_is_what_a_request_for_it_gets(monkeypatch: pyte
     assert not any(w.aim_bytes == 2000 for w in asked)
 
 
+def test_what_is_met_is_named_though_nothing_above_what_is_refused_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What needs 1700 beats all else that is known, and is refused when it is asked for."""
+
+    def outcome_of(asked: Wish) -> StageOutcome | None:
+        if asked.aim_bytes != 2000:
+            return None
+        return dataclasses.replace(OUTCOME, planned_temp_bytes=1700 - FIXED)
+
+    asked_of(monkeypatch, outcome_of, plain_bytes=2000)
+    refusal = ways().choose(RECORD, REFUSED, MODULE).record.hlo
+    assert refusal is not None
+    assert refusal.least_total_bytes == 2000
+
+
 def test_what_keeps_a_budget_while_its_least_is_looked_for_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     enough = dataclasses.replace(OUTCOME, planned_temp_bytes=BUDGET - FIXED)
     asked_of(monkeypatch, lambda w: enough if w.aim_bytes == 2000 else None)
