@@ -196,13 +196,12 @@ def test_what_is_met_is_named_though_nothing_above_what_is_refused_is_known(
     """What needs 1700 beats all else that is known, and is refused when it is asked for."""
 
     def outcome_of(asked: Wish) -> StageOutcome | None:
-        if asked.aim_bytes != 2000:
-            return None
-        return dataclasses.replace(OUTCOME, planned_temp_bytes=1700 - FIXED)
+        if asked.aim_bytes == 2000:
+            return dataclasses.replace(OUTCOME, planned_temp_bytes=1700 - FIXED)
+        return REFUSED if asked.budget_bytes == FIXED + 1 else None
 
-    asked_of(monkeypatch, outcome_of, plain_bytes=2000)
-    refusal = ways().choose(RECORD, REFUSED, MODULE).record.hlo
-    assert refusal is not None
+    asked_of(monkeypatch, outcome_of)
+    refusal = ways().refusal(dataclasses.replace(RECORD, budget_bytes=FIXED - 1), REFUSED)
     assert refusal.least_total_bytes == 2000
 
 
