@@ -75,17 +75,19 @@ class _Work:
     def order_loops(self, scope: LiftedModule) -> None:
         """Put the bodies of loops in which more is alive than at all other ops in a better order."""
         live_bytes, loops = simulate(scope.program).live_bytes, _loops(scope)
-        others = [int(nbytes) for op, nbytes in enumerate(live_bytes) if op not in loops]
+        most_bytes = max((int(n) for op, n in enumerate(live_bytes) if op not in loops), default=0)
         for op, loop in loops.items():
-            if live_bytes[op] > max(others, default=0):
-                self.order_loops(self._body(loop))
-                self._order(self._body(loop))
+            if live_bytes[op] > most_bytes:
+                before, body = self.module, self._body(loop)
+                self.order_loops(body)
+                self._order(body if self.module is before else self._body(loop))
 
-    def _order(self, body: LiftedModule) -> None:
-        """Put one body in a better order."""
+    def _order(self, body: LiftedModule) -> bool:
+        """Put one body in a better order; whether there is one."""
         order = reordered(body)
         if order is not None:
             self._write(body, order)
+        return order is not None
 
     def shrink_loops(self, scope: LiftedModule, made: Plan, limit_bytes: int, iterations: int) -> None:
         """Plan the body of every loop at whose place a plan of its surroundings is over a limit."""
@@ -96,8 +98,8 @@ class _Work:
         """Plan one body for as much less as its loop is over."""
         body = self._body(loop)
         target_bytes = simulate(body.program).peak_bytes - excess_bytes
-        self._order(body)
-        body = self._body(loop)
+        if self._order(body):
+            body = self._body(loop)
         made = self._plan(body.program, target_bytes)
         if made.peak_bytes > target_bytes:
             before = self.module

@@ -51,7 +51,7 @@ from passes.jaxpr.storage import WHOLE, Storage
 from passes.jaxpr.stored import read_rounded, stored_bytes
 from passes.jaxpr.together import Together
 from passes.reach import reached
-from passes.simulate import simulate
+from passes.simulate import Timeline, simulate
 
 # A slice that a scan takes from a stack or puts on one is read once and written once for it.
 SLICE_PASSES = 2
@@ -394,21 +394,23 @@ def inner_work(jaxpr: Jaxpr, device: DeviceModel, carried: tuple[int, int] | Non
     """
     lifted, kept_bytes = lift_body(jaxpr, device, carried)
     program = lifted.program
+    timeline = simulate(program)
     return InnerWork(
-        peak_bytes=kept_bytes + simulate(program).peak_bytes,
-        branch_bytes=branch_bytes(lifted, program, device),
+        peak_bytes=kept_bytes + timeline.peak_bytes,
+        branch_bytes=branch_bytes(lifted, program, timeline, device),
         cost_ns=program.cost_ns,
         energy_pj=program.energy_pj,
     )
 
 
-def branch_bytes(lifted: LiftedJaxpr, run: Program, device: DeviceModel) -> int:
+def branch_bytes(lifted: LiftedJaxpr, run: Program, timeline: Timeline, device: DeviceModel) -> int:
     """The peak of a branch, to which its results come one after the other; what it passes on is there.
 
     Args:
         run: its program, in the order in which it runs.
+        timeline: of that.
     """
-    live_bytes = simulate(run).live_bytes.copy()
+    live_bytes = timeline.live_bytes.copy()
     results = dict.fromkeys(compat.variables(lifted.jaxpr.outvars))
     if not len(live_bytes):
         return results_bytes(results, device)

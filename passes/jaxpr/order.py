@@ -87,7 +87,8 @@ def _body_bytes(jaxpr: Jaxpr, device: DeviceModel, carried: tuple[int, int] | No
 @compat.cached_by_jaxpr
 def _branch_bytes(jaxpr: Jaxpr, device: DeviceModel) -> int:
     lifted, _ = lift_body(jaxpr, device, None)
-    return branch_bytes(lifted, as_run(lifted, device), device)
+    run = as_run(lifted, device)
+    return branch_bytes(lifted, run, simulate(run), device)
 
 
 def _breadth_first(lifted: LiftedJaxpr) -> list[OpId]:

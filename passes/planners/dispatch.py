@@ -40,7 +40,8 @@ def plan(program: Program, budget_bytes: int, config: PlannerConfig | None = Non
 
 def planner_of(program: Program, config: PlannerConfig) -> Callable[[int], Plan]:
     """`plan` of one program, for any number of budgets: what belongs to none of them is found once."""
-    if config.planner not in SEARCHING or config.host_bytes or config.objective.least == "energy":
+    is_searched = config.planner in SEARCHING and config.objective.least != "energy"
+    if not is_searched or config.host_bytes or config.strong_bound:
         return lambda budget_bytes: plan(program, budget_bytes, config)
     return search.Search(program, config).within
 
