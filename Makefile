@@ -46,7 +46,7 @@ test: env $(TPU_STAMP)
 
 gpu:
 	@if [ "$(PY)" = "$(BIN)/python" ]; then $(MAKE) env; fi
-	JAX_PLATFORMS=cuda,cpu $(PY) -m pytest -m gpu
+	XLA_PYTHON_CLIENT_PREALLOCATE=false JAX_PLATFORMS=cuda,cpu $(PY) -m pytest --gpu -m gpu -W default -n 4
 	JAX_PLATFORMS=cuda,cpu $(PY) -m benchmarks.gpu
 
 # The tests with kernels as users have them, then random programs against the undecorated ones, for hours;

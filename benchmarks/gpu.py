@@ -1,27 +1,30 @@
 """Step times and peak bytes on the GPU that is here: plain, by hand, and within coop's budgets.
 
     make gpu                                              # the tests marked gpu, then this
-    python -m benchmarks.gpu                              # under 10 minutes on one H100
+    python -m benchmarks.gpu                              # see --minutes
     python -m benchmarks.gpu --models unet --small        # tries the script out, on a CPU too
 
-Each way of each program runs in a process of its own, since a device's peak bytes are never reset. Compiles
-overlap, measurements do not: a lock is held around the steps. Time over the estimate of the final kernels
-says how far the cost model is off; where it differs between rows of a program, the model ranks wrongly.
+All ways of a program are compiled, each in a process of its own, which tunes its kernels on the device; then
+they are loaded again and run, one at a time, from the smallest on, so that the device's peak bytes, which are
+never reset, are those of each. Programs follow each other, so that a run that is cut short has whole ones.
+Time over the estimate of the final kernels says how far the cost model is off; where it differs between rows
+of a program, the model ranks wrongly. Single kernels beside their estimates are in `..._kernels.md`.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import fcntl
+import itertools
 import json
 import os
+import pickle
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,30 +32,33 @@ from typing import Any
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
+from jax.experimental import serialize_executable
 
 import coop_jax as coop
-from benchmarks import models
+from benchmarks import gpu_kernels, models
 from benchmarks.models import PLAIN, Model, program
 from coop_jax import aot
 from coop_jax.errors import CoopError, error_from_text
 from coop_jax.text import format_bytes, format_table
-from passes.cost import DEVICES
+from passes.backend import CPU
 
 # Written plainly: they need optax and nothing else. Sizes are such that a step takes tens of milliseconds.
 SIZES: dict[str, dict[str, Any]] = {
     "llama_1b": {"layers": 12, "width": 2048, "inner": 8192, "heads": 32, "groups": 8}
-    | {"seq": 2048, "batch": 4, "vocab": 32000, "dtype": "bfloat16"},
+    | {"seq": 2048, "batch": 2, "vocab": 32000, "dtype": "bfloat16"},
     "gpt3_2.7b": {"layers": 8, "batch": 4},
     "unet": {"channels": 128, "levels": (1, 2, 2, 4), "depth": 2, "image": 128, "batch": 32}
     | {"dtype": "bfloat16"},
     "densenet121": {"batch": 128},
-    "swin": {"depths": (2, 2, 6, 2), "width": 96, "head": 32, "size": 7, "image": 224, "batch": 128}
+    "swin": {"depths": (1, 1, 2, 1), "width": 96, "head": 32, "size": 7, "image": 224, "batch": 128}
     | {"classes": 1000, "dtype": "bfloat16"},
-    "bilstm": {},
+    "bilstm": {"seq": 256},
 }
 HAND = ("nothing_saveable", "dots_with_no_batch_dims_saveable")
 FRACTIONS = (0.75, 0.5, 0.35)
+HOST = "64GiB"
 STEPS, WARM_UP = 10, 3
+SECONDS = 120  # that a compile may take
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,22 +68,37 @@ class Row:
     Attributes:
         model, way: such as "unet" and "nothing_saveable", "coop 0.5 of plain" or "coop in nothing_saveable".
         budget_bytes: what coop was asked for; None for the others.
-        total_bytes: XLA's count.
+        host: the host budget, if any.
+        profiled: measure single kernels, not the step.
+        total_bytes, host_bytes: XLA's count.
         peak_bytes: what the device says its peak was, arguments included; None where it does not say.
         estimated_ns: of the final kernels.
         step_ms: measured, the median.
+        spread: of the steps that counted, the longest over the shortest.
+        loss: after the last step.
         compile_s: tracing, planning and compiling, beside other compiles.
+        recomputed: how many ops and kernels run again.
+        kernels: as `benchmarks.gpu_kernels.Kernel` has them.
+        others: what the profiler saw beside them, in ns of a step.
         error: its first line.
     """
 
     model: str
     way: str
     budget_bytes: int | None = None
+    host: str | None = None
+    profiled: bool = False
     total_bytes: int | None = None
+    host_bytes: int | None = None
     peak_bytes: int | None = None
     estimated_ns: int | None = None
     step_ms: float | None = None
+    spread: float | None = None
+    loss: float | None = None
     compile_s: float | None = None
+    recomputed: int | None = None
+    kernels: list[dict[str, Any]] | None = None
+    others: dict[str, float] | None = None
     error: str = ""
 
 
@@ -88,13 +109,13 @@ def sized(name: str, small: bool) -> Model:
     return dataclasses.replace(model, sizes={"gpu": sizes})
 
 
-def measured(asked: Row, small: bool, lock: Path) -> Row:
-    """Compile one way and run it on this machine's first device."""
-    model = sized(asked.model, small)
+def compile_one(asked: Row, small: bool, file: Path) -> Row:
+    """Compile one way, and keep it in a file."""
+    model, device = sized(asked.model, small), jax.devices()[0]
     if asked.budget_bytes is None:
         made = program(model, "gpu", asked.way)
     else:
-        made = program(model, "gpu", around=coop.remat(budget=asked.budget_bytes))
+        made = program(model, "gpu", around=coop.remat(budget=asked.budget_bytes, host=asked.host))
     begin = time.perf_counter()
     try:
         compiled = jax.jit(made.step, donate_argnums=0).lower(*made.specs()).compile()
@@ -102,89 +123,177 @@ def measured(asked: Row, small: bool, lock: Path) -> Row:
         found = error if isinstance(error, CoopError) else error_from_text(str(error))
         return dataclasses.replace(asked, error=str(found or error).strip().partition("\n")[0])
     compile_s = time.perf_counter() - begin
-    device = jax.devices()[0]
-    kind = aot.model_for(device.platform, device.device_kind)
+    memory, costs = aot.memory(compiled), aot.model_for(device.platform, device.device_kind)
     row = dataclasses.replace(
-        asked,
-        total_bytes=aot.memory(compiled).total_bytes,
-        estimated_ns=aot.run_ns(compiled, DEVICES[kind.name]),
-        compile_s=compile_s,
-    )
-    with lock.open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        state, batch = jax.block_until_ready(jax.jit(made.arguments)(jax.random.key(0)))
-        seconds = []
-        for _ in range(WARM_UP + STEPS):
-            begin = time.perf_counter()
-            state, _ = jax.block_until_ready(compiled(state, batch))
-            seconds.append(time.perf_counter() - begin)
-    stats = device.memory_stats() or {}
+        asked, total_bytes=memory.total_bytes, host_bytes=memory.host_bytes, compile_s=compile_s,
+        estimated_ns=aot.run_ns(compiled, costs),
+    )  # fmt: skip
+    if asked.budget_bytes is not None:
+        row = dataclasses.replace(row, recomputed=len(coop.report(compiled).recomputed))
+    if asked.profiled:
+        found = gpu_kernels.kernels(compiled, costs)
+        row = dataclasses.replace(row, kernels=[dataclasses.asdict(k) for k in found])
+    file.write_bytes(pickle.dumps(serialize_executable.serialize(compiled)))
+    return row
+
+
+def run_some(rows: Sequence[tuple[Row, Path]], small: bool) -> Iterator[Row]:
+    """Run compiled ways of one program, the smallest first."""
+    initial = jax.jit(program(sized(rows[0][0].model, small), "gpu").arguments)
+    for row, file in sorted(rows, key=lambda pair: pair[0].total_bytes or 0):
+        try:
+            compiled = serialize_executable.deserialize_and_load(*pickle.loads(file.read_bytes()))
+            yield _run(row, compiled, *jax.block_until_ready(initial(jax.random.key(0))))
+        except Exception as error:  # such as no memory: the others count all the same
+            yield dataclasses.replace(row, error=str(error).strip().partition("\n")[0])
+
+
+def _run(row: Row, compiled: Any, state: Any, batch: Any) -> Row:
+    def step() -> Any:
+        nonlocal state
+        state, loss = jax.block_until_ready(compiled(state, batch))
+        return loss
+
+    for _ in range(WARM_UP):
+        loss = step()
+    if row.kernels is not None:
+        listed = [gpu_kernels.Kernel(**k) for k in row.kernels]
+        seen, others = gpu_kernels.measured(listed, step)
+        return dataclasses.replace(row, kernels=[dataclasses.asdict(k) for k in seen], others=others)
+    seconds = []
+    for _ in range(STEPS):
+        begin = time.perf_counter()
+        loss = step()
+        seconds.append(time.perf_counter() - begin)
+    stats = jax.devices()[0].memory_stats() or {}
     return dataclasses.replace(
-        row,
-        step_ms=1e3 * statistics.median(seconds[WARM_UP:]),
+        row, step_ms=1e3 * statistics.median(seconds), spread=max(seconds) / min(seconds), loss=float(loss),
         peak_bytes=stats.get("peak_bytes_in_use"),
-    )
+    )  # fmt: skip
 
 
-def in_process(asked: Row, small: bool, lock: Path) -> Row:
-    """`measured` in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.gpu", "--row", json.dumps(dataclasses.asdict(asked))]
-    command += ["--lock", str(lock), *(["--small"] if small else [])]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        return dataclasses.replace(asked, error=(done.stderr.strip().splitlines() or ["no output"])[-1])
-    return Row(**json.loads(lines[-1]))
+def in_process(asked: Row, small: bool, file: Path) -> Row:
+    """`compile_one` in a process of its own."""
+    flags = " ".join((os.environ.get("XLA_FLAGS", ""), *([gpu_kernels.GRAPHS_OFF] * asked.profiled)))
+    given = ["--compile", json.dumps(dataclasses.asdict(asked)), "--file", str(file)]
+    found, error = _lines([*given, *(["--small"] * small)], {"XLA_FLAGS": flags.strip()}, SECONDS)
+    return found[0] if found else dataclasses.replace(asked, error=error)
 
 
-def rows_of(name: str, small: bool, lock: Path) -> Iterator[Row]:
-    """Every way of one program, the plain one first."""
-    plain = in_process(Row(model=name, way=PLAIN), small, lock)
-    yield plain
-    rivals = []
-    for way in HAND:
-        rivals.append(in_process(Row(model=name, way=way), small, lock))
-        yield rivals[-1]
-    if plain.total_bytes is None:
-        return
-    budgets = [(f"coop {f:g} of plain", int(f * plain.total_bytes)) for f in FRACTIONS]
-    budgets += [(f"coop in {r.way}", r.total_bytes) for r in rivals if r.total_bytes is not None]
-    for way, budget in budgets:
-        yield in_process(Row(model=name, way=way, budget_bytes=budget), small, lock)
+def run_in_process(rows: Sequence[tuple[Row, Path]], small: bool) -> list[Row]:
+    """`run_some` in a process of its own."""
+    listed = rows[0][1].with_suffix(".json")
+    listed.write_text(json.dumps([[dataclasses.asdict(row), str(file)] for row, file in rows]))
+    found, error = _lines(["--run", str(listed), *(["--small"] * small)], {}, SECONDS)
+    known = {(row.way, row.profiled) for row in found}
+    lost = [row for row, _ in rows if (row.way, row.profiled) not in known]
+    return [*found, *(dataclasses.replace(row, error=error) for row in lost)]
+
+
+def _lines(given: Sequence[str], environ: Mapping[str, str], seconds: float) -> tuple[list[Row], str]:
+    """The rows that this script prints in another process, and how that ended."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        try:
+            subprocess.run(
+                [sys.executable, "-m", "benchmarks.gpu", *given], stdout=out, stderr=errors, check=False,
+                timeout=seconds, env={**os.environ, **environ},
+            )  # fmt: skip
+            ended = ""
+        except subprocess.TimeoutExpired:
+            ended = f"not done in {seconds} s"
+        out.seek(0)
+        errors.seek(0)
+        found = [Row(**json.loads(line)) for line in out if line.startswith("{") and line.endswith("\n")]
+        return found, ended or " | ".join(errors.read().strip().splitlines()[-3:]) or "no output"
+
+
+def without_coop(name: str) -> list[Row]:
+    """The ways that need no budget, the plain one first."""
+    rivals = [Row(model=name, way=way) for way in (PLAIN, *HAND)]
+    return [*rivals, Row(model=name, way=PLAIN, profiled=True)]
+
+
+def with_coop(found: Sequence[Row]) -> list[Row]:
+    """What to ask coop for beside what was found without, the most telling first."""
+    total = {row.way: row.total_bytes for row in found if row.total_bytes and not row.profiled}
+    if PLAIN not in total:
+        return []
+    name = found[0].model
+    asked = [(f"coop in {way}", total[way]) for way in HAND if way in total]
+    asked += [(f"coop {f:g} of plain", int(f * total[PLAIN])) for f in FRACTIONS]
+    rows = [Row(model=name, way=way, budget_bytes=budget) for way, budget in asked]
+    rows += [
+        Row(model=name, way=f"coop {f:g} of plain, host", budget_bytes=int(f * total[PLAIN]), host=HOST)
+        for f in FRACTIONS[1:]
+    ]
+    return rows
+
+
+def run_all(names: Sequence[str], small: bool, jobs: int, minutes: float, say: Callable[[Row], None]) -> None:
+    """Every row of these programs; none is begun once the time is up."""
+    until = time.monotonic() + 60 * minutes
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+        for name in names:
+            if time.monotonic() > until:
+                say(Row(model=name, way=PLAIN, error="no time left"))
+                continue
+            files = map(Path(folder).joinpath, map(str, itertools.count()))
+            pairs = [(row, next(files)) for row in without_coop(name)]
+            first = list(pool.map(lambda pair: in_process(pair[0], small, pair[1]), pairs))
+            pairs += [(row, next(files)) for row in with_coop(first)]
+            rest = list(pool.map(lambda pair: in_process(pair[0], small, pair[1]), pairs[len(first) :]))
+            compiled = [(row, file) for row, (_, file) in zip([*first, *rest], pairs, strict=True)]
+            kept = [pair for pair in compiled if not pair[0].error]
+            for row in [*(r for r, _ in compiled if r.error), *(run_in_process(kept, small) if kept else [])]:
+                say(row)
 
 
 def table(rows: Sequence[Row]) -> str:
     """A Markdown table: bytes, times, and ratios to the plain row of the same program."""
-    plain = {row.model: row for row in rows if row.way == PLAIN}
+    plain = {row.model: row for row in rows if row.way == PLAIN and not row.profiled}
     lines = []
-    for row in rows:
+    order = [*plain], [PLAIN, *HAND]
+    for row in sorted((r for r in rows if not r.profiled), key=lambda r: _rank(r, *order)):
         base = plain[row.model]
         if row.step_ms is None or row.total_bytes is None or row.estimated_ns is None:
-            lines.append((row.model, row.way, row.error or "refused", "", "", "", "", ""))
+            lines.append((row.model, row.way, row.error or "refused", *[""] * 7))
             continue
+        peak = "" if row.peak_bytes is None else format_bytes(row.peak_bytes, exact=False)
         lines.append(
             (
-                row.model, row.way, format_bytes(row.total_bytes, exact=False),
-                "" if row.peak_bytes is None else format_bytes(row.peak_bytes, exact=False),
-                f"{row.step_ms:.2f}", _ratio(row.step_ms, base.step_ms),
-                _ratio(row.estimated_ns, base.estimated_ns), f"{1e6 * row.step_ms / row.estimated_ns:.2f}",
+                row.model, row.way, format_bytes(row.total_bytes, exact=False), peak, f"{row.step_ms:.2f}",
+                _ratio(row.step_ms, base.step_ms), _ratio(row.estimated_ns, base.estimated_ns),
+                f"{1e6 * row.step_ms / row.estimated_ns:.2f}", f"{row.loss:.4f}", f"{row.compile_s:.0f}",
             )
         )  # fmt: skip
     head = (
-        "program",
-        "way",
-        "XLA's total",
-        "device's peak",
-        "step ms",
-        "x plain",
-        "estimated x",
-        "ms / estimate",
-    )
+        "program", "way", "XLA's total", "device's peak", "step ms", "x plain", "estimated x",
+        "ms / estimate", "loss", "compile s",
+    )  # fmt: skip
     return format_table(head, lines)
+
+
+def _rank(row: Row, names: Sequence[str], ways: Sequence[str]) -> tuple[int, int, str]:
+    return names.index(row.model), ways.index(row.way) if row.way in ways else len(ways), row.way
 
 
 def _ratio(one: float, other: float | None) -> str:
     return "" if not other else f"{one / other:.3f}"
+
+
+def kernel_table(rows: Sequence[Row]) -> str:
+    """Markdown: the kernels of the plain programs by kind."""
+    parts = []
+    for row in rows:
+        if row.kernels is not None:
+            found = [gpu_kernels.Kernel(**k) for k in row.kernels]
+            parts.append(f"## {row.model}\n\n{gpu_kernels.table(found)}\n")
+    return "\n".join(parts)
+
+
+def _print(row: Row) -> None:
+    sys.stdout.write(json.dumps(dataclasses.asdict(row)) + "\n")
+    sys.stdout.flush()
 
 
 def main() -> None:
@@ -194,27 +303,46 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="*", default=list(SIZES), choices=SIZES)
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
-    parser.add_argument("--jobs", type=int, default=4, help="programs that are compiled at once")
-    parser.add_argument("--row", help=argparse.SUPPRESS)
-    parser.add_argument("--lock", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--jobs", type=int, default=10, help="programs that are compiled at once")
+    parser.add_argument("--minutes", type=float, default=7, help="no program begins after that")
+    parser.add_argument("--compile", help=argparse.SUPPRESS)
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="without its ending; benchmarks/results/gpu_NAME by default")
     args = parser.parse_args()
-    if args.row is not None:
-        row = measured(Row(**json.loads(args.row)), args.small, args.lock)
-        sys.stdout.write(json.dumps(dataclasses.asdict(row)) + "\n")
+    if args.compile is not None:
+        _print(compile_one(Row(**json.loads(args.compile)), args.small, args.file))
         return
-    name = jax.devices()[0].device_kind
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
-        lock = Path(folder) / "lock"
-        found = list(pool.map(lambda model: list(rows_of(model, args.small, lock)), args.models))
-    rows = [row for part in found for row in part]
-    text = f"# {name}, jax {jax.__version__}\n\n{table(rows)}\n"
-    sys.stdout.write(text)
+    if args.run is not None:
+        rows = [(Row(**row), Path(file)) for row, file in json.loads(Path(args.run).read_text())]
+        for row in run_some(rows, args.small):
+            _print(row)
+        return
+    device = jax.devices()[0]
+    name = device.device_kind
     out = args.out or Path("benchmarks/results") / f"gpu_{name.lower().replace(' ', '_')}"
     out.parent.mkdir(parents=True, exist_ok=True)
+    reached: dict[str, float] = {}
+    found: list[Row] = []
+
+    def keep() -> None:
+        facts = {"device": name, "jax": jax.__version__, "flags": os.environ.get("XLA_FLAGS", "")}
+        rows = [dataclasses.asdict(row) for row in found]
+        out.with_suffix(".json").write_text(json.dumps({**facts, "reached": reached, "rows": rows}) + "\n")
+
+    def say(row: Row) -> None:
+        found.append(row)
+        keep()
+
+    run_all(args.models, args.small, args.jobs, args.minutes, say)
+    if device.platform != CPU.name:
+        reached.update(gpu_kernels.ceilings())
+        keep()
+    lines = [f"- {what}: {value:.3g}" for what, value in reached.items()]
+    text = "\n".join([f"# {name}, jax {jax.__version__}", "", *lines, "", table(found), ""])
+    sys.stdout.write(text)
     out.with_suffix(".md").write_text(text)
-    facts = {"device": name, "jax": jax.__version__, "rows": [dataclasses.asdict(row) for row in rows]}
-    out.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
+    out.with_name(f"{out.name}_kernels.md").write_text(f"# {name}, plain programs\n\n{kernel_table(found)}")
 
 
 if __name__ == "__main__":

@@ -77,14 +77,22 @@ def _install(platform: str) -> None:
 
 
 def compile_with(
-    example: Example, transform: Transform, platform: str = "cpu", *, barriers: bool = False
+    example: Example,
+    transform: Transform,
+    platform: str = "cpu",
+    *,
+    barriers: bool = False,
+    here: bool = False,
 ) -> Any:
     """Compile an example; `transform` gets its scheduled module and returns the one to use.
 
+    For a GPU or TPU that is not there, unless `here`.
+
     Unless `barriers` the module has lost its barriers before, as the enforcing stage does it.
     """
-    if platform in _DEVICE:  # libtpu takes a callback only when it has made a device
-        aot.devices(_DEVICE[platform])
+    device = None if here else _DEVICE.get(platform)
+    if device is not None:  # libtpu takes a callback only when it has made a device
+        aot.devices(device)
     _install(platform)
 
     def program(*args: Any) -> Any:
@@ -93,7 +101,7 @@ def compile_with(
     _HOOK[:] = [("jit_program", transform if barriers else lambda data: transform(_without_barriers(data)))]
     try:
         jitted = jax.jit(program, donate_argnums=example.donate)
-        lowered = aot.lower_for(jitted, example.args, device=_DEVICE.get(platform))
+        lowered = aot.lower_for(jitted, example.args, device=device)
         return lowered.compile(compiler_options=_AS_USERS_DO if example.optimized else _FAST[platform])
     finally:
         _HOOK.clear()
@@ -210,6 +218,7 @@ def with_pages(
     rate: float = 1.0,
     again: float = 0.0,
     style: CopyStyle = "asynchronous",
+    here: bool = False,
 ) -> Paged:
     """Compile an example with pages and recomputes drawn at random."""
     found: list[dict[str, Any]] = []
@@ -223,7 +232,7 @@ def with_pages(
         found.append({"prediction": prediction, "before": before, "module": module, "pages": pages})
         return proto.serialize(module)
 
-    compiled = compile_with(example, transform, platform)
+    compiled = compile_with(example, transform, platform, here=here)
     return Paged(compiled=compiled, **found[0])
 
 
