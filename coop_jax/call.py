@@ -13,6 +13,7 @@ from coop_jax.relowering import PlannedAlreadyError
 from coop_jax.sizes import check_sizes
 from passes.jaxpr import compat
 from passes.jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn
+from passes.jaxpr.primitives import CALLS
 from passes.jaxpr.rewrite import with_equations
 from passes.jaxpr.values import Constraints
 
@@ -41,6 +42,19 @@ def as_one(program: Jaxpr, config: RematConfig) -> Callable[[ClosedJaxpr], Close
     if config.constraints != Constraints() or any(_but_for_budget(c) != shared for c in _inside(program)):
         return None
     return partial(_in_one_call, config)
+
+
+def is_one_call(program: Jaxpr) -> bool:
+    """True if a program does nothing but call one decorated function, whatever it closes over."""
+    while len(program.eqns) == 1:
+        (eqn,) = program.eqns
+        if eqn.primitive is coop_remat_p:
+            return True
+        inner = compat.inner_jaxprs(eqn)
+        if eqn.primitive.name not in CALLS or len(inner) != 1:
+            return False
+        (program,) = inner
+    return False
 
 
 def _in_one_call(config: RematConfig, program: ClosedJaxpr) -> ClosedJaxpr:

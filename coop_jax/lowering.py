@@ -19,7 +19,7 @@ import jax
 from coop_jax import aot, mark, module, relowering
 from coop_jax.alternatives import OtherWays
 from coop_jax.baseline import Baseline, Part, baseline, is_whole, joined_programs, pinned_plain_bytes
-from coop_jax.call import as_one
+from coop_jax.call import as_one, is_one_call
 from coop_jax.config import RematConfig
 from coop_jax.digests import digest, unplanned_digest
 from coop_jax.errors import ConstraintError, InfeasibleBudgetError, UnsupportedError
@@ -137,7 +137,7 @@ def _planned_and_marked(
         without = dataclasses.replace(record, host_budget_bytes=0)
         # Without host memory a program whose values must wait there is another one.
         may_page = bool(config.budget.host_bytes and BACKENDS[facts.platforms[0]].pages and not forced)
-        if plain is None or not is_whole(plain, facts):
+        if not is_one_call(program.jaxpr):
             program = dataclasses.replace(program, as_one=as_one(program.jaxpr, config))
         alternatives = OtherWays(
             program=program,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import coop_jax as coop
-from coop_jax import aot, call
+from coop_jax import aot, call, lowering
 from coop_jax.budget import Budget
 from coop_jax.config import RematConfig
 from coop_jax.digests import digest, unplanned_digest
@@ -294,3 +294,14 @@ def test_what_is_known_of_a_program_is_known_whatever_its_budget_and_of_no_other
     assert unplanned_digest(ample) == unplanned_digest(tight) != unplanned_digest(twice)
     assert digest(ample) == digest(traced(1, 1.0, "1GiB"))
     assert len({digest(ample), digest(tight), digest(twice), digest(traced(1, 2.0, "1GiB"))}) == 4
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_whole_step_is_no_part_of_a_program_whatever_it_closes_over(
+    monkeypatch: pytest.MonkeyPatch, nested: bool
+) -> None:
+    """Its constants are no arguments of the program: as a part it was compiled once more, for nothing."""
+    monkeypatch.setattr(lowering, "as_one", lambda *_: pytest.fail("the whole is what is decorated"))
+    table = jax.random.normal(KEY, (ROWS, WIDTH))
+    step = coop.remat(jax.value_and_grad(lambda ws, x: unrolled(lambda f: f)(ws, x + table)), budget="64MiB")
+    assert jax.jit(jax.jit(step) if nested else step).lower(WEIGHTS, BATCH)
