@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -13,6 +14,16 @@ from passes.jaxpr.compat import Atom
 def array_of(atom: Atom) -> ShapedArray:
     """An atom's aval, where it is an array's or a reference's and so has a shape."""
     return cast(ShapedArray, atom.aval)
+
+
+@functools.cache
+def _name_of(dtype: Any) -> str:
+    return str(dtype)  # NumPy puts it together anew every time
+
+
+def dtype_name(atom: Atom) -> str:
+    """The name of an array's dtype, such as "float32"."""
+    return _name_of(array_of(atom).dtype)
 
 
 def form_of(atom: Atom) -> tuple[tuple[int, ...] | None, Any]:

@@ -21,7 +21,7 @@ import numpy as np
 from jax import Array, lax
 
 from passes.jaxpr import compat
-from passes.jaxpr.avals import array_of, form_of, is_bitcast
+from passes.jaxpr.avals import array_of, dtype_name, form_of, is_bitcast
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.rewrite import convert_eqn, reshape_eqn, with_operands_in
@@ -133,7 +133,7 @@ class _Writer:
             return
         arrays = 0, rank - 1, *range(1, rank - 1)
         new = lax.ConvDimensionNumbers(arrays, (rank - 1, rank - 2, *range(rank - 2)), arrays)
-        is_known = 3 <= rank <= _MOST_SPATIAL + 2 and str(array_of(lhs).dtype) in _CONVOLVED
+        is_known = 3 <= rank <= _MOST_SPATIAL + 2 and dtype_name(lhs) in _CONVOLVED
         if not is_known or old == new:
             self.eqns.append(eqn)
             return
@@ -197,12 +197,12 @@ def _is_widened(product: JaxprEqn) -> bool:
     """
     if len(compat.variables(product.invars)) < 2 or says_types(product) or not _is_product(product):
         return False
-    lhs, rhs = map(array_of, product.invars)
+    (dtype, other), (lhs, rhs) = map(dtype_name, product.invars), map(array_of, product.invars)
     (summed, _), (batch, _) = product.params["dimension_numbers"]
-    if lhs.dtype != rhs.dtype or str(lhs.dtype) not in _HALVES:
+    if dtype != other or dtype not in _HALVES:
         return False
     are_matrices = len(batch) + len(summed) < min(len(lhs.shape), len(rhs.shape))
-    return str(lhs.dtype) != "bfloat16" or not are_matrices or len(lhs.shape) - 1 not in summed
+    return dtype != "bfloat16" or not are_matrices or len(lhs.shape) - 1 not in summed
 
 
 def _order(old: Sequence[int], new: Sequence[int]) -> list[int]:

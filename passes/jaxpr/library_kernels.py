@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Collection, Iterable
 
 from passes.jaxpr import compat
-from passes.jaxpr.avals import array_of, is_bitcast
+from passes.jaxpr.avals import array_of, dtype_name, is_bitcast
 from passes.jaxpr.compat import JaxprEqn, Var
 from passes.jaxpr.softmax import DataflowGraph
 
@@ -130,7 +130,7 @@ def _is_for_library(eqn: JaxprEqn, names: Collection[str]) -> bool:
         return False
     if name == "transpose" and not is_bitcast(array_of(eqn.invars[0]).shape, eqn.params["permutation"]):
         return False
-    avals = [array_of(v) for v in (*compat.variables(eqn.invars), *eqn.outvars)]
-    if any(str(aval.dtype) not in _DTYPES for aval in avals):
+    values = (*compat.variables(eqn.invars), *eqn.outvars)
+    if any(dtype_name(v) not in _DTYPES for v in values):
         return False
-    return name in _NAMES_OF_ANY_SIZE or any(aval.size >= _LEAST_SIZE for aval in avals)
+    return name in _NAMES_OF_ANY_SIZE or any(array_of(v).size >= _LEAST_SIZE for v in values)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Set
 
 from passes.jaxpr import compat
-from passes.jaxpr.avals import array_of
+from passes.jaxpr.avals import array_of, dtype_name
 from passes.jaxpr.compat import Jaxpr, JaxprEqn, Literal, Var
 from passes.jaxpr.library_kernels import LibraryKernels, is_computed_in_them
 from passes.jaxpr.primitives import CONTROL_FLOW, kind_of
@@ -93,4 +93,4 @@ def _spread(eqn: JaxprEqn) -> list[Literal]:
 
 def _key(v: Literal, eqn: JaxprEqn) -> Hashable:
     """The same for what XLA writes as the same array."""
-    return repr(v.val), str(array_of(v).dtype), array_of(eqn.outvars[0]).shape
+    return repr(v.val), dtype_name(v), array_of(eqn.outvars[0]).shape

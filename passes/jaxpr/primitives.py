@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 
-from passes.jaxpr.avals import array_of
+from passes.jaxpr.avals import array_of, dtype_name
 from passes.jaxpr.compat import JaxprEqn
 
 
@@ -149,9 +149,9 @@ def is_dear_to_xla(primitive_name: str, dtype_name: str) -> bool:
 def is_dear_to_xla_cpu(eqn: JaxprEqn) -> bool:
     """True if XLA:CPU takes an elementwise equation for expensive."""
     name, (result,) = eqn.primitive.name, eqn.outvars[:1]
-    if str(array_of(result).dtype) == "bfloat16":
+    if dtype_name(result) == "bfloat16":
         if name == "convert_element_type":
-            return str(array_of(eqn.invars[0]).dtype) == "float32"
+            return dtype_name(eqn.invars[0]) == "float32"
         return name in _ROUNDED_BY_XLA_CPU
     if name in ("cos", "sin", "tan", "abs", "sign"):
         return bool(array_of(result).dtype.kind == "c")

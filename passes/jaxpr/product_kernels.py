@@ -17,7 +17,7 @@ from collections.abc import Collection, Set
 
 from passes.cost import DeviceModel
 from passes.jaxpr import compat
-from passes.jaxpr.avals import array_of
+from passes.jaxpr.avals import array_of, dtype_name
 from passes.jaxpr.compat import Atom, JaxprEqn, Var
 from passes.jaxpr.primitives import INSIDE, RESHAPES, Kind
 from passes.jaxpr.softmax import DataflowGraph
@@ -196,11 +196,10 @@ def _is_for_triton(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name != "dot_general":
         return False
     (contracted, batches) = eqn.params["dimension_numbers"]
-    operands = [array_of(v) for v in eqn.invars]
-    if any(str(aval.dtype) not in _DTYPES for aval in (*operands, array_of(eqn.outvars[0]))):
+    if any(dtype_name(v) not in _DTYPES for v in (*eqn.invars, eqn.outvars[0])):
         return False
-    inner = zip(operands, contracted, batches, strict=True)
-    return all(aval.ndim > len(dims) + len(batch) for aval, dims, batch in inner)
+    inner = zip(eqn.invars, contracted, batches, strict=True)
+    return all(array_of(v).ndim > len(dims) + len(batch) for v, dims, batch in inner)
 
 
 def _more_read(eqn: JaxprEqn) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence, Set
 from passes.backend import BACKENDS
 from passes.cost import DeviceModel
 from passes.jaxpr import compat
-from passes.jaxpr.avals import array_of
+from passes.jaxpr.avals import array_of, dtype_name
 from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
 from passes.jaxpr.greedy_fusion import GreedyFusion
 from passes.jaxpr.in_place import UPDATES
@@ -275,7 +275,7 @@ class Storage:
         """True if XLA by itself stores an elementwise value that several kernels read."""
         if not self._as_xla:
             return False
-        is_dear = is_dear_to_xla(eqn.primitive.name, str(array_of(v).dtype))
+        is_dear = is_dear_to_xla(eqn.primitive.name, dtype_name(v))
         if traffic == 0:
             return is_dear and array_of(v).size > 1
         nbytes = compat.aval_nbytes(v.aval)
