@@ -9,9 +9,9 @@ to the same working set that pages need. In the step every gradient waits for th
 one again is to go backward again.
 
 For each program the least budget is asked for, without and with host memory: a budget that nothing can keep
-is refused with the least that was found, and a byte less is asked for as long as that is kept. A budget
-halfway between is then compiled. Bytes are XLA's own count on both sides, beside what was predicted;
-overheads are estimates, and nothing has run. Every row says the commit of its code. The scheduled module of
+is refused with the least that was found, and a byte less is asked for as long as that is kept. The least with
+host memory is then compiled. Bytes are XLA's own count on both sides, beside what was predicted; overheads
+are estimates, and nothing has run. Every row says the commit of its code. The scheduled module of
 the result goes through the abstract machine (`tests/replay.py`).
 """
 
@@ -135,13 +135,7 @@ def measure(name: str, device: str) -> Row:
     alone_ratio, eased_ratio = (
         coop.report(_within(case, device, alone, host)).overhead_ratio for host in (None, HOST)
     )
-    budget = max(paged, min((alone + paged) // 2, alone - 1))
-    try:
-        made = _within(case, device, budget, HOST)
-    except Exception as error:  # between two plans: what is called least can be asked for
-        _refusal(error)
-        budget = paged
-        made = _within(case, device, budget, HOST)
+    made = _within(case, device, paged, HOST)
     report = coop.report(made)
     return Row(
         program=name,
@@ -151,7 +145,7 @@ def measure(name: str, device: str) -> Row:
         paged_bytes=paged,
         alone_ratio=alone_ratio,
         eased_ratio=eased_ratio,
-        budget_bytes=budget,
+        budget_bytes=paged,
         total_bytes=report.compiled_total_bytes,
         predicted_bytes=report.planned_total_bytes,
         host_bytes=report.host.compiled_bytes,

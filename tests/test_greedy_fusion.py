@@ -23,6 +23,7 @@ from passes.simulate import simulate
 CPU = DEVICES["cpu"]
 WIDE = jax.ShapeDtypeStruct((256, 256), jnp.float32)
 ROW = jax.ShapeDtypeStruct((256,), jnp.float32)
+EDGES = jax.ShapeDtypeStruct((2, 4096), jnp.int32)
 HALF = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
 
 
@@ -72,6 +73,17 @@ def narrowed(x: Any, w: Any) -> Any:
     return jnp.tanh((x @ w).astype(jnp.bfloat16)).astype(jnp.float32)
 
 
+def messages(x: Any, w: Any, edges: Any) -> Any:
+    """Along the edges of a graph: rows that are taken are read where they lie, by what multiplies them."""
+    source, target = edges
+    return jnp.tanh(jax.ops.segment_sum((x @ w)[source] * 0.5, target, 256))
+
+
+def differences(x: Any, w: Any, edges: Any) -> Any:
+    source, target = edges
+    return x + jnp.tanh(jax.ops.segment_sum(jnp.sin(x[source] - x[target]), target, 256) @ w)
+
+
 def rounded(x: Any, w: Any, u: Any) -> Any:
     z = (x @ w) * x
     return jnp.tanh(z @ u) * z + jnp.sin(z) * z
@@ -88,6 +100,8 @@ CASES = [
     (real_times_complex, WIDE, WIDE),
     (narrowed, WIDE, WIDE),
     (rounded, HALF, HALF, HALF),
+    (messages, WIDE, WIDE, EDGES),
+    (differences, WIDE, WIDE, EDGES),
     (gated, HALF, HALF, HALF),
 ]
 

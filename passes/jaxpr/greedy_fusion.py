@@ -153,7 +153,13 @@ class GreedyFusion:
             return False
         if self._reads_one(i) or sum(map(_size, {*self._operands[i]})) <= _size(v):
             return False
-        return v in self._results or not self._is_clear(i, readers)
+        direct = [j for j in readers if not self._is_scattered(v, j)]
+        return v in self._results or not self._is_clear(i, direct)
+
+    def _is_scattered(self, v: Var, j: int) -> bool:
+        """True if equation `j` writes `v` into an array, at given places: XLA reshapes it for that."""
+        eqn = self._eqns[j]
+        return eqn.primitive.name.startswith("scatter") and eqn.invars[:2].count(v) == 0
 
     def _reads_one(self, i: int) -> bool:
         """True if at most one operand has the result's rank, those that are spread not counted."""
@@ -167,10 +173,11 @@ class GreedyFusion:
 
     def _is_clear(self, i: int, readers: Sequence[int]) -> bool:
         """True if everything on the ways from equation `i` to its readers can be computed inside of those."""
-        if max(readers) - i > _FARTHEST:
+        last = max(readers, default=i)
+        if last - i > _FARTHEST:
             return False
         below = {i}
-        for j in range(i + 1, max(readers) + 1):
+        for j in range(i + 1, last + 1):
             if not below.isdisjoint(self._makers(j)):
                 below.add(j)
         waiting, seen = list(readers), set(readers)

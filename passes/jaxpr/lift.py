@@ -292,10 +292,13 @@ class _Lift:
         is_saved = compat.checkpoint_name_of(eqn) is not None and self.kinds[root] is Kind.OPAQUE
         nbytes = said_bytes(eqn)
         if nbytes is None:
-            # What makes the part writes it, too, as it does the slice of a scan's stack.
-            joined |= (updates := self.storage.is_update(eqn))
-            written = [eqn.invars[UPDATES[eqn.primitive.name]]] if updates else outvars
-            nbytes = sum(reads.values()) + sum(compat.aval_nbytes(v.aval) for v in written)
+            written_bytes = sum(compat.aval_nbytes(v.aval) for v in outvars)
+            if self.storage.is_update(eqn):
+                part = eqn.invars[UPDATES[eqn.primitive.name]]
+                written_bytes = min(written_bytes, compat.aval_nbytes(part.aval))
+                # What makes the part writes it, too, as it does the slice of a scan's stack.
+                joined |= eqn.primitive.name == "dynamic_update_slice"
+            nbytes = sum(reads.values()) + written_bytes
             nbytes += moved_bytes(eqn, self.device)
         nbytes = 0 if is_saved else nbytes
         flops, bits = matrix_work([self.jaxpr.eqns[i] for i in body if self.kinds[i] in WHOLE])

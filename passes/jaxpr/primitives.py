@@ -44,8 +44,8 @@ _VIEW = "copy name pvary reshape reshard sharding_constraint squeeze stop_gradie
 
 _FUSIBLE = """
     abs add add_any and bitcast_convert_type broadcast_in_dim broadcast_to ceil clamp clz complex
-    concatenate conj convert_element_type dynamic_slice empty empty2 eq eq_to floor ge gt imag integer_pow
-    iota iota_2x32_shape is_finite le le_to lt lt_to max min mul mulhi ne neg nextafter not
+    concatenate conj convert_element_type dynamic_slice empty empty2 eq eq_to floor gather ge gt imag
+    integer_pow iota iota_2x32_shape is_finite le le_to lt lt_to max min mul mulhi ne neg nextafter not
     one_minus_square or pad polynomial population_count real reduce_precision rem rev round select_n
     shift_left shift_right_arithmetic shift_right_logical sign slice split square stack sub tile unstack
     xor div sqrt rsqrt random_clone random_wrap random_unwrap axis_index
@@ -59,7 +59,7 @@ _EXPENSIVE = """
 """
 
 _REDUCTION = """
-    argmax argmin gather reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor
+    argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor
     reduce_window reduce_window_max reduce_window_min reduce_window_sum coop_compared
 """
 
@@ -86,7 +86,7 @@ KINDS: dict[str, Kind] = {
 _EXPENSIVE_NAMES = frozenset(_EXPENSIVE.split())
 
 # XLA:CPU does not compute these twice.
-_DEAR_TO_XLA_CPU = _EXPENSIVE_NAMES - {"cos", "sin", "tan"} | {"div", "rem", "rsqrt", "sqrt"}
+_DEAR_TO_XLA_CPU = _EXPENSIVE_NAMES - {"cos", "sin", "tan"} | {"div", "gather", "rem", "rsqrt", "sqrt"}
 # Nor these in bfloat16, which it computes in float32 and rounds: to round is dear.
 _ROUNDED = """
     add add_any ceil cos floor integer_pow mul one_minus_square reduce_precision round sin square sub tan
@@ -105,7 +105,7 @@ SLICING = frozenset({"slice", "dynamic_slice", "gather"})
 """Primitives that read only as many bytes of their first operand as they return."""
 
 _MOVING = """
-    broadcast_in_dim concatenate dynamic_slice pad reshape rev slice split squeeze stack tile transpose
+    broadcast_in_dim concatenate dynamic_slice gather pad reshape rev slice split squeeze stack tile transpose
     unstack
 """
 
