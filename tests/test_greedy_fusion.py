@@ -24,6 +24,8 @@ CPU = DEVICES["cpu"]
 WIDE = jax.ShapeDtypeStruct((256, 256), jnp.float32)
 ROW = jax.ShapeDtypeStruct((256,), jnp.float32)
 EDGES = jax.ShapeDtypeStruct((2, 4096), jnp.int32)
+TABLE = jax.ShapeDtypeStruct((32768, 256), jnp.float32)
+FEW = jax.ShapeDtypeStruct((64,), jnp.int32)
 HALF = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
 
 
@@ -79,6 +81,11 @@ def messages(x: Any, w: Any, edges: Any) -> Any:
     return jnp.tanh(jax.ops.segment_sum((x @ w)[source] * 0.5, target, 256))
 
 
+def looked_up(table: Any, w: Any, rows: Any) -> Any:
+    """The gradient is added to the rows that were read: the table is not written whole."""
+    return jnp.tanh(table[rows] @ w)
+
+
 def differences(x: Any, w: Any, edges: Any) -> Any:
     source, target = edges
     return x + jnp.tanh(jax.ops.segment_sum(jnp.sin(x[source] - x[target]), target, 256) @ w)
@@ -102,6 +109,7 @@ CASES = [
     (rounded, HALF, HALF, HALF),
     (messages, WIDE, WIDE, EDGES),
     (differences, WIDE, WIDE, EDGES),
+    (looked_up, TABLE, WIDE, FEW),
     (gated, HALF, HALF, HALF),
 ]
 

@@ -35,8 +35,8 @@ _NO_ARITHMETIC = _FREE | {
     "dynamic-slice", "dynamic-update-slice", "fusion", "gather", "iota", "pad", "reshape", "reverse",
     "scaled-dot", "slice", "transpose",
 }  # fmt: skip
-# What a TPU's compiler writes for a stack that a loop will fill, and for what it knows of values.
 _UPDATES = frozenset({"dynamic-update-slice", "scatter"})
+# What a TPU's compiler writes for a stack that a loop will fill, and for what it knows of values.
 _NO_KERNELS = frozenset({"AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound"})
 
 

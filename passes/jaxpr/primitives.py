@@ -141,9 +141,9 @@ def is_expensive(primitive_name: str) -> bool:
     return primitive_name in _EXPENSIVE_NAMES
 
 
-def is_dear_to_xla(primitive_name: str, dtype_name: str) -> bool:
+def is_dear_to_xla(primitive_name: str, dtype: str) -> bool:
     """True if XLA:GPU takes an elementwise primitive on such elements for expensive."""
-    return is_expensive(primitive_name) and primitive_name not in _CHEAP_IN.get(dtype_name, ())
+    return is_expensive(primitive_name) and primitive_name not in _CHEAP_IN.get(dtype, ())
 
 
 def is_dear_to_xla_cpu(eqn: JaxprEqn) -> bool:
