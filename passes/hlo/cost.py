@@ -287,9 +287,7 @@ def _used_bytes(
             seen += sum(n for operand, n in zip(user.operands, inner, strict=True) if operand == at.id)
         elif user.opcode in ("slice", "dynamic-slice", "gather") and user.operands[0] == at.id:
             seen += user.shape.nbytes
-        elif user.opcode != "tuple" and not (
-            user.opcode in ("dynamic-update-slice", "scatter") and user.operands[0] == at.id
-        ):
+        elif user.opcode != "tuple" and not (user.opcode in _UPDATES and user.operands[0] == at.id):
             return at.shape.total_nbytes
     return min(seen, at.shape.total_nbytes)
 

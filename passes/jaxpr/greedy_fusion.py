@@ -159,7 +159,7 @@ class GreedyFusion:
     def _is_scattered(self, v: Var, j: int) -> bool:
         """True if equation `j` writes `v` into an array, at given places: XLA reshapes it for that."""
         eqn = self._eqns[j]
-        return eqn.primitive.name.startswith("scatter") and eqn.invars[:2].count(v) == 0
+        return eqn.primitive.name.startswith("scatter") and v not in eqn.invars[:2]
 
     def _reads_one(self, i: int) -> bool:
         """True if at most one operand has the result's rank, those that are spread not counted."""
