@@ -4,9 +4,10 @@
     python -m benchmarks.gpu                              # see --minutes
     python -m benchmarks.gpu --models unet --small        # tries the script out, on a CPU too
 
-All ways of a program are compiled, each in a process of its own, which tunes its kernels on the device; then
-they are loaded again and run, one at a time, from the smallest on, so that the device's peak bytes, which are
-never reset, are those of each. Programs follow each other, so that a run that is cut short has whole ones.
+All ways of a program are compiled, each in a process of its own; a kernel is tuned once, on the device, for
+all of them (few processes at once: they share one GPU badly). Then they are loaded again and run, one at a
+time, from the smallest on, so that the device's peak bytes, which are never reset, are those of each. Programs
+follow each other, so that a run that is cut short has whole ones.
 Time over the estimate of the final kernels says how far the cost model is off; where it differs between rows
 of a program, the model ranks wrongly. Single kernels beside their estimates are in `..._kernels.md`.
 """
@@ -76,7 +77,7 @@ class Row:
         step_ms: measured, the median.
         spread: of the steps that counted, the longest over the shortest.
         loss: after the last step.
-        compile_s: tracing, planning and compiling, beside other compiles.
+        compile_s: tracing, planning and compiling, beside other compiles; the plain one tunes most kernels.
         recomputed: how many ops and kernels run again.
         kernels: as `benchmarks.gpu_kernels.Kernel` has them.
         others: what the profiler saw beside them, in ns of a step.
@@ -174,7 +175,8 @@ def _run(row: Row, compiled: Any, state: Any, batch: Any) -> Row:
 
 def in_process(asked: Row, small: bool, file: Path) -> Row:
     """`compile_one` in a process of its own."""
-    flags = " ".join((os.environ.get("XLA_FLAGS", ""), *([gpu_kernels.GRAPHS_OFF] * asked.profiled)))
+    tuned = f"--xla_gpu_per_fusion_autotune_cache_dir={file.parent / 'tuned'}"
+    flags = " ".join((os.environ.get("XLA_FLAGS", ""), tuned, *([gpu_kernels.GRAPHS_OFF] * asked.profiled)))
     given = ["--compile", json.dumps(dataclasses.asdict(asked)), "--file", str(file)]
     found, error = _lines([*given, *(["--small"] * small)], {"XLA_FLAGS": flags.strip()}, SECONDS)
     return found[0] if found else dataclasses.replace(asked, error=error)
@@ -230,18 +232,23 @@ def with_coop(found: Sequence[Row]) -> list[Row]:
 
 
 def run_all(names: Sequence[str], small: bool, jobs: int, minutes: float, say: Callable[[Row], None]) -> None:
-    """Every row of these programs; none is begun once the time is up."""
+    """Every row of these programs; nothing is compiled that begins once the time is up."""
     until = time.monotonic() + 60 * minutes
+
+    def compiled_in_time(pair: tuple[Row, Path]) -> Row:
+        row, file = pair
+        if time.monotonic() > until:
+            return dataclasses.replace(row, error="no time left")
+        return in_process(row, small, file)
+
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+        Path(folder, "tuned").mkdir()
         for name in names:
-            if time.monotonic() > until:
-                say(Row(model=name, way=PLAIN, error="no time left"))
-                continue
             files = map(Path(folder).joinpath, map(str, itertools.count()))
             pairs = [(row, next(files)) for row in without_coop(name)]
-            first = list(pool.map(lambda pair: in_process(pair[0], small, pair[1]), pairs))
+            first = list(pool.map(compiled_in_time, pairs))
             pairs += [(row, next(files)) for row in with_coop(first)]
-            rest = list(pool.map(lambda pair: in_process(pair[0], small, pair[1]), pairs[len(first) :]))
+            rest = list(pool.map(compiled_in_time, pairs[len(first) :]))
             compiled = [(row, file) for row, (_, file) in zip([*first, *rest], pairs, strict=True)]
             kept = [pair for pair in compiled if not pair[0].error]
             for row in [*(r for r, _ in compiled if r.error), *(run_in_process(kept, small) if kept else [])]:
@@ -303,7 +310,7 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="*", default=list(SIZES), choices=SIZES)
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
-    parser.add_argument("--jobs", type=int, default=10, help="programs that are compiled at once")
+    parser.add_argument("--jobs", type=int, default=4, help="programs that are compiled at once")
     parser.add_argument("--minutes", type=float, default=7, help="no program begins after that")
     parser.add_argument("--compile", help=argparse.SUPPRESS)
     parser.add_argument("--run", help=argparse.SUPPRESS)
