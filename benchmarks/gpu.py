@@ -6,8 +6,8 @@
 
 All ways of a program are compiled, each in a process of its own; a kernel is tuned once, on the device, for
 all of them (few processes at once: they share one GPU badly). Then they are loaded again and run, one at a
-time, from the smallest on, so that the device's peak bytes, which are never reset, are those of each. Programs
-follow each other, so that a run that is cut short has whole ones.
+time, from the smallest on, so that the peak bytes of the device, which are never reset, are those of each.
+Programs follow each other, so that a run that is cut short has whole ones.
 Time over the estimate of the final kernels says how far the cost model is off; where it differs between rows
 of a program, the model ranks wrongly. Single kernels beside their estimates are in `..._kernels.md`.
 """
