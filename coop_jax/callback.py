@@ -39,7 +39,7 @@ from passes.counts import MemoryBytes, Verdict
 from passes.hlo.enforce import EnforceRequest, OnFragmentation
 from passes.interpreter import on_deep_stack
 from passes.jaxpr import compat
-from passes.outcome import changes
+from passes.outcome import StageOutcome, changes
 
 # Opcodes, as a module has them, within which XLA keeps values longer than they are used. Where only a name
 # holds one of them, the program is compiled once more than it needs to be.
@@ -125,29 +125,52 @@ def nests(data: bytes) -> bool:
     return any(opcode in data for opcode in _NESTING)
 
 
-def _enforced(data: bytes, attributes: Mapping[str, str], platform: str) -> bytes | None:
-    record, trial = record_from(attributes), TRIAL in attributes
-    state = REGISTRY.of(record)
-    held_bytes = record.budget_bytes - state.short_bytes
-    kept = state.pin is PinMode.KEEP and nests(data)
+@on_deep_stack
+def tried(scheduled: bytes, record: Record, platform: str) -> Trial | None:
+    """What the enforcing stage makes of a scheduled module within a record's budget; None where it fails."""
+    try:
+        return _tried(scheduled, record, platform)
+    except CoopError:
+        return None
+
+
+def _tried(scheduled: bytes, record: Record, platform: str) -> Trial:
+    returned, outcome = _held(scheduled, record, record.budget_bytes, platform, pinned=True)
+    return Trial(outcome=outcome, module=returned, scheduled=scheduled)
+
+
+def _held(
+    data: bytes, record: Record, held_bytes: int, platform: str, *, pinned: bool
+) -> tuple[bytes, StageOutcome]:
+    """What the enforcing stage returns for a budget, and says of it."""
     planned = record.jaxpr if record.jaxpr is not None and record.jaxpr.changed else None
     request = EnforceRequest(
-        budget_bytes=UNLIMITED_BYTES if kept else held_bytes,
+        budget_bytes=held_bytes,
         device=DEVICES[record.device_name],
         platform=platform,
         planner=record.planner,
         old_rules=compat.OLD_RULES,
         host_bytes=record.host_budget_bytes,
         objective=record.objective.after(changes(filter(None, [record.jaxpr]))[0]),
-        on_fragmentation=_on_fragmentation(record, platform, pinned=trial or state.pin is not PinMode.NONE),
+        on_fragmentation=_on_fragmentation(record, platform, pinned=pinned),
         expected_bytes=None if planned is None else planned.planned_temp_bytes,
     )
     returned, outcome = pipeline.enforce(data, request)
     dump_enforced(data, returned, request, outcome)
-    outcome = dataclasses.replace(outcome, budget_bytes=record.budget_bytes, constraints=record.constraints)
-    if trial:
-        REGISTRY.update(record, trial=Trial(outcome=outcome, module=returned))
+    return returned, dataclasses.replace(
+        outcome, budget_bytes=record.budget_bytes, constraints=record.constraints
+    )
+
+
+def _enforced(data: bytes, attributes: Mapping[str, str], platform: str) -> bytes | None:
+    record = record_from(attributes)
+    if TRIAL in attributes:
+        REGISTRY.update(record, trial=_tried(data, record, platform))
         raise RuntimeError("coop_jax: the trial is over")
+    state = REGISTRY.of(record)
+    held_bytes = record.budget_bytes - state.short_bytes
+    kept, pinned = state.pin is PinMode.KEEP and nests(data), state.pin is not PinMode.NONE
+    returned, outcome = _held(data, record, UNLIMITED_BYTES if kept else held_bytes, platform, pinned=pinned)
     choice = Choice(record=with_hlo(record, outcome))
     if state.alternatives is not None and state.pin is PinMode.NONE:
         held = dataclasses.replace(record, budget_bytes=held_bytes)

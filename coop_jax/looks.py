@@ -56,6 +56,8 @@ class Search:
         module: the scheduled module that another one must be able to replace; None if there is none yet.
         seen: the plans that were looked at.
         kept: what was looked at and keeps the budget.
+        scheduled: what XLA made of all that was looked at: a budget changes what is held to it, not what XLA
+            makes of a plan.
         looks: how often something was compiled.
         asked: how many looks were asked for once something kept the budget.
         limited: True if something was not looked at, since that would have taken too long.
@@ -69,6 +71,7 @@ class Search:
     module: bytes | None = None
     seen: set[tuple[Hashable, int]] = field(default_factory=set)
     kept: list[tuple[Wish, Variant]] = field(default_factory=list)
+    scheduled: dict[str, bytes] = field(default_factory=dict)
     looks: int = 0
     asked: int = 0
     limited: bool = False
@@ -349,7 +352,7 @@ class Search:
         record = dataclasses.replace(self.record, jaxpr=None, budget_bytes=asked.budget_bytes)
         self.tell(tries.said_of(asked, self.record.budget_bytes))
         variant = relowering.variant(
-            self.ways.program, self._wish(asked), record,
+            self.ways.program, self._wish(asked), record, scheduled=self.scheduled,
             skip=lambda r: tries.promises_no_less(r, than) or (not known and self.is_seen(r, asked)),
         )  # fmt: skip
         if variant is None:

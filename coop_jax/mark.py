@@ -10,15 +10,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import jax
 from jax.stages import Compiled, Lowered
 
 from coop_jax import module, serialized
-from coop_jax.callback import install
-from coop_jax.record import FACTS, TRIAL, Record, marked
+from coop_jax.callback import install, tried
+from coop_jax.record import FACTS, RECORD, TRIAL, Record, marked
 from coop_jax.registry import REGISTRY, Alternatives, Trial, record_from, record_of_module
 from passes.backend import BACKENDS
 from passes.ir import Status
@@ -53,21 +53,30 @@ def write(ctx: Any, record: Record, digest: str, alternatives: Alternatives | No
     return record
 
 
-def look(lowered: Lowered, record: Record) -> Trial | None:
+def look(lowered: Lowered, record: Record, scheduled: MutableMapping[str, bytes]) -> Trial | None:
     """Compile a lowered program as far as XLA's schedule, before code is generated, to look at it.
 
     Args:
         lowered: a `jax.stages.Lowered`, which is of no use afterwards.
         record: the budget of the trial, planner and cost model.
+        scheduled: what XLA made of programs that were looked at, with the same devices and options; it grows.
 
     Returns:
         What the enforcing stage made of it; None if XLA failed before it was asked.
     """
+    stablehlo, (platform, *others) = lowered.compiler_ir("stablehlo"), module.platforms_of(lowered)
+    module.drop_attributes(stablehlo, (RECORD, FACTS))
+    unmarked = module.digest(stablehlo)
+    if unmarked in scheduled and not others:
+        return tried(scheduled[unmarked], record, platform)
     name = f"trial-{next(_TRIALS)}"
     record = _mark(lowered, record, name, {TRIAL: name})
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         lowered.compile(compiler_options=compat.compiler_options())
-    return REGISTRY.forget(record).trial
+    trial = REGISTRY.forget(record).trial
+    if trial is not None:
+        scheduled[unmarked] = trial.scheduled
+    return trial
 
 
 def compile_alone(lowered: Lowered, record: Record) -> Compiled:

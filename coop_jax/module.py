@@ -9,10 +9,11 @@ all there is before the rules of the other equations have run.
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import re
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -284,6 +285,19 @@ def set_module_attributes(stablehlo: Any, entries: Mapping[str, str]) -> None:
         stablehlo.operation.attributes[_ATTRIBUTES] = ir.DictAttr.get(
             {name: ir.StringAttr.get(text) for name, text in sorted(merged.items())}
         )
+
+
+def drop_attributes(stablehlo: Any, names: Iterable[str]) -> None:
+    """Take frontend attributes from a StableHLO module."""
+    left = {name: text for name, text in attributes_of(stablehlo).items() if name not in names}
+    if _ATTRIBUTES in stablehlo.operation.attributes:
+        del stablehlo.operation.attributes[_ATTRIBUTES]
+        set_module_attributes(stablehlo, left)
+
+
+def digest(stablehlo: Any) -> str:
+    """Equal for two StableHLO modules that are the same, names and source lines included."""
+    return hashlib.sha256(stablehlo.operation.get_asm(binary=True, enable_debug_info=True)).hexdigest()
 
 
 def module_name(ctx: Any) -> str:

@@ -30,10 +30,12 @@ class Trial:
     Attributes:
         outcome: what the enforcing stage said; `budget_bytes` is that of the trial.
         module: the scheduled module that it returned.
+        scheduled: the one that it was given.
     """
 
     outcome: StageOutcome
     module: bytes
+    scheduled: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

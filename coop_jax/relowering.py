@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -157,20 +157,22 @@ def _plain(program: BeingLowered, device: str, options: dict[str, Any] | None) -
 
 def written_bytes(program: BeingLowered) -> int:
     """Bytes in total of the program with the plans that are written in it, and no more; 0 where unknown."""
-    written = variant(program, Wish(), None, skip=lambda _: False)
+    written = variant(program, Wish(), None, scheduled={}, skip=lambda _: False)
     if written is None or written.record.hlo is None:
         return 0
     return written.record.hlo.fixed_bytes + written.record.hlo.before_temp_bytes
 
 
 def variant(
-    program: BeingLowered, asked: Wish, plain_record: Record | None, *, skip: Callable[[Record], bool]
-) -> Variant | None:
+    program: BeingLowered, asked: Wish, plain_record: Record | None,
+    *, scheduled: MutableMapping[str, bytes], skip: Callable[[Record], bool],
+) -> Variant | None:  # fmt: skip
     """The program as it is with a wish, compiled as far as XLA's schedule; None where it cannot be had.
 
     Args:
         plain_record: the record of the program without `coop.remat`, which has no mark; None where that is
             not what is wished for.
+        scheduled: what XLA made of the program with other wishes (see `coop_jax.mark.look`); it grows.
         skip: says of a record that what the jaxpr stage did need not be looked at.
     """
     lowered = _lowered(program, asked)
@@ -179,7 +181,7 @@ def variant(
     record = plain_record if asked.plain else mark.record_of_lowered(lowered)
     if record is None or skip(record):
         return None
-    trial = _quietly(lambda: mark.look(lowered, record))
+    trial = _quietly(lambda: mark.look(lowered, record, scheduled))
     if trial is None:
         return None
     calls = module.python_calls_of(lowered)

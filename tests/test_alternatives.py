@@ -85,7 +85,7 @@ def asked_of(
     """What is asked of a program that answers so."""
     asked: list[Wish] = []
 
-    def variant(program: Any, wish: Wish, plain: Record, *, skip: Any) -> Variant | None:
+    def variant(program: Any, wish: Wish, plain: Record, *, skip: Any, **_: Any) -> Variant | None:
         if wish == PLAIN:
             asked.append(wish)
             temp_bytes = plain_bytes - FIXED
@@ -412,7 +412,7 @@ def test_looks_take_no_longer_than_the_compile_once_something_keeps_the_budget(
 def test_a_plan_that_was_seen_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Wish] = []
 
-    def variant(program: Any, wish: Wish, plain: Record, *, skip: Any) -> None:
+    def variant(program: Any, wish: Wish, plain: Record, *, skip: Any, **_: Any) -> None:
         asked.append(wish)
         assert skip(planned())
 
@@ -427,7 +427,7 @@ def test_before_a_refusal_nothing_is_planned_between_a_plan_and_the_deepest_if_b
 ) -> None:
     asked: list[Wish] = []
 
-    def variant(program: Any, wish: Wish, plain: Record, *, skip: Any) -> None:
+    def variant(program: Any, wish: Wish, plain: Record, *, skip: Any, **_: Any) -> None:
         asked.append(wish)
         skip(planned(before_temp_bytes=900))
 
@@ -445,7 +445,7 @@ def test_what_is_known_to_keep_a_budget_is_looked_at_though_a_plan_like_it_was_s
     known = Wish(budget_bytes=BUDGET, aim_bytes=900)
     looks.MEMORY.learn("one program", Known(wish=known, total_bytes=1000, price=(False, 1)))
 
-    def variant(program: Any, wish: Wish, plain: Record, *, skip: Any) -> Variant | None:
+    def variant(program: Any, wish: Wish, plain: Record, *, skip: Any, **_: Any) -> Variant | None:
         record = planned(plain)
         return None if skip(record) else Variant(record=with_hlo(record, OUTCOME), module=MODULE)
 
@@ -613,7 +613,7 @@ def test_the_plain_program_is_held_to_xlas_own_count_of_it(monkeypatch: pytest.M
     monkeypatch.setattr(
         relowering,
         "variant",
-        lambda program, wish, plain, skip: Variant(record=with_hlo(plain, needed), module=MODULE),
+        lambda program, wish, plain, skip, **_: Variant(record=with_hlo(plain, needed), module=MODULE),
     )
     choice = ways().choose(RECORD, REFUSED, MODULE)
     assert choice.module == MODULE

@@ -18,7 +18,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import coop_jax.lowering
-from coop_jax import aot, callback, mark, registry
+from coop_jax import aot, callback, mark, module, registry
 from coop_jax.errors import BudgetExceededError, InfeasibleBudgetError, UnsupportedError
 from coop_jax.record import Record, read_attributes
 from coop_jax.remat import remat
@@ -55,6 +55,31 @@ def test_an_unmarked_program_passes_the_callback_untouched(monkeypatch: pytest.M
     assert seen == []
     assert mark.record_of(compiled) is None
     assert callback._callback(b"anything", "cpu") is None
+
+
+def test_xla_schedules_a_program_once_whatever_budgets_it_is_held_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    function = remat(jax.value_and_grad(loss), budget="1GiB")
+    schedules: list[bytes] = []
+
+    def looked_at(scheduled: dict[str, bytes], budget_bytes: int) -> Any:
+        lowered = module.with_own_module(jax.jit(function).lower(PARAMS, BATCH))
+        record = mark.record_of_lowered(lowered)
+        assert record is not None
+        trial = mark.look(lowered, dataclasses.replace(record, budget_bytes=budget_bytes), scheduled)
+        assert trial is not None
+        schedules.append(trial.scheduled)
+        return dataclasses.replace(trial.outcome, seconds=0.0), trial.module
+
+    known: dict[str, bytes] = {}
+    (large, _), fresh = looked_at(known, 1 << 30), looked_at({}, 900_000)
+    assert large.status.found
+    assert not fresh[0].status.found
+    assert len(known) == 1
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *_, **__: pytest.fail("scheduled again"))
+    small, (same, _) = looked_at(known, 900_000), looked_at(known, 1 << 30)
+    assert small[0] == fresh[0]
+    assert same == large
+    assert len(known) == 1
 
 
 def test_the_record_tells_what_was_asked_and_done(plain_step: Any) -> None:
