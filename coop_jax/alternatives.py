@@ -28,7 +28,7 @@ place of the first: it was made of the same function, with the same arguments, r
 a matter of cost. A clock would let the load of a machine choose the plan, and the processes of one job choose
 different ones; so tries are counted, and `Backend.looks` of them take as long as one compile. Not counted are
 the search while nothing keeps the budget, which is then below the least that is known; the one try of what
-rule 3 knows to be cheaper; rule 4; and the one compile on a TPU that asks for XLA's count. The planners' own
+rule 3 knows to be cheaper; rule 4; and the compiles on a TPU that ask for XLA's count. The planners' own
 work is bounded by counts, too (`passes.planners.candidate.WorkLimit`, `passes.jaxpr.straight.CONFIG`).
 """
 

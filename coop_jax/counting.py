@@ -3,7 +3,8 @@
 On a TPU passes that follow XLA's callback move values to the chip's memory. So XLA counts less than is
 predicted: 1030 MiB of a scanned GPT's 1136, since it moves all of its logits. Held to the prediction it is
 planned deeper than it need be, for 65 % more cycles. How much is moved nobody knows before it is done. So
-where a plan for as much more as that memory holds is much cheaper, it is compiled to the end, once.
+where a plan for as much more as that memory holds is much cheaper, it is compiled to the end, once; before a
+refusal a few are, each for as much less as the one before it was over.
 
 The count of one plan says nothing certain of another. So a refusal does not name what was only counted. But
 what it names is counted, too: each copy to that memory has a tuple's table, and where the values of the peak
@@ -43,16 +44,22 @@ def by_count(
     if not more_bytes or (hlo_of(made).status.found and not made.record.is_changed):
         return None
     larger_bytes = record.budget_bytes + more_bytes
-    for aim_bytes in (larger_bytes, record.budget_bytes):
+    aim_bytes, left = larger_bytes, 1 if hlo_of(made).status.found else TRIES.most_counted_if_refused
+    while left and aim_bytes >= record.budget_bytes:
         asked = Wish(budget_bytes=larger_bytes, aim_bytes=aim_bytes, whole=record.whole)
         found = look(asked)
         if found is None or not hlo_of(found).status.found:
+            aim_bytes = record.budget_bytes if aim_bytes > record.budget_bytes else 0
             continue
         if not _is_worth_it(found, made):
             return None
-        is_foreseen = hlo_of(found).planned_total_bytes <= record.budget_bytes
-        counted = found if is_foreseen else count(asked, found)
-        return counted if hlo_of(counted).planned_total_bytes <= record.budget_bytes else None
+        predicted_bytes = hlo_of(found).planned_total_bytes
+        counted = found if predicted_bytes <= record.budget_bytes else count(asked, found)
+        over_bytes = hlo_of(counted).planned_total_bytes - record.budget_bytes
+        if over_bytes <= 0:
+            return counted
+        # XLA moves about as many bytes of a plan for so much less.
+        aim_bytes, left = min(aim_bytes, predicted_bytes) - over_bytes, left - 1
     return None
 
 

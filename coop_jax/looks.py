@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 from coop_jax import counting, relowering, tries, tuning
@@ -326,7 +327,8 @@ class Search:
         if first is not None:
             self.paged(self.tuned(self._choice(first)), hlo_of(first))
         alone = bool(self.ways.alone)
-        for asked in tries.before_refusal(self.record, refused, self._is_planned_before, alone=alone):
+        deeper = tries.before_refusal(self.record, refused, self._is_planned_before, alone=alone)
+        for asked in chain(tries.as_it_is(self.record), deeper):
             if not self.kept:
                 self._look(asked)
 

@@ -41,6 +41,7 @@ class TriesConfig:
         most_asked: how many budgets are asked for to find the least that a refusal can name.
         asked_ratio: what is asked for next, as a share of what is met.
         most_counted: how often what a refusal would name is compiled to the end, for XLA's own count.
+        most_counted_if_refused: how many plans are, each for as much less as the one before it was over.
     """
 
     paged_ratios: tuple[float, ...] = (0.65, 0.4)
@@ -53,6 +54,7 @@ class TriesConfig:
     most_asked: int = 8
     asked_ratio: float = 0.95
     most_counted: int = 3
+    most_counted_if_refused: int = 6
 
 
 TRIES = TriesConfig()
