@@ -206,7 +206,9 @@ def is_kept(way: Choice | Variant) -> bool:
 
 def is_as_planned(way: Choice | Variant) -> bool:
     """True if a way keeps its budget by what was planned before XLA alone."""
-    return hlo_of(way).status.found and not hlo_of(way).changed
+    hlo = hlo_of(way)
+    came_with_bytes = hlo.fixed_bytes + hlo.before_temp_bytes
+    return hlo.status.found and (not hlo.changed or came_with_bytes <= hlo.budget_bytes)
 
 
 def may_cost_less_by_itself(way: Choice | Variant) -> bool:

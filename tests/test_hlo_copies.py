@@ -134,11 +134,33 @@ def _checkpointed(params: Any, moments: Any, x: Any) -> Any:
     return jax.tree.map(lambda p, s: p - 0.1 * s, params, steps), moments
 
 
-def test_needless_copies_go_before_anything_runs_again() -> None:
+def _example() -> h.Example:
     layers = ((h.spec(64, 128), h.spec(128, 64)),) * 6
     moments = [(w, w) for layer in layers for w in layer]
     args = (layers, moments, h.spec(32, 64))
-    example = h.Example(name="checkpointed", fn=_checkpointed, args=args, donate=(0, 1))
+    return h.Example(name="checkpointed", fn=_checkpointed, args=args, donate=(0, 1))
+
+
+@pytest.mark.parametrize("expected_bytes", [None, 1 << 20])
+def test_a_program_that_was_planned_loses_needless_copies_where_it_fits_too(
+    expected_bytes: int | None,
+) -> None:
+    """A BiLSTM on the CPU took 3 % longer in .75 of its bytes, which it kept with them, than in .5."""
+    data, plain = h.scheduled(_example())
+    request = EnforceRequest(
+        budget_bytes=h.totals(plain)["total"], device=h.MODEL["cpu"], platform="cpu",
+        old_rules=h.OLD_RULES, expected_bytes=expected_bytes,
+    )  # fmt: skip
+    returned, outcome = enforce(data, request)
+    assert outcome.status.found
+    assert not outcome.recomputed
+    assert bool(_copies(graph.read(proto.parse(returned)))) == (expected_bytes is None)
+    assert (returned is data) == (expected_bytes is None)
+    assert (outcome.run_ns < outcome.cost_ns) == (expected_bytes is not None)
+
+
+def test_needless_copies_go_before_anything_runs_again() -> None:
+    example = _example()
     data, plain = h.scheduled(example)
     assert _copies(graph.read(proto.parse(data)))
     budget_bytes = h.totals(plain)["total"] - 16384

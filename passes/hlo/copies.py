@@ -22,6 +22,11 @@ from passes.hlo.liverange import Clock, live_ranges
 from passes.hlo.prune import rewire
 
 
+def has_copies(module: Module) -> bool:
+    """True if there may be copies that nothing needs."""
+    return any(_plain(c) for c in module.computations.values() if not c.fused)
+
+
 def without_copies(module: Module, backend: Backend, *, old_rules: bool = False) -> Module:
     """The module without the copies that nothing needs; the same object if there are none.
 

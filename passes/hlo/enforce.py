@@ -24,7 +24,7 @@ from passes.hlo import graph, proto
 from passes.hlo.afterwards import as_xla_leaves_it
 from passes.hlo.assign import Assigner
 from passes.hlo.barriers import drop_barriers
-from passes.hlo.copies import without_copies
+from passes.hlo.copies import has_copies, without_copies
 from passes.hlo.cost import computation_ns, computation_pj, computation_times_ns
 from passes.hlo.emit import emit
 from passes.hlo.fit import Task, Written, fit
@@ -64,7 +64,7 @@ class EnforceRequest:
         on_fragmentation: what to do where the budget would be kept but for XLA's packing of temporaries:
             "recompute", "pin" (count the bytes as they will be after pinning) or "error".
         expected_bytes: of temporaries, for which the program was planned before XLA; None for one that was
-            not, which is left alone if it fits.
+            not, which is left alone if it fits. One that was planned loses the copies that nothing needs.
     """
 
     budget_bytes: int
@@ -137,7 +137,7 @@ class _Scheduled:
     def uncopied(self) -> LiftedModule:
         """Without the copies that nothing needs in XLA's order, if that is not packed worse."""
         own, backend = self.lifted, self.assigner.backend
-        if backend.drops_copies:  # they are gone
+        if backend.drops_copies or not has_copies(self.view):  # they are gone
             return own
         view = graph.read(proto.parse(proto.serialize(self.view.proto)))
         without = without_copies(view, backend, old_rules=self.assigner.old_rules)
@@ -197,9 +197,10 @@ def _without_mapping(module: _Scheduled, request: EnforceRequest) -> tuple[bytes
     if 0 < request.host_bytes < prediction.host_bytes:
         return module.data, _host_refusal(request, module)
     forced = forced_values(before.flow) if request.pages else frozenset()
-    if prediction.total_bytes <= request.budget_bytes and not forced:
+    fits = prediction.total_bytes <= request.budget_bytes and not forced
+    if fits and (request.expected_bytes is None or module.uncopied is module.lifted):
         return module.data, _unchanged(request, module)
-    saved = 0 if request.on_fragmentation == "recompute" or forced else packing_saves(before)
+    saved = 0 if request.on_fragmentation == "recompute" or fits or forced else packing_saves(before)
     if saved and prediction.total_bytes - saved <= request.budget_bytes:
         kept = _unchanged(request, module)
         pinned_temp_bytes = kept.planned_temp_bytes - saved
@@ -210,7 +211,7 @@ def _without_mapping(module: _Scheduled, request: EnforceRequest) -> tuple[bytes
     # What the program brings from the host by itself is waited for without a plan, too.
     cost_ns = computation_ns(module.view, module.view.entry, request.device)
     energy_pj = computation_pj(module.view, module.view.entry, request.device)
-    lifted = module.within(request.budget_bytes)
+    lifted = module.uncopied if fits else module.within(request.budget_bytes)
     if forced and prediction.host_bytes + (own := _forced_bytes(request, lifted)) > request.host_bytes:
         return module.data, _host_refusal(request, module, own)
     found = _found(request, lifted)
