@@ -45,21 +45,22 @@ def by_count(
         return None
     larger_bytes = record.budget_bytes + more_bytes
     aim_bytes, left = larger_bytes, 1 if hlo_of(made).status.found else TRIES.most_counted_if_refused
-    while left and aim_bytes >= record.budget_bytes:
+    while left and aim_bytes:
+        following_bytes = record.budget_bytes
         asked = Wish(budget_bytes=larger_bytes, aim_bytes=aim_bytes, whole=record.whole)
         found = look(asked)
-        if found is None or not hlo_of(found).status.found:
-            aim_bytes = record.budget_bytes if aim_bytes > record.budget_bytes else 0
-            continue
-        if not _is_worth_it(found, made):
-            return None
-        predicted_bytes = hlo_of(found).planned_total_bytes
-        counted = found if predicted_bytes <= record.budget_bytes else count(asked, found)
-        over_bytes = hlo_of(counted).planned_total_bytes - record.budget_bytes
-        if over_bytes <= 0:
-            return counted
-        # XLA moves about as many bytes of a plan for so much less.
-        aim_bytes, left = min(aim_bytes, predicted_bytes) - over_bytes, left - 1
+        if found is not None and hlo_of(found).status.found:
+            if not _is_worth_it(found, made):
+                return None
+            predicted_bytes = hlo_of(found).planned_total_bytes
+            counted = found if predicted_bytes <= record.budget_bytes else count(asked, found)
+            over_bytes = hlo_of(counted).planned_total_bytes - record.budget_bytes
+            if over_bytes <= 0:
+                return counted
+            # XLA moves about as many bytes of a plan for so much less.
+            following_bytes = max(following_bytes, min(aim_bytes, predicted_bytes) - over_bytes)
+            left -= 1
+        aim_bytes = following_bytes if aim_bytes > record.budget_bytes else 0
     return None
 
 

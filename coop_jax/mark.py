@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import zlib
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
@@ -59,7 +60,8 @@ def look(lowered: Lowered, record: Record, scheduled: MutableMapping[str, bytes]
     Args:
         lowered: a `jax.stages.Lowered`, which is of no use afterwards.
         record: the budget of the trial, planner and cost model.
-        scheduled: what XLA made of programs that were looked at, with the same devices and options; it grows.
+        scheduled: compressed, what XLA made of programs that were looked at, with the same devices and
+            options; it grows.
 
     Returns:
         What the enforcing stage made of it; None if XLA failed before it was asked.
@@ -68,14 +70,14 @@ def look(lowered: Lowered, record: Record, scheduled: MutableMapping[str, bytes]
     module.drop_attributes(stablehlo, (RECORD, FACTS))
     unmarked = module.digest(stablehlo)
     if unmarked in scheduled and not others:
-        return tried(scheduled[unmarked], record, platform)
+        return tried(zlib.decompress(scheduled[unmarked]), record, platform)
     name = f"trial-{next(_TRIALS)}"
     record = _mark(lowered, record, name, {TRIAL: name})
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         lowered.compile(compiler_options=compat.compiler_options())
     trial = REGISTRY.forget(record).trial
     if trial is not None:
-        scheduled[unmarked] = trial.scheduled
+        scheduled[unmarked] = zlib.compress(trial.scheduled, level=1)
     return trial
 
 
