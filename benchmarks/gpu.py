@@ -312,7 +312,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(SIZES), choices=SIZES)
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     parser.add_argument("--jobs", type=int, default=4, help="programs that are compiled at once")
-    parser.add_argument("--minutes", type=float, default=7, help="no program begins after that")
+    parser.add_argument("--minutes", type=float, default=7, help="nothing that is compiled begins after that")
     parser.add_argument("--compile", help=argparse.SUPPRESS)
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)

@@ -9,10 +9,10 @@ to the same working set that pages need. In the step every gradient waits for th
 one again is to go backward again.
 
 For each program the least budget is asked for, without and with host memory: a budget that nothing can keep
-is refused with the least that was found, and a byte less is asked for as long as that is kept. The least with
-host memory is then compiled. Bytes are XLA's own count on both sides, beside what was predicted; overheads
-are estimates, and nothing has run. Every row says the commit of its code. The scheduled module of
-the result goes through the abstract machine (`tests/replay.py`).
+is refused with the least that was found, and a byte less than what is made of it takes is asked for as long
+as that is kept. The least with host memory is then compiled. Bytes are XLA's own count on both sides, beside
+what was predicted; overheads are estimates, and nothing has run. Every row says the commit of its code. The
+scheduled module of the result goes through the abstract machine (`tests/replay.py`).
 """
 
 from __future__ import annotations
@@ -95,11 +95,10 @@ class Row:
 
     Attributes:
         plain_bytes: the program without a budget.
-        alone_bytes, paged_bytes: the least that was found without and with host memory; a byte less is
-            refused.
+        alone_bytes, paged_bytes: the least that was found without and with host memory; a byte less than
+            what is made of it takes is refused.
         alone_ratio, eased_ratio: estimated overhead in `alone_bytes`, without and with host memory.
-        budget_bytes: what was asked for.
-        total_bytes, predicted_bytes: on the device.
+        total_bytes, predicted_bytes: on the device, of what is made of `paged_bytes`.
         host_bytes, predicted_host_bytes: on the host.
         overhead_ratio: estimated.
         problems: what the abstract machine found.
@@ -114,7 +113,6 @@ class Row:
     paged_bytes: int
     alone_ratio: float
     eased_ratio: float
-    budget_bytes: int
     total_bytes: int
     predicted_bytes: int
     host_bytes: int
@@ -145,7 +143,6 @@ def measure(name: str, device: str) -> Row:
         paged_bytes=paged,
         alone_ratio=alone_ratio,
         eased_ratio=eased_ratio,
-        budget_bytes=paged,
         total_bytes=report.compiled_total_bytes,
         predicted_bytes=report.planned_total_bytes,
         host_bytes=report.host.compiled_bytes,
@@ -199,9 +196,10 @@ def _problems(compiled: Any, device: str) -> tuple[str, ...]:
 
 HEAD = """Compiled for devices that are not here, not run; `python -m benchmarks.paging_compiled`. Bytes are
 XLA's count unless predicted. "Alone" and "paged" are the least that is kept without and with host memory: a
-byte less is refused (found, not proved). "Eased" is the overhead with host memory in the bytes of "alone".
+byte less than what is made of it takes ("total") is refused (found, not proved). "Eased" is the overhead with
+host memory in the bytes of "alone".
 Overheads are as reports have them, estimated in part before XLA made kernels of the plan.
-Seconds of CPU time, in rows older than 0518505 of a clock.
+Seconds of CPU time.
 
 """
 

@@ -45,7 +45,7 @@ def by_count(
         return None
     larger_bytes = record.budget_bytes + more_bytes
     aim_bytes, left = larger_bytes, 1 if hlo_of(made).status.found else TRIES.most_counted_if_refused
-    while left and aim_bytes:
+    while left:
         following_bytes = record.budget_bytes
         asked = Wish(budget_bytes=larger_bytes, aim_bytes=aim_bytes, whole=record.whole)
         found = look(asked)
@@ -60,7 +60,9 @@ def by_count(
             # XLA moves about as many bytes of a plan for so much less.
             following_bytes = max(following_bytes, min(aim_bytes, predicted_bytes) - over_bytes)
             left -= 1
-        aim_bytes = following_bytes if aim_bytes > record.budget_bytes else 0
+        if aim_bytes <= record.budget_bytes:
+            break
+        aim_bytes = following_bytes
     return None
 
 

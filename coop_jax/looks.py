@@ -59,7 +59,7 @@ class Search:
         kept: what was looked at and keeps the budget.
         scheduled: what XLA made of all that was looked at: a budget changes what is held to it, not what XLA
             makes of a plan.
-        looks: how often something was compiled.
+        looks: how often something was compiled, or what XLA had made of it was looked at again.
         asked: how many looks were asked for once something kept the budget.
         limited: True if something was not looked at, since that would have taken too long.
         steering: whether a packing that is steered is "counted" by XLA, "trusted", or "failed" once.

@@ -59,7 +59,6 @@ def test_an_unmarked_program_passes_the_callback_untouched(monkeypatch: pytest.M
 
 def test_xla_schedules_a_program_once_whatever_budgets_it_is_held_to(monkeypatch: pytest.MonkeyPatch) -> None:
     function = remat(jax.value_and_grad(loss), budget="1GiB")
-    schedules: list[bytes] = []
 
     def looked_at(scheduled: dict[str, bytes], budget_bytes: int) -> Any:
         lowered = module.with_own_module(jax.jit(function).lower(PARAMS, BATCH))
@@ -67,7 +66,6 @@ def test_xla_schedules_a_program_once_whatever_budgets_it_is_held_to(monkeypatch
         assert record is not None
         trial = mark.look(lowered, dataclasses.replace(record, budget_bytes=budget_bytes), scheduled)
         assert trial is not None
-        schedules.append(trial.scheduled)
         return dataclasses.replace(trial.outcome, seconds=0.0), trial.module
 
     known: dict[str, bytes] = {}
