@@ -104,6 +104,12 @@ def least_above(known: Iterable[Known], budget_bytes: int) -> Known | None:
     return min(larger, key=lambda k: k.sure_bytes, default=None)
 
 
+def least_answered_above(known: Iterable[Known], budget_bytes: int) -> int:
+    """The least budget above another one that was asked for, and that what came of it keeps."""
+    asked = (k.wish.budget_bytes for k in known if k.sure_bytes <= k.wish.budget_bytes)
+    return min((b for b in asked if b > budget_bytes), default=PLAIN.budget_bytes)
+
+
 def is_answer(known: Iterable[Known], budget_bytes: int) -> bool:
     """True if this very budget was asked for before, or named by a refusal, or is kept without a plan."""
     return any(k.wish == PLAIN or budget_bytes in (k.wish.budget_bytes, k.sure_bytes) for k in known)

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Literal
 
 from coop_jax import counting, relowering, tries, tuning
-from coop_jax.known import Known, Memory, cheapest_first, is_answer, least_above
+from coop_jax.known import Known, Memory, cheapest_first, is_answer, least_above, least_answered_above
 from coop_jax.record import UNLIMITED_BYTES, Record, with_hlo
 from coop_jax.registry import Choice
 from coop_jax.relowering import Plain, Variant, Wish
@@ -299,7 +299,8 @@ class Search:
             if self.is_met(asked_bytes, refused):
                 met_bytes, most_bytes = asked_bytes, int(asked_bytes * TRIES.asked_ratio)
                 continue
-            refused_bytes, most_bytes = asked_bytes, int(asked_bytes / TRIES.asked_ratio)
+            refused_bytes = asked_bytes
+            most_bytes = min(int(asked_bytes / TRIES.asked_ratio), self._answered_above(asked_bytes))
             if met_bytes is not None:
                 break
         if met_bytes is None:
@@ -335,6 +336,10 @@ class Search:
     def _least_above(self, nbytes: int) -> Known | None:
         """What needs the least of all that is known to need more."""
         return least_above(MEMORY.of(self.ways.key, self.ways.alone), nbytes)
+
+    def _answered_above(self, nbytes: int) -> int:
+        """The least budget above some bytes that was asked for, and kept."""
+        return least_answered_above(MEMORY.of(self.ways.key, self.ways.alone), nbytes)
 
     def _known(self) -> list[Known]:
         """What keeps the budget, cheapest first."""

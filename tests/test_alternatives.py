@@ -808,6 +808,19 @@ def test_what_others_beat_in_bytes_and_in_time_is_forgotten() -> None:
     assert len(memory.of("p")) == 2
 
 
+def test_a_budget_that_was_kept_is_known_whatever_kept_it_needs_and_where_that_is_named_no_more() -> None:
+    ways = [
+        Known(wish=Wish(budget_bytes=1000), total_bytes=900),
+        Known(wish=Wish(budget_bytes=1200), total_bytes=1100),
+        Known(wish=Wish(budget_bytes=950), total_bytes=960),  # not kept
+        Known(wish=PLAIN, total_bytes=4000),
+    ]
+    assert known.least_above(ways, 800) == ways[0]
+    assert known.least_answered_above(ways, 900) == 1000
+    assert known.least_answered_above(ways, 1000) == 1200
+    assert known.least_answered_above(ways, 1200) == PLAIN.budget_bytes
+
+
 def test_what_xla_counted_of_a_way_stays_known() -> None:
     memory = known.Memory()
     way = Known(wish=PLAIN, total_bytes=1000, price=(False, 50))
