@@ -1,18 +1,22 @@
-"""What ready policies of `jax.checkpoint` keep of scans is among the candidates."""
+"""Levels looked at: those of ready policies, and where recomputes beside them cost least."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.extend.core import check_jaxpr
 
 from passes.jaxpr import structured
-from passes.jaxpr.candidate import JaxprRequest
+from passes.jaxpr.candidate import Candidate, JaxprRequest
 from passes.jaxpr.lift import lift
 from passes.jaxpr.scans.emit import rewrite
 from passes.jaxpr.scans.frontier import POLICIES, frontier, hand_levels
-from passes.jaxpr.straight import as_it_is
+from passes.jaxpr.scans.levels import Levels, on_frontier
+from passes.jaxpr.straight import as_it_is, search
 from passes.jaxpr.structured import search_structured
 from tests.test_scan import CPU, GRADIENTS, WS, X, layer, opened, plain, run, same, stack_bytes
 
@@ -43,13 +47,49 @@ def test_a_policys_level_computes_the_same(name: str) -> None:
 def test_a_policy_is_taken_where_the_frontier_has_nothing_as_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     jaxpr, _ = opened(jax.grad(plain), WS, X)
     ends = frontier(jaxpr, CPU)[:: len(frontier(jaxpr, CPU)) - 1]
-    monkeypatch.setattr(structured, "_on_frontier", lambda j, d, _: structured._Levels(j, ends, d))
+    monkeypatch.setattr(structured, "on_frontier", lambda j, d, _: Levels(j, ends, d))
     by_hand = hand_levels(jaxpr, CPU)[DOTS]
     enough = as_it_is(lift(rewrite(jaxpr, by_hand), CPU, as_xla=True)).peak_bytes
     request = JaxprRequest(budget_bytes=enough, argument_bytes=0, output_bytes=0, alias_bytes=0, device=CPU)
     made = search_structured(lift(jaxpr, CPU, as_xla=True), request, 1.0, lambda body, nbytes, request: body)
     assert made.peak_bytes <= enough
     assert [c.stacked_bytes for c in made.scans] == [c.stacked_bytes for c in by_hand]
+
+
+@pytest.mark.parametrize("ratio", [0.2, 0.28])
+def test_recomputes_beside_scans_are_looked_for_on_the_level_of_their_least_bound(
+    monkeypatch: pytest.MonkeyPatch, ratio: float
+) -> None:
+    def net(ws: jax.Array, vs: jax.Array, x: jax.Array) -> jax.Array:
+        for w, v in zip(ws, vs, strict=True):
+            x, _ = lax.scan(lambda h, u: (layer(u, h), None), x, w)
+            y = x
+            for _ in range(3):
+                y = jax.nn.gelu(jnp.tanh(y @ v[0]) @ v[1])
+            x = x + y
+        return (x**2).mean()
+
+    searched = []
+
+    def counted(*asked: Any) -> Candidate:
+        searched.append(search(*asked))
+        return searched[-1]
+
+    monkeypatch.setattr(structured, "search", counted)
+    shapes = jnp.zeros((4, 3, 2, 64, 64)), jnp.zeros((4, 2, 64, 64)), jnp.zeros((256, 64))
+    as_is = lift(opened(jax.grad(net), *shapes)[0], CPU, as_xla=True)
+    budget_bytes = int(ratio * as_it_is(as_is).peak_bytes)
+    request = JaxprRequest(
+        budget_bytes=budget_bytes, argument_bytes=0, output_bytes=0, alias_bytes=0, device=CPU
+    )
+    made = search_structured(as_is, request, 1.0, lambda body, nbytes, request: body)
+    n_searched = len(searched)
+    levels = on_frontier(as_is.jaxpr, CPU, "time")
+    every = [search(levels[k].lifted, request, 1.0) for k in range(len(levels))]
+    within = [c.cost_ns for c in every if c.peak_bytes <= budget_bytes]
+    assert made.peak_bytes <= budget_bytes
+    assert made.cost_ns <= 1.002 * min(within)
+    assert len(within) > n_searched
 
 
 def test_what_has_no_pairs_has_no_level() -> None:

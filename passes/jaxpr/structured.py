@@ -6,25 +6,21 @@ function comes as an argument.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from passes.cost import DeviceModel
-from passes.jaxpr import compat
 from passes.jaxpr.bodies import fit_bodies
 from passes.jaxpr.candidate import Candidate, JaxprRequest
 from passes.jaxpr.compat import Jaxpr
-from passes.jaxpr.conds import join_conds
 from passes.jaxpr.lift import lift
 from passes.jaxpr.lifted import LiftedJaxpr
-from passes.jaxpr.scans.choice import Level
-from passes.jaxpr.scans.emit import rewrite
-from passes.jaxpr.scans.frontier import frontier, hand_levels, segment_frontier
 from passes.jaxpr.scans.host_choice import sent_to_host
+from passes.jaxpr.scans.levels import Levels, Rewritten, by_hand, in_segments, on_frontier, with_conds_joined
 from passes.jaxpr.scans.pairs import with_open_pairs
-from passes.jaxpr.scans.parts import between
 from passes.jaxpr.straight import as_it_is, lift_as_xla, search
 from passes.objective import Price
+from passes.planners import cut_bound
 from passes.recipe import Recipe, Scans
 
 # (open jaxpr of a body, bytes for its temporaries, request) -> an open jaxpr.
@@ -48,6 +44,8 @@ class StructuredConfig:
         unknown_ratio, known_ratio: by how much an estimate may be off, if XLA has seen nothing of the
             kind, or something.
         cheaper_ratio: what is expected to cost more than this share of the best is not worth another compile.
+        saved_ratio: what freer kernels may cost of their bound, as far as nothing is known.
+        hoped_ratio: by how much more of its bound a level is expected to save than the best does.
     """
 
     levels_above: int = 2
@@ -59,6 +57,8 @@ class StructuredConfig:
     unknown_ratio: float = 1.25
     known_ratio: float = 1.05
     cheaper_ratio: float = 0.95
+    saved_ratio: float = 0.95
+    hoped_ratio: float = 0.998
 
 
 CONFIG = StructuredConfig()
@@ -80,105 +80,27 @@ def search_structured(
     )
     look_at = search_for.levels
     if request.inside:
-        return _taken(look_at(_Levels(jaxpr, [()], request.device), WAYS), request)
+        return _taken(look_at(Levels(jaxpr, [()], request.device), WAYS), request)
     opened = with_open_pairs(jaxpr)
     # What takes least energy may be too slow, so there are the levels of least time, too.
     weighed_by = dict.fromkeys(("time", request.objective.of(as_is.program).least))
-    frontiers = [_on_frontier(opened, request.device, least) for least in weighed_by]
+    frontiers = [on_frontier(opened, request.device, least) for least in weighed_by]
     looks = [look for levels in frontiers for look in look_at(levels, WAYS)]
-    looks += search_for.alone(_by_hand(opened, request.device))
+    looks += search_for.alone(by_hand(opened, request.device))
     for least, levels in zip(weighed_by, frontiers, strict=True):
         while all(look.over for look in looks):
-            below = _with_conds_joined(levels, request.device, least)
+            below = with_conds_joined(levels, request.device, least)
             if below is None:
                 break
             looks += look_at(below, WAYS)
             levels = below
     if all(look.over for look in looks):
         for least in weighed_by:
-            looks += look_at(_in_segments(opened, request.device, least), (ALONE, RECOMPUTES))
+            looks += look_at(in_segments(opened, request.device, least), (ALONE, RECOMPUTES))
     if request.host_bytes:
         here = _next(looks, request)
         looks += [look for levels in frontiers for look in search_for.sent(levels, here)]
     return _taken(looks, request)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Rewritten:
-    """A program with its scans rewritten for one level, and lifted. Compared by identity."""
-
-    level: Level
-    program: Jaxpr
-    lifted: LiftedJaxpr
-
-
-class _Levels:
-    """A program on the levels of a frontier, each rewritten when it is first looked at."""
-
-    def __init__(self, jaxpr: Jaxpr, levels: Sequence[Level], device: DeviceModel, above: Level = ()) -> None:
-        self._jaxpr, self._levels, self._device, self._above = jaxpr, levels, device, above
-        self._made: dict[int, _Rewritten] = {}
-
-    def __len__(self) -> int:
-        return len(self._levels)
-
-    def __getitem__(self, k: int) -> _Rewritten:
-        if k not in self._made:
-            self._made[k] = self._rewritten(self._levels[k])
-        return self._made[k]
-
-    @property
-    def lowest(self) -> _Rewritten:
-        """That of fewest bytes."""
-        return self[len(self) - 1]
-
-    def between(self, k: int, share: float) -> _Rewritten | None:
-        """Level `k` with that share of the iterations on the level above it; None where that is level `k`."""
-        level = between(self._levels[k - 1], self._levels[k], share)
-        if all(site is lower for site, lower in zip(level, self._levels[k], strict=True)):
-            return None
-        return self._rewritten(level)
-
-    def _rewritten(self, level: Level) -> _Rewritten:
-        program = rewrite(self._jaxpr, level) if level else self._jaxpr
-        lifted = lift_as_xla(program, self._device)
-        return _Rewritten(level=(*self._above, *level), program=program, lifted=lifted)
-
-
-@compat.cached_by_jaxpr
-def _frontier(jaxpr: Jaxpr, device: DeviceModel, least: str) -> tuple[Level, ...]:
-    """The levels of a program's frontier; as it is, if it has none."""
-    return tuple(frontier(jaxpr, device, least) or [()])
-
-
-@compat.cached_by_jaxpr
-def _on_frontier(jaxpr: Jaxpr, device: DeviceModel, least: str) -> _Levels:
-    return _Levels(jaxpr, _frontier(jaxpr, device, least), device)
-
-
-@compat.cached_by_jaxpr
-def _with_conds_joined(levels: _Levels, device: DeviceModel, least: str) -> _Levels | None:
-    """Levels below the lowest: what it makes again of conds stands in the conds that read it, where pairs of
-    scans may be; None where there is no such cond."""
-    program = levels.lowest.program
-    if join_conds(program) is program:
-        return None
-    opened = with_open_pairs(program)
-    return _Levels(opened, _frontier(opened, device, least), device, above=levels.lowest.level)
-
-
-@compat.cached_by_jaxpr
-def _by_hand(jaxpr: Jaxpr, device: DeviceModel) -> _Levels:
-    """The program with what ready policies keep of its scans."""
-    return _Levels(jaxpr, hand_levels(jaxpr, device), device)
-
-
-@compat.cached_by_jaxpr
-def _in_segments(jaxpr: Jaxpr, device: DeviceModel, least: str) -> _Levels:
-    """The program on the lowest level of its frontier and those below it; none if there are none."""
-    lowest = _frontier(jaxpr, device, least)[-1]
-    below = segment_frontier(lowest, device, least)
-    return _Levels(jaxpr, [lowest, *below] if below else [], device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +112,7 @@ class _Look:
         expected_bytes: what XLA is expected to need for it.
         over: whether that is over the budget.
         tried: True if the expectation was measured.
+        bound: of recomputes beside the scans, by price, where there are any.
     """
 
     candidate: Candidate
@@ -197,6 +120,7 @@ class _Look:
     expected_bytes: int
     over: bool
     tried: bool
+    bound: Price | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +139,7 @@ class _Search:
     scale: float
     plan_body: PlanBody
 
-    def levels(self, levels: _Levels, ways: Sequence[int]) -> list[_Look]:
+    def levels(self, levels: Levels, ways: Sequence[int]) -> list[_Look]:
         """Candidates of some levels, among them the cheapest that fits.
 
         Bytes fall along the frontier, so the first level that fits is found by bisection; others may be
@@ -227,11 +151,14 @@ class _Search:
         def look(k: int, way: int) -> _Look:
             if (k, way) not in looks:
                 lowest = k == len(levels) - 1 and not self.request.inside
-                looks[k, way] = self._look(levels[k], way, lowest=lowest)
+                best = min(looks.values(), key=_rank, default=None)
+                looks[k, way] = self._look(levels[k], way, lowest=lowest, than=best)
             return looks[k, way]
 
         for way in ways:
             low, high = 0, len(levels)
+            if way == RECOMPUTES and not look(least := self._least(levels), way).over:
+                low = high = least
             while low < high:
                 middle = (low + high) // 2
                 if look(middle, way).over:
@@ -253,7 +180,23 @@ class _Search:
                 break
         return [*looks.values(), *in_parts]
 
-    def _in_parts(self, levels: _Levels, k: int, higher: _Look, lower: _Look) -> list[_Look]:
+    def _least(self, levels: Levels) -> int:
+        """The level whose recomputes beside the scans have the least bound; bounds fall, then rise."""
+
+        def bound(k: int) -> Price | None:
+            return self._bound(as_it_is(levels[k].lifted), int(self.request.temp_budget_bytes * self.scale))
+
+        low, high = 0, len(levels) - 1
+        while low < high:
+            middle = (low + high) // 2
+            here, below = bound(middle), bound(middle + 1)
+            if here is None or (below is not None and below < here):
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _in_parts(self, levels: Levels, k: int, higher: _Look, lower: _Look) -> list[_Look]:
         """The last iterations of the scans on the level above `k`, as many as fit; on level `k` all fit.
 
         Args:
@@ -265,18 +208,18 @@ class _Search:
             level = levels.between(k, share)
             if level is None:
                 break
-            look = self._look(level, ALONE, lowest=False)
+            look = self._look(level, ALONE)
             if not look.over:
                 is_worth_it = look.price <= (lower.price[0], CONFIG.between_ratio * lower.price[1])
                 return [look] if is_worth_it else []
             over_bytes = look.expected_bytes
         return []
 
-    def alone(self, levels: _Levels) -> list[_Look]:
+    def alone(self, levels: Levels) -> list[_Look]:
         """Every level without anything beside it."""
-        return [self._look(levels[k], ALONE, lowest=False) for k in range(len(levels))]
+        return [self._look(levels[k], ALONE) for k in range(len(levels))]
 
-    def sent(self, levels: _Levels, here: _Look) -> list[_Look]:
+    def sent(self, levels: Levels, here: _Look) -> list[_Look]:
         """Candidates with stacks on the host: on some levels of the frontier, on the best also with its
         bodies planned and with recomputes beside the scans.
 
@@ -296,7 +239,7 @@ class _Search:
         deeper = self._sent(levels[best], BODIES)
         return [*looks.values(), *([] if deeper is None else [deeper])]
 
-    def _sent(self, level: _Rewritten, way: int) -> _Look | None:
+    def _sent(self, level: Rewritten, way: int) -> _Look | None:
         """One level with as few stacks on the host as make it fit; None where none can be sent."""
         request = self.request
         program, lifted = level.program, level.lifted
@@ -329,9 +272,13 @@ class _Search:
         searched = named(search(lifted, request, 1 / ratio))
         return min(alone, self._expect(searched, ratio), key=_rank)
 
-    def _look(self, level: _Rewritten, way: int, *, lowest: bool) -> _Look:
+    def _look(self, level: Rewritten, way: int, *, lowest: bool = False, than: _Look | None = None) -> _Look:
         """One level in one of the `WAYS`; the lowest is not given up before it was compiled itself, as no
-        body ever is."""
+        body ever is.
+
+        Args:
+            than: what fits already, if it does: nothing is recomputed beside what cannot become cheaper.
+        """
         request = self.request
         program, as_is = level.program, level.lifted
         if way in (BODIES, TIGHTER):
@@ -348,8 +295,21 @@ class _Search:
             return expected
         beside = replace(alone.recipe, recompute=request.planner)
         ratio = self._ratio(beside, request.temp_budget_bytes, ratio)
+        bound = self._bound(alone, int(request.temp_budget_bytes / ratio))
+        if bound is not None and than is not None and not than.over and _is_hopeless(bound, than):
+            return expected
         searched = named(search(as_is, request, 1 / ratio))
-        return expected if searched.peak_bytes == alone.peak_bytes else self._expect(searched, ratio)
+        if searched.peak_bytes == alone.peak_bytes:
+            return expected
+        return replace(self._expect(searched, ratio), bound=bound)
+
+    def _bound(self, alone: Candidate, temp_bytes: int) -> Price | None:
+        """What recomputes beside the scans do not go below, but for the traffic that freer kernels save; None
+        where only such kernels may need so few bytes."""
+        ratio = cut_bound(alone.lifted.program, temp_bytes, n_cuts=2)
+        if math.isinf(ratio):
+            return None
+        return self._price(replace(alone, cost_ns=round(alone.cost_ns * (1 + ratio))))
 
     def _with_bodies(self, program: Jaxpr, as_is: LiftedJaxpr, aims: int) -> tuple[Jaxpr, LiftedJaxpr]:
         """A program with its bodies planned, and lifted; a second aim is lower by what the first missed."""
@@ -410,6 +370,12 @@ def _next(looks: Sequence[_Look], request: JaxprRequest) -> _Look:
         return not look.tried and cheaper and may_fit(look)
 
     return min(filter(is_worth_it, looks), key=lambda look: look.expected_bytes, default=best)
+
+
+def _is_hopeless(bound: Price, best: _Look) -> bool:
+    """True if nothing with a bound is expected to be cheaper than the best, which may be below its own."""
+    saved_ratio = CONFIG.saved_ratio if best.bound is None else min(1.0, best.price[1] / best.bound[1])
+    return (bound[0], CONFIG.hoped_ratio * saved_ratio * bound[1]) >= best.price
 
 
 def _rank(look: _Look) -> tuple[int, ...]:
