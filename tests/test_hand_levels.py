@@ -95,3 +95,13 @@ def test_recomputes_beside_scans_are_looked_for_on_the_level_of_their_least_boun
 def test_what_has_no_pairs_has_no_level() -> None:
     jaxpr, _ = opened(plain, WS, X)
     assert hand_levels(jaxpr, CPU) == []
+
+
+def test_a_program_without_scans_is_searched_down_to_its_least() -> None:
+    def chosen(w: jax.Array, x: jax.Array) -> jax.Array:
+        return lax.cond(x[0, 0] > 0, lambda: jnp.sin(x @ w) ** 2, lambda: x * 2).mean()
+
+    as_is = lift(opened(jax.grad(chosen), jnp.zeros((16, 16)), X)[0], CPU, as_xla=True)
+    request = JaxprRequest(budget_bytes=1, argument_bytes=0, output_bytes=0, alias_bytes=0, device=CPU)
+    made = search_structured(as_is, request, 1.0, lambda body, nbytes, request: body)
+    assert 1 < made.peak_bytes <= as_it_is(as_is).peak_bytes

@@ -157,7 +157,7 @@ class _Search:
 
         for way in ways:
             low, high = 0, len(levels)
-            if way == RECOMPUTES and not look(least := self._least(levels), way).over:
+            if way == RECOMPUTES and high and not look(least := self._least(levels), way).over:
                 low = high = least
             while low < high:
                 middle = (low + high) // 2
