@@ -70,6 +70,7 @@ class Backend:
         fuses_results: True if XLA computes what follows a dot or convolution inside of its kernel.
         fuses_products: True if what surrounds a product of matrices is computed in its kernel as
             `passes.jaxpr.product_kernels` says.
+        computes_scattered: True if what is scattered is computed in the kernel that does it.
         multiplies_mixed: True if XLA multiplies numbers of two types; elsewhere JAX converts them before.
         rounds_products: True if XLA stores what only products of float32 read in bfloat16.
         runs_free_early: True if XLA runs what reads nothing but arguments long before its turn: the products
@@ -118,6 +119,7 @@ class Backend:
     launch_ns: int | None = None
     fuses_results: bool = False
     fuses_products: bool = False
+    computes_scattered: bool = False
     multiplies_mixed: bool = False
     rounds_products: bool = False
     runs_free_early: bool = False
@@ -136,7 +138,7 @@ CUDA = Backend(
     name="cuda", aliases=("gpu", "rocm"), alignment=256, sharing="emitters",
     library="jax_plugins.xla_cuda13", default_device="h100", takes_thunks=True,
     splits_small_dots=True, fuses_normalisation=True, drops_rounding=True, reads_together=True,
-    launch_ns=1000, merges_dots_bytes=128 << 20, fuses_products=True, host_pool_bytes=64 << 30,
+    launch_ns=1000, merges_dots_bytes=128 << 20, fuses_products=True, computes_scattered=True, host_pool_bytes=64 << 30,
     awaits_at_once=True,
 )  # fmt: skip
 TPU = Backend(

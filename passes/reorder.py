@@ -95,7 +95,7 @@ class Reorder:
             and buffers[b].nbytes
             and (not takes or max(self.readers[b], key=self.place.__getitem__) == op.id)
         ]
-        return max(freed, key=lambda b: (buffers[b].nbytes, -b), default=None)
+        return max(freed, key=lambda b: (buffers[b].nbytes, b), default=None)
 
     def _hoist(self, op: OpId, freed: BufferId) -> None:
         target = self._ready(freed, op)

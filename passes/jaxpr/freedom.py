@@ -8,6 +8,7 @@ freedoms away, each where it would hurt: a barrier is not free, since nothing is
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from passes.backend import BACKENDS
 from passes.cost import DeviceModel
@@ -30,14 +31,18 @@ def emit_configs(
     lifted: LiftedJaxpr, as_is: LiftedJaxpr, device: DeviceModel, *, strict: bool = False, deep: bool = False
 ) -> list[EmitConfig]:
     """The ways to write a plan for `lifted`: with all that has to be said to XLA, and without the barriers
-    behind what its own kernels would compute inside of them, where those may do as well. A barrier also keeps
-    XLA from making one kernel of the sums of a batch norm's gradient: ResNet-50 on an H200. A strict or
+    behind what its own kernels would compute inside of them, where those may do as well, and without those
+    that have the parts of a split product summed before they are read. A barrier also keeps XLA from making
+    one kernel of the sums of a batch norm's gradient: ResNet-50 on an H200. A strict or
     deep plan for a TPU leaves no such freedom: it is there to take values out of the kernels of products."""
     written = emit_config(lifted, as_is, device, strict=strict, deep=deep)
     if (strict or deep) and BACKENDS[device.platform].fuses_results:
         return [written]
     free = emit_config(lifted, as_is, device, strict=strict, deep=deep, fused=True)
-    return [written] if free == written else [free, written]
+    ways = [free, written]
+    if BACKENDS[device.platform].splits_small_dots and not strict:
+        ways.insert(0, replace(free, apart=free.apart.difference(small_dots(lifted))))
+    return list(dict.fromkeys(ways))
 
 
 def emit_config(

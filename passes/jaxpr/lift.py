@@ -46,7 +46,8 @@ from passes.jaxpr.simplify import (
     without_repeats,
     without_rounding,
 )
-from passes.jaxpr.split_dots import split_bytes, split_ns
+from passes.jaxpr.split_dots import split_bytes, sum_ns
+from passes.jaxpr.split_sums import read_in_parts
 from passes.jaxpr.storage import WHOLE, Storage
 from passes.jaxpr.stored import read_rounded, stored_bytes
 from passes.jaxpr.together import Together
@@ -157,7 +158,7 @@ class _Lift:
     ) -> None:
         self.storage = storage
         self.jaxpr, self.kinds, self.results = storage.jaxpr, storage.kinds, storage.results
-        self.device = device
+        self.device, self.as_xla = device, as_xla
         self.rounded = read_rounded(self.jaxpr, self.kinds) if rounded else frozenset[Var]()
         self.vector_flops = list(map(vector_work, self.jaxpr.eqns, self.kinds))
         stacks = () if carried is None else compat.variables(self.jaxpr.outvars[carried[1] :])
@@ -170,6 +171,7 @@ class _Lift:
     def build(self) -> LiftedJaxpr:
         roots = [i for i in range(len(self.jaxpr.eqns)) if self._is_root(i)]
         bodies = {root: self._body(root) for root in roots}
+        self.in_parts = read_in_parts(self.storage, roots, self.device)
         buffer_of: dict[Var, BufferId] = {}
         var_of: list[Var] = []
         for v in (*self.jaxpr.constvars, *self.jaxpr.invars):
@@ -193,7 +195,7 @@ class _Lift:
             *filter(self._is_written_there, self.stacked),
         }
         fixed -= self.storage.slices
-        nbytes = [0 if v in fixed else stored_bytes(v, self.device, self.rounded) for v in var_of]
+        nbytes = [0 if v in fixed else self._stored_bytes(v) for v in var_of]
         buffers = tuple(Buffer(id=BufferId(b), nbytes=n) for b, n in enumerate(nbytes))
         leaves = tuple(
             tuple(sorted(buffer_of[leaf] for leaf in self.storage.eqn_reads(i)))
@@ -221,6 +223,12 @@ class _Lift:
         """True for a slice of a stack that its kernel computes where it belongs: nothing else reads it."""
         maker = self.storage.producer.get(v)
         return maker is not None and self.kinds[maker] is Kind.FUSIBLE and not self.storage.readers.get(v)
+
+    def _stored_bytes(self, v: Var) -> int:
+        """Bytes of a value, of its parts where their readers sum them; a plan may have them summed before."""
+        if self.as_xla and v in self.in_parts:
+            return split_bytes(self.jaxpr.eqns[self.storage.producer[v]], self.device)
+        return stored_bytes(v, self.device, self.rounded)
 
     def _is_root(self, i: int) -> bool:
         eqn = self.jaxpr.eqns[i]
@@ -298,7 +306,7 @@ class _Lift:
                 written_bytes = min(written_bytes, compat.aval_nbytes(part.aval))
                 # What makes the part writes it, too, as it does the slice of a scan's stack.
                 joined |= eqn.primitive.name == "dynamic_update_slice"
-            nbytes = sum(reads.values()) + written_bytes
+            nbytes = sum(reads.values()) + (split_bytes(eqn, self.device) or written_bytes)
             nbytes += moved_bytes(eqn, self.device)
         nbytes = 0 if is_saved else nbytes
         flops, bits = matrix_work([self.jaxpr.eqns[i] for i in body if self.kinds[i] in WHOLE])
@@ -307,7 +315,7 @@ class _Lift:
             self.device, nbytes=nbytes, matrix_flops=flops, bits=bits, vector_flops=vector_flops
         )
         kernel -= self.device.launch_ns if joined else 0
-        kernel += sum(split_ns(self.jaxpr.eqns[i], self.device) for i in body)
+        kernel += sum_ns(eqn, self.device, sum(self.in_parts.get(v, 0) for v in outvars))
         kernel += round(1e9 * sent_bytes(eqn) / self.device.link_bytes_per_second)
         return kernel, kernel_pj(self.device, nbytes=nbytes, matrix_flops=flops, bits=bits)
 
@@ -343,7 +351,8 @@ class _Lift:
             return beside_results(eqn, [w.branch_bytes for w in _works(eqn, self.device)], self.device)
         if eqn.primitive.name in CONTROL_FLOW:
             return max((work.peak_bytes for work in _works(eqn, self.device)), default=0)
-        return split_bytes(eqn, self.device) + state_bytes(eqn, self.device)
+        summed = not (self.as_xla and any(v in self.in_parts for v in eqn.outvars))
+        return summed * split_bytes(eqn, self.device) + state_bytes(eqn, self.device)
 
     def _inner_cost(self, eqn: JaxprEqn) -> tuple[int, int]:
         """Time and energy of control flow: of its dearest body, as often as it is known to run."""

@@ -75,10 +75,19 @@ def split_bytes(eqn: JaxprEqn, device: DeviceModel) -> int:
     return product.parts_bytes(parts) if parts > 1 else 0
 
 
-def split_ns(eqn: JaxprEqn, device: DeviceModel) -> int:
-    """Estimated time to write the parts of a `dot_general` and to sum them; 0 where XLA does not split it."""
-    nbytes = split_bytes(eqn, device)
-    return kernel_ns(device, nbytes=2 * nbytes) if nbytes else 0
+def sum_ns(eqn: JaxprEqn, device: DeviceModel, n_readers: int = 0) -> int:
+    """Estimated time to sum the parts of a `dot_general`; 0 where XLA does not split it.
+
+    Args:
+        n_readers: how many kernels read the parts and sum them as they do; 0 where one does that alone.
+    """
+    parts_bytes = split_bytes(eqn, device)
+    if not parts_bytes:
+        return 0
+    result_bytes = Product.of(eqn).parts_bytes(1)
+    if not n_readers:
+        return kernel_ns(device, nbytes=parts_bytes + result_bytes)
+    return round(1e9 * n_readers * (parts_bytes - result_bytes) / device.bytes_per_second)
 
 
 def _cost(product: Product, parts: int, device: DeviceModel) -> float:

@@ -157,7 +157,9 @@ class Storage:
             if kind in (*WHOLE, Kind.BARRIER) or (
                 kind is Kind.VIEW and any(v in needed for v in eqn.outvars)
             ):
-                needed.update(products.get(i, self.operands[i]))
+                computes = self._backend.computes_scattered and eqn.primitive.name.startswith("scatter")
+                read = compat.variables(eqn.invars[:1]) if computes else self.operands[i]
+                needed.update(products.get(i, read))
         return needed
 
     def _reading_kernels(self, needed: set[Var]) -> dict[Var, frozenset[int]]:
