@@ -4,7 +4,8 @@ way out.
     x = relu(h + b)    y = x @ w    z = tanh(y + c)          one kernel: reads h, b, w and c, stores z
 
 An operand is computed there if each of its steps reads hardly more than it makes, or reads an argument or a
-number that is spread; a step that others read, too, is computed twice. The result goes on as long as it has
+number that is spread; a step that others read, too, is computed twice. What is joined is computed there
+unless the product sums over the joined dimension. The result goes on as long as it has
 one reader, and that reads nothing else that could be computed there: arguments, and what other kernels make.
 Not so a product that is split in parts, which another kernel adds. Source: `GemmFusion` of openxla/xla; that
 all elementwise steps may follow, beside anything in memory, was seen in what it compiles to.
@@ -74,7 +75,13 @@ class ProductKernels:
         computed = set[Var]()
         for i, eqn in enumerate(graph.eqns):
             if _is_for_triton(eqn):
-                self.reads[i] = [u for v in graph.operands[i] for u in self._read_for(v, computed)]
+                summed, _ = eqn.params["dimension_numbers"]
+                self.reads[i] = [
+                    u
+                    for v, dims in zip(eqn.invars, summed, strict=True)
+                    if compat.is_variable(v)
+                    for u in self._read_for(v, frozenset(dims), computed)
+                ]
                 if not split_bytes(eqn, device):
                     self._follow(eqn.outvars[0])
         self.inner |= self._read_by_products_alone(computed)
@@ -88,13 +95,17 @@ class ProductKernels:
                 alone.add(v)
         return alone
 
-    def _read_for(self, operand: Var, computed: set[Var]) -> list[Var]:
-        """What the kernel of a product reads to compute an operand, and marks what it computes."""
-        inputs, found = {operand: None}, deque([operand])
+    def _read_for(self, operand: Var, summed: frozenset[int], computed: set[Var]) -> list[Var]:
+        """What the kernel of a product reads to compute an operand, and marks what it computes.
+
+        Args:
+            summed: the operand's dimensions that the product sums over.
+        """
+        inputs, found = {operand: None}, deque([(operand, summed)])
         while found:
-            v = found.popleft()
+            v, summed = found.popleft()
             i = self._graph.producer.get(v)
-            if i is None or not self._is_computed_before(i, v):
+            if i is None or not self._is_computed_before(i, v, summed):
                 continue
             above = {
                 **dict.fromkeys(u for u in inputs if u is not v),
@@ -102,12 +113,13 @@ class ProductKernels:
             }
             if len(above) <= _MOST_READ:
                 computed.add(v)
-                found.extend(u for u in above if u not in inputs)
+                over = _before(self._graph.eqns[i], summed)
+                found.extend((u, over) for u in above if u not in inputs)
                 inputs = above
         return [*inputs]
 
-    def _is_computed_before(self, i: int, v: Var) -> bool:
-        """True if what reads the result of equation `i` computes it rather than reading it."""
+    def _is_computed_before(self, i: int, v: Var, summed: frozenset[int]) -> bool:
+        """True if a product that sums over dimensions of `v`, which equation `i` makes, computes it."""
         eqn = self._graph.eqns[i]
         name = eqn.primitive.name
         if v in self._apart or v in self.ends or v in self.inner:
@@ -115,7 +127,8 @@ class ProductKernels:
         if self._graph.kinds[i] is Kind.VIEW or name == _SPREADS:
             return True
         if name == _JOINS:
-            return all(array_of(u).shape[eqn.params["dimension"]] % _TILE == 0 for u in eqn.invars)
+            joined = eqn.params["dimension"]
+            return joined not in summed and all(array_of(u).shape[joined] % _TILE == 0 for u in eqn.invars)
         if name not in _NAMES:
             return False
         if len(eqn.invars) == 2 and any(self._is_spread(u, eqn) for u in eqn.invars):
@@ -200,6 +213,13 @@ def _is_for_triton(eqn: JaxprEqn) -> bool:
         return False
     inner = zip(eqn.invars, contracted, batches, strict=True)
     return all(array_of(v).ndim > len(dims) + len(batch) for v, dims, batch in inner)
+
+
+def _before(eqn: JaxprEqn, dims: frozenset[int]) -> frozenset[int]:
+    """Which dimensions of an equation's operands some of its result's are; none where that is not known."""
+    if eqn.primitive.name == "transpose":
+        return frozenset(eqn.params["permutation"][d] for d in dims)
+    return dims if array_of(eqn.outvars[0]).shape == array_of(eqn.invars[0]).shape else frozenset()
 
 
 def _more_read(eqn: JaxprEqn) -> int:
