@@ -62,6 +62,15 @@ def test_both_of_two_updates_run_behind_the_gradient_that_they_read() -> None:
     assert _order(program, [False, *[True] * 5]) == [0, 4, 5, 1, 2, 3]
 
 
+def test_what_frees_two_runs_behind_the_later_of_them() -> None:
+    """Of a discriminator's weights, the gradients of both of its passes, added up in their update."""
+    gradients = [{"inputs": (6,), "outputs": (0,)}, {"inputs": (6,), "outputs": (1,)}]
+    others = [{"inputs": (6,), "outputs": (2,)}, {"inputs": (2,), "outputs": (3,)}]
+    update = {"inputs": (0, 1, 6), "outputs": (4,)}
+    program = _program(*gradients, *others, update, nbytes=[100, 100, 50, 50, 0, 0, 0], outputs=(3, 4))
+    assert _order(program, [False] * 4 + [True]) == [0, 1, 4, 2, 3]
+
+
 def test_nothing_overwrites_what_others_still_read() -> None:
     ops = [dict(op) for op in UPDATE]
     ops[1]["deadline"] = 4  # it reads the parameter that the update overwrites
