@@ -174,7 +174,8 @@ class _Lift:
         self.in_parts = read_in_parts(self.storage, roots, self.device)
         buffer_of: dict[Var, BufferId] = {}
         var_of: list[Var] = []
-        for v in (*self.jaxpr.constvars, *self.jaxpr.invars):
+        given = (*self.jaxpr.constvars, *self.jaxpr.invars)
+        for v in given:
             buffer_of[v] = BufferId(len(var_of))
             var_of.append(v)
         for root in roots:
@@ -188,12 +189,7 @@ class _Lift:
         results = self.results - self.stacked
         last_names = (self.storage.original.get(v, v) for v in results)
         stored = result_storage(last_names, self.jaxpr, self.storage.producer, self.storage.readers)
-        fixed = {
-            *self.jaxpr.constvars,
-            *self.jaxpr.invars,
-            *stored,
-            *filter(self._is_written_there, self.stacked),
-        }
+        fixed = {*given, *stored, *filter(self._is_written_there, self.stacked)}
         fixed -= self.storage.slices
         nbytes = [0 if v in fixed else self._stored_bytes(v) for v in var_of]
         buffers = tuple(Buffer(id=BufferId(b), nbytes=n) for b, n in enumerate(nbytes))
@@ -204,12 +200,8 @@ class _Lift:
         ops = tuple(
             self._op(OpId(k), root, bodies[root], buffer_of, leaves[root]) for k, root in enumerate(roots)
         )
-        program = Program.build(
-            name="jaxpr",
-            ops=ops,
-            buffers=buffers,
-            outputs=tuple(sorted({buffer_of[v] for v in results})),
-        )
+        outputs = tuple(sorted({buffer_of[v] for v in results}))
+        program = Program.build(name="jaxpr", ops=ops, buffers=buffers, outputs=outputs)
         return LiftedJaxpr(
             program=program,
             jaxpr=self.jaxpr,
