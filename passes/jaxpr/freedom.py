@@ -33,8 +33,8 @@ def emit_configs(
     """The ways to write a plan for `lifted`: with all that has to be said to XLA, and without the barriers
     behind what its own kernels would compute inside of them, where those may do as well, and without those
     that have the parts of a split product summed before they are read. A barrier also keeps XLA from making
-    one kernel of the sums of a batch norm's gradient: ResNet-50 on an H200. A strict or
-    deep plan for a TPU leaves no such freedom: it is there to take values out of the kernels of products."""
+    one kernel of the sums of a batch norm's gradient: ResNet-50 on an H200. A strict or deep plan for a TPU
+    leaves no such freedom: it is there to take values out of the kernels of products."""
     written = emit_config(lifted, as_is, device, strict=strict, deep=deep)
     if (strict or deep) and BACKENDS[device.platform].fuses_results:
         return [written]

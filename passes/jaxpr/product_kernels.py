@@ -5,10 +5,10 @@ way out.
 
 An operand is computed there if each of its steps reads hardly more than it makes, or reads an argument or a
 number that is spread; a step that others read, too, is computed twice. What is joined is computed there
-unless the product sums over the joined dimension. The result goes on as long as it has
-one reader, and that reads nothing else that could be computed there: arguments, and what other kernels make.
-Not so a product that is split in parts, which another kernel adds. Source: `GemmFusion` of openxla/xla; that
-all elementwise steps may follow, beside anything in memory, was seen in what it compiles to.
+unless the product sums over the joined dimension. The result goes on as long as it has one reader, and that
+reads nothing else that could be computed there: arguments, and what other kernels make. Not so a product that
+is split in parts, which another kernel adds. Source: `GemmFusion` of openxla/xla; that all elementwise steps
+may follow, beside anything in memory, was seen in what it compiles to.
 """
 
 from __future__ import annotations
