@@ -263,10 +263,16 @@ def test_what_may_be_read_counts_as_read(h200: str) -> None:
     fill.offset, fill.size = 512, 64
     kernel(message, "known", (512, 64, True))
     kernel(message, "known", (768, 64, True))
+    copied = message.thunks.add()  # as a sort does, before it sorts in place
+    copied.thunk_info.profile_annotation = "known"
+    destination = copied.device_to_device_copy_thunk.copy_thunk.destination_buffer.slice
+    destination.offset, destination.size = 896, 64
+    kernel(message, "known", (896, 64, True))
     thunks = GpuThunks(message.thunks, 0, 1024, module)
     runs = [node.accesses[0] for node in thunks.program.body]
     assert [(a.reads, a.writes) for a in runs] == [
         (True, True), (False, True), (True, True), (False, True), (True, True), (False, True),
+        (False, True), (True, True),
     ]  # fmt: skip
 
 

@@ -1,13 +1,13 @@
 """What a GPU executable's thunks read and write of its temporaries.
 
 As `passes.pinning.thunks`, for `xla.gpu` (public source, `xla/backends/gpu/runtime`): what is not on a list
-here refuses the whole program. What the messages leave open is taken the safe way, which is that a
-kernel reads what it writes:
+here refuses the whole program. What the messages leave open is taken the safe way, which is that a thunk
+reads what it writes:
 
 - a kernel's list of written arguments tells outputs from inputs only where its arguments are, in order and
   size, the operands and results of its instruction;
-- an output that was filled beforehand, by the last memset or by an earlier kernel of the same instruction,
-  may be accumulated into.
+- an output that was filled beforehand, by the last memset or by an earlier thunk of the same instruction, of
+  any kind, may be worked on in place: a sum is accumulated, what was copied there is sorted.
 
 What an asynchronous region uses is in use until its `done`, which is taken to read it again. A kernel that
 starts before the one ahead of it has ended (`use_pdl`) waits before it reads what that one writes and before
@@ -17,6 +17,7 @@ it writes; who writes what is as it was, so that stays right.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from passes.hlo.graph import Instruction, Module
@@ -80,8 +81,8 @@ class GpuThunks(Mentions):
     def __init__(self, thunks: Sequence[Any], temp_allocation: int, nbytes: int, module: Module) -> None:
         super().__init__(temp_allocation)
         self.instructions = {i.name: (i, c) for c in module.computations.values() for i in c.by_id.values()}
-        self.filled: list[Any] = []
-        self.written: dict[str, list[Any]] = {}
+        self.filled: list[Any] = []  # by memsets, and not used since
+        self.written: dict[str, list[Any]] = {}  # by thunks of a name
         body = self._sequence(thunks)
         # The slices of embedded thunks are of allocations that exist only within their fusion.
         mentioned = sum(1 for t in thunks for _ in all_slices(t, outside=_EMBEDDED))
@@ -102,15 +103,15 @@ class GpuThunks(Mentions):
         name = thunk.thunk_info.profile_annotation
         impl: Any = getattr(thunk, kind) if kind else None
         if kind in _KERNELS:
-            return Run(name=name, accesses=self._kernel(name, kind, impl))
+            return self._run(name, self._kernel(name, kind, impl))
         if kind in _KINDS:
-            return Run(name=name, accesses=self.access_by(_KINDS[kind], name, impl))
+            return self._run(name, self.access_by(_KINDS[kind], name, impl))
         if kind in _FILLS:
             accesses = self.access_by(_FILLS[kind], name, impl)
             self.filled += [self.slices[a.slice] for a in accesses]
             return Run(name=name, accesses=accesses)
         if kind == _SLICING:
-            return Run(name=name, accesses=self._slicing(name, impl))
+            return self._run(name, self._slicing(name, impl))
         if kind == _START:
             return self._start(name, impl, held)
         if kind == _DONE:
@@ -119,6 +120,21 @@ class GpuThunks(Mentions):
             raise ThunkError(f"{name} is a {kind}, which is not known")
         allow_only(impl, _NESTED[kind])
         return self._nested(name, kind, impl)
+
+    def _run(self, name: str, accesses: tuple[Access, ...]) -> Run:
+        """A thunk that also reads what it writes where that was filled for it."""
+        of_name = self.written.setdefault(name, [])
+        before = [*self.filled, *of_name]
+        used = [self.slices[a.slice] for a in accesses]
+        self.filled = [s for s in self.filled if not any(_overlap(s, other) for other in used)]
+        of_name += [s for s, a in zip(used, accesses, strict=True) if a.writes]
+        return Run(
+            name=name,
+            accesses=tuple(
+                replace(a, reads=a.reads or any(_overlap(s, other) for other in before)) if a.writes else a
+                for s, a in zip(used, accesses, strict=True)
+            ),
+        )
 
     def _nested(self, name: str, kind: str, impl: Any) -> Node:
         if kind == "sequential_thunk":
@@ -151,12 +167,8 @@ class GpuThunks(Mentions):
         inputs = self._inputs(name, [s.size for s in arguments])
         accesses: list[Access] = []
         for n, (message, written) in enumerate(zip(arguments, impl.written, strict=True)):
-            output = inputs is not None and n >= inputs and written and not self._has_contents(name, message)
-            how = "w" if output else "rw" if written else "r"
-            accesses += self.access(name, message, how)
-        self.filled = [s for s in self.filled if not any(_overlap(s, message) for message in arguments)]
-        outputs = [s for s, w in zip(arguments, impl.written, strict=True) if w]
-        self.written.setdefault(name, []).extend(outputs)
+            output = inputs is not None and n >= inputs
+            accesses += self.access(name, message, "r" if not written else "w" if output else "rw")
         return tuple(accesses)
 
     def _inputs(self, name: str, sizes: list[int]) -> int | None:
@@ -167,10 +179,6 @@ class GpuThunks(Mentions):
         operands = [n for operand in computation.operands(instruction) for n in _array_sizes(operand)]
         known = operands + _array_sizes(instruction)
         return len(operands) if known == sizes else None
-
-    def _has_contents(self, name: str, message: Any) -> bool:
-        """True if what a kernel writes to was filled for it."""
-        return any(_overlap(message, s) for s in (*self.filled, *self.written.get(name, ())))
 
     def _slicing(self, name: str, impl: Any) -> tuple[Access, ...]:
         """A fusion with slices whose places are computed: a result keeps what is around its slice."""
@@ -207,7 +215,5 @@ def _array_sizes(instruction: Instruction) -> list[int]:
 
 
 def _overlap(first: Any, second: Any) -> bool:
-    """True if two slices share bytes."""
-    if first.buffer_allocation_index != second.buffer_allocation_index:
-        return False
+    """True if two slices of the temporaries share bytes."""
     return bool(first.offset < second.offset + second.size and second.offset < first.offset + first.size)
