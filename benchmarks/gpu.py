@@ -4,10 +4,9 @@
     python -m benchmarks.gpu                              # see --minutes
     python -m benchmarks.gpu --models unet --small        # tries the script out, on a CPU too
 
-All ways of a program are compiled, each in a process of its own; a kernel is tuned once, on the device, for
-all of them (few processes at once: they share one GPU badly). Then they are loaded again and run, one at a
-time, from the smallest on, so that the peak bytes of the device, which are never reset, are those of each.
-Programs follow each other, so that a run that is cut short has whole ones.
+All ways of all programs are compiled, each in a process of its own; a kernel is tuned once, on the device,
+for all of them. Then they are loaded again and run, one at a time, from the smallest of a program on, so that
+the peak bytes of the device, which are never reset in a process, are those of each.
 Time over the estimate of the final kernels says how far the cost model is off; where it differs between rows
 of a program, the model ranks wrongly. Single kernels beside their estimates are in `..._kernels.md`.
 """
@@ -16,8 +15,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
+import fcntl
 import json
+import math
 import os
 import pickle
 import statistics
@@ -48,7 +48,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "llama_1b": {"layers": 12, "width": 2048, "inner": 8192, "heads": 32, "groups": 8}
     | {"seq": 2048, "batch": 2, "vocab": 32000, "dtype": "bfloat16"},
     "gpt3_2.7b": {"layers": 8, "batch": 4},
-    "unet": {"channels": 128, "levels": (1, 2, 2, 4), "depth": 2, "image": 128, "batch": 32}
+    "mlp": {"layers": 10, "width": 16384, "batch": 16384, "dtype": "bfloat16"},
+    "unet": {"channels": 128, "levels": (1, 2, 2, 4), "depth": 2, "image": 128, "batch": 8}
     | {"dtype": "bfloat16"},
     "densenet121": {"batch": 128},
     "swin": {"depths": (1, 1, 2, 1), "width": 96, "head": 32, "size": 7, "image": 224, "batch": 128}
@@ -57,9 +58,11 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 HAND = ("nothing_saveable", "dots_with_no_batch_dims_saveable")
 FRACTIONS = (0.75, 0.5, 0.35)
+PAGES = {"mlp": (0.9, 0.8, 0.75)}  # budgets at which pages pay
 HOST = "64GiB"
-STEPS, WARM_UP = 10, 3
-SECONDS = 120  # that a compile may take
+TIMINGS, WARM_UP = 10, 3
+SHORTEST = 0.02  # seconds that are timed at once, of as many steps as that takes
+SECONDS = 240  # that a compile may take
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +105,26 @@ class Row:
     others: dict[str, float] | None = None
     error: str = ""
 
+    @property
+    def name(self) -> str:
+        """Its program and way, as a file may be called."""
+        return f"{self.model}, {self.way}{', profiled' * self.profiled}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What is wanted of a program, beside what is compared always: plain, by hand, and coop in those bytes.
+
+    Attributes:
+        model: its name.
+        fractions: of the plain program's bytes, as budgets; those of `PAGES` with host memory, too.
+        profiled: single kernels of two ways, too.
+    """
+
+    model: str
+    fractions: tuple[float, ...] = ()
+    profiled: bool = False
+
 
 def sized(name: str, small: bool) -> Model:
     """A program of the corpus with the sizes of this benchmark, or those for a CPU."""
@@ -139,36 +162,43 @@ def compile_one(asked: Row, small: bool, file: Path) -> Row:
 
 
 def run_some(rows: Sequence[tuple[Row, Path]], small: bool) -> Iterator[Row]:
-    """Run compiled ways of one program, the smallest first."""
-    initial = jax.jit(program(sized(rows[0][0].model, small), "gpu").arguments)
-    for row, file in sorted(rows, key=lambda pair: pair[0].total_bytes or 0):
-        try:
-            compiled = serialize_executable.deserialize_and_load(*pickle.loads(file.read_bytes()))
-            yield _run(row, compiled, *jax.block_until_ready(initial(jax.random.key(0))))
-        except Exception as error:  # such as no memory: the others count all the same
-            yield dataclasses.replace(row, error=str(error).strip().partition("\n")[0])
+    """Run compiled ways of one program, the smallest first, while no other process runs one."""
+    made = program(sized(rows[0][0].model, small), "gpu")
+    initial = jax.jit(made.arguments).lower(jax.random.key(0)).compile()
+    folder = rows[0][1].parent
+    with (folder / "one at a time").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for row, file in sorted(rows, key=lambda pair: pair[0].total_bytes or 0):
+            try:
+                compiled = serialize_executable.deserialize_and_load(*pickle.loads(file.read_bytes()))
+                yield _run(row, compiled, *jax.block_until_ready(initial(jax.random.key(0))))
+            except Exception as error:  # such as no memory: the others count all the same
+                yield dataclasses.replace(row, error=str(error).strip().partition("\n")[0])
 
 
 def _run(row: Row, compiled: Any, state: Any, batch: Any) -> Row:
-    def step() -> Any:
+    def steps(count: int = 1) -> Any:
         nonlocal state
-        state, loss = jax.block_until_ready(compiled(state, batch))
-        return loss
+        for _ in range(count):
+            state, loss = compiled(state, batch)
+        return jax.block_until_ready((state, loss))[1]
+
+    def seconds(count: int) -> float:
+        begin = time.perf_counter()
+        steps(count)
+        return (time.perf_counter() - begin) / count
 
     for _ in range(WARM_UP):
-        loss = step()
+        loss = steps()
     if row.kernels is not None:
         listed = [gpu_kernels.Kernel(**k) for k in row.kernels]
-        seen, others = gpu_kernels.measured(listed, step)
+        seen, others = gpu_kernels.measured(listed, steps)
         return dataclasses.replace(row, kernels=[dataclasses.asdict(k) for k in seen], others=others)
-    seconds = []
-    for _ in range(STEPS):
-        begin = time.perf_counter()
-        loss = step()
-        seconds.append(time.perf_counter() - begin)
+    count = math.ceil(SHORTEST / seconds(1))
+    found = [seconds(count) for _ in range(TIMINGS)]
     stats = jax.devices()[0].memory_stats() or {}
     return dataclasses.replace(
-        row, step_ms=1e3 * statistics.median(seconds), spread=max(seconds) / min(seconds), loss=float(loss),
+        row, step_ms=1e3 * statistics.median(found), spread=max(found) / min(found), loss=float(loss),
         peak_bytes=stats.get("peak_bytes_in_use"),
     )  # fmt: skip
 
@@ -209,50 +239,58 @@ def _lines(given: Sequence[str], environ: Mapping[str, str], seconds: float) -> 
         return found, ended or " | ".join(errors.read().strip().splitlines()[-3:]) or "no output"
 
 
-def without_coop(name: str) -> list[Row]:
+def without_coop(asked: Asked) -> list[Row]:
     """The ways that need no budget, the plain one first."""
-    rivals = [Row(model=name, way=way) for way in (PLAIN, *HAND)]
-    return [*rivals, Row(model=name, way=PLAIN, profiled=True)]
+    by_hand = HAND if models.find(asked.model).per_block else ()
+    rivals = [Row(model=asked.model, way=way) for way in (PLAIN, *by_hand)]
+    return [*rivals, *([dataclasses.replace(rivals[0], profiled=True)] if asked.profiled else [])]
 
 
-def with_coop(found: Sequence[Row]) -> list[Row]:
+def with_coop(asked: Asked, found: Sequence[Row]) -> list[Row]:
     """What to ask coop for beside what was found without, the most telling first."""
     total = {row.way: row.total_bytes for row in found if row.total_bytes and not row.profiled}
     if PLAIN not in total:
         return []
-    name = found[0].model
-    asked = [(f"coop in {way}", total[way]) for way in HAND if way in total]
-    asked += [(f"coop {f:g} of plain", int(f * total[PLAIN])) for f in FRACTIONS]
-    rows = [Row(model=name, way=way, budget_bytes=budget) for way, budget in asked]
-    rows += [
-        Row(model=name, way=f"coop {f:g} of plain, host", budget_bytes=int(f * total[PLAIN]), host=HOST)
-        for f in FRACTIONS[1:]
-    ]
-    return [*rows, dataclasses.replace(rows[0], profiled=True)]
+    budgets = [(f"coop in {way}", total[way], None) for way in HAND if way in total]
+    paged = PAGES.get(asked.model, ())
+    for fraction in sorted({*asked.fractions, *paged}, reverse=True):
+        budget = int(fraction * total[PLAIN])
+        budgets.append((f"coop {fraction:g} of plain", budget, None))
+        if fraction in paged:
+            budgets.append((f"coop {fraction:g} of plain, host", budget, HOST))
+    rows = [Row(model=asked.model, way=way, budget_bytes=b, host=host) for way, b, host in budgets]
+    return [*rows, *(dataclasses.replace(row, profiled=True) for row in rows[:1] if asked.profiled)]
 
 
-def run_all(names: Sequence[str], small: bool, jobs: int, minutes: float, say: Callable[[Row], None]) -> None:
+def run_all(
+    asked: Sequence[Asked], small: bool, jobs: int, minutes: float, say: Callable[[Row], None]
+) -> None:
     """Every row of these programs; nothing is compiled that begins once the time is up."""
     until = time.monotonic() + 60 * minutes
-
-    def compiled_in_time(pair: tuple[Row, Path]) -> Row:
-        row, file = pair
-        if time.monotonic() > until:
-            return dataclasses.replace(row, error="no time left")
-        return in_process(row, small, file)
-
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         Path(folder, "tuned").mkdir()
-        for name in names:
-            files = map(Path(folder).joinpath, map(str, itertools.count()))
-            pairs = [(row, next(files)) for row in without_coop(name)]
-            plain = compiled_in_time(pairs[0])  # alone: it tunes what the others have, too
-            first = [plain, *pool.map(compiled_in_time, pairs[1:])]
-            pairs += [(row, next(files)) for row in with_coop(first)]
-            rest = list(pool.map(compiled_in_time, pairs[len(first) :]))
-            compiled = [(row, file) for row, (_, file) in zip([*first, *rest], pairs, strict=True)]
-            kept = [pair for pair in compiled if not pair[0].error]
-            for row in [*(r for r, _ in compiled if r.error), *(run_in_process(kept, small) if kept else [])]:
+
+        def compiled_in_time(row: Row) -> tuple[Row, Path]:
+            file = Path(folder, row.name)
+            if time.monotonic() > until:
+                return dataclasses.replace(row, error="no time left"), file
+            return in_process(row, small, file), file
+
+        def compiled(one: Asked) -> list[tuple[Row, Path]]:
+            plain, *rivals = without_coop(one)
+            first = pool.submit(compiled_in_time, plain).result()  # alone: it tunes what the others have, too
+            others = [first, *pool.map(compiled_in_time, rivals)]
+            return [*others, *pool.map(compiled_in_time, with_coop(one, [row for row, _ in others]))]
+
+        def run(found: Sequence[tuple[Row, Path]]) -> list[Row]:
+            kept = [pair for pair in found if not pair[0].error]
+            refused = [row for row, _ in found if row.error]
+            return [*refused, *(run_in_process(kept, small) if kept else [])]
+
+        with ThreadPoolExecutor(max(1, jobs // 2)) as each:
+            found = list(each.map(compiled, asked))
+        for rows in pool.map(run, found):
+            for row in rows:
                 say(row)
 
 
@@ -311,7 +349,9 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="*", default=list(SIZES), choices=SIZES)
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
-    parser.add_argument("--jobs", type=int, default=4, help="programs that are compiled at once")
+    parser.add_argument("--fractions", nargs="*", type=float, default=FRACTIONS, help="budgets, of plain")
+    parser.add_argument("--profiled", nargs="*", default=[], choices=SIZES, help="their kernels, too")
+    parser.add_argument("--jobs", type=int, default=8, help="ways that are compiled at once")
     parser.add_argument("--minutes", type=float, default=7, help="nothing that is compiled begins after that")
     parser.add_argument("--compile", help=argparse.SUPPRESS)
     parser.add_argument("--run", help=argparse.SUPPRESS)
@@ -342,7 +382,11 @@ def main() -> None:
         found.append(row)
         keep()
 
-    run_all(args.models, args.small, args.jobs, args.minutes, say)
+    asked = [
+        Asked(model=model, fractions=tuple(args.fractions), profiled=model in args.profiled)
+        for model in args.models
+    ]
+    run_all(asked, args.small, args.jobs, args.minutes, say)
     if device.platform != CPU.name:
         reached.update(gpu_kernels.ceilings())
         keep()

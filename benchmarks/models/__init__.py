@@ -40,6 +40,7 @@ FILES = {
     "swin": "swin",
     "bilstm": "bilstm",
     "gpt3_2.7b": "gpt3",
+    "mlp": "mlp",
     "llama_1b": "llama",
     "llama_8b": "llama",
 }
