@@ -70,6 +70,15 @@ def test_a_loop_plan_without_a_rival_has_no_successor_unless_xla_makes_far_less_
     assert UNCALIBRATED.after(replace(loop, unrivalled=True), needing(1200)) is not None
 
 
+def test_loops_that_were_not_rewritten_are_planned_once_more_where_the_program_had_to_be_repaired() -> None:
+    as_it_is = replace(PLANNED, changed=False)
+    repaired = replace(needing(1100, found=True), changed=True)
+    assert UNCALIBRATED.after(as_it_is, repaired) is not None
+    assert UNCALIBRATED.after(as_it_is, replace(repaired, changed=False)) is None
+    assert UNCALIBRATED.after(replace(as_it_is, unrivalled=True), repaired) is None
+    assert UNCALIBRATED.after(PLANNED, repaired) is None
+
+
 def test_a_plan_that_is_too_large_is_followed_by_one_for_fewer_bytes() -> None:
     second = UNCALIBRATED.after(PLANNED, needing(1200))
     assert second is not None

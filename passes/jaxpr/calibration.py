@@ -133,7 +133,7 @@ class Calibration:
     def after(self, planned: StageOutcome, verdict: StageOutcome) -> Calibration | None:
         """With what the enforcing stage said of a plan; None if no other plan follows from that."""
         is_done = _is_cheaply_repaired(verdict) and not _is_too_deep(planned, verdict)
-        if is_done and (planned.recipe.scans is Scans.NONE or _is_unrivalled(planned, verdict)):
+        if is_done and (not _has_other_scans(planned, verdict) or _is_unrivalled(planned, verdict)):
             return None
         trial = _trial(planned, verdict)
         if not self.holes and trial.counts_holes:
@@ -159,6 +159,13 @@ STRICT = Calibration(starts_strict=True)
 
 def _is_cheaply_repaired(verdict: StageOutcome) -> bool:
     return verdict.status.found and verdict.recompute_ns <= CONFIG.cheap_repair_ratio * verdict.cost_ns
+
+
+def _has_other_scans(planned: StageOutcome, verdict: StageOutcome) -> bool:
+    """True if scans were rewritten, or might have been: those of a program that was expected to keep its
+    budget as it is, and does not, may cost less once they are."""
+    is_first = not planned.changed and not planned.unrivalled and verdict.changed
+    return planned.recipe.scans is not Scans.NONE or is_first
 
 
 def _is_unrivalled(planned: StageOutcome, verdict: StageOutcome) -> bool:
