@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Literal
 
@@ -93,12 +94,16 @@ class Search:
         best = taken or tuned
         return self.by_count(best) or best
 
-    def may_look(self, best: Choice) -> bool:
-        """Whether one more look takes no longer than the compile that it is for, with those before it."""
-        kept = tries.is_kept(best)
-        limited = kept and self.asked >= tries.backend_of(self.record).looks
-        self.asked, self.limited = self.asked + kept, self.limited or limited
-        return not limited
+    def _in_time(self, best: Choice, look: Callable[[], Variant | None]) -> Variant | None:
+        """What one more look finds, if that takes no longer than the compile that it is for, with those
+        before it; what is only planned, and not compiled, is not counted."""
+        kept, looks = tries.is_kept(best), self.looks
+        if kept and self.asked >= tries.backend_of(self.record).looks:
+            self.limited = True
+            return None
+        found = look()
+        self.asked += kept and self.looks > looks
+        return found
 
     def as_one(self, first: Choice) -> Choice:
         """The whole program planned, where the plans of the functions in it do not keep the budget alone.
@@ -126,11 +131,11 @@ class Search:
             if planned is None or verdict.needs_pinning or is_enough:
                 break
             following = calibration.after(planned, verdict)
-            if following is None or not self.may_look(best):
+            if following is None:
                 break
             calibration = following
             asked = dataclasses.replace(tries.at_once(self.record), calibration=calibration)
-            variant = self._look(asked, than=best)
+            variant = self._in_time(best, partial(self._look, asked, than=best))
             if variant is None:
                 break
             planned, verdict = variant.record.jaxpr, hlo_of(variant)
@@ -143,7 +148,7 @@ class Search:
         looks leave as many to those that follow as a request without host memory has."""
         asked_before = self.asked
         for asked in tries.less_recomputed(self.record, first):
-            variant = self._look(asked) if self.may_look(best) else None
+            variant = self._in_time(best, partial(self._look, asked))
             if variant is not None and rank(variant) < rank(best):
                 best = self._choice(variant)
         self.asked = asked_before
@@ -180,7 +185,7 @@ class Search:
         return self._cheaper_of(made, tries.deeper(self.record, first)[0])
 
     def _cheaper_of(self, made: Choice, asked: Wish) -> Choice:
-        variant = self._try(asked, known=True) if self.may_look(made) else None
+        variant = self._in_time(made, partial(self._try, asked, known=True))
         if variant is None or price_of(variant) >= price_of(made):
             return made
         return self._choice(variant)

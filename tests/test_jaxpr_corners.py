@@ -194,6 +194,32 @@ def test_a_deep_plan_for_a_tpu_parts_a_gradient_from_its_update(device: str, dee
     assert len(config.apart) == stored
 
 
+def test_levels_between_two_depths_and_dots_that_are_not_merged_are_looked_at_before_much_is_recomputed():
+    """Coupling layers of small dots, which XLA:GPU merges with those that run again: 2.04 without either."""
+
+    def coupled(weights: Any, x: Any) -> Any:
+        for mixed, one, two in weights:
+            kept, moved = jnp.split(x @ mixed, 2, -1)
+            scale, shift = jnp.split(jax.nn.relu(kept @ one) @ two, 2, -1)
+            x = jnp.concatenate([kept, moved * jnp.exp(jnp.tanh(scale)) + shift], -1)
+        return jnp.sum(x**2)
+
+    def spec(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    weights = [(spec(256, 256), spec(128, 512), spec(512, 256))] * 8
+    closed = inline.inline_calls(jax.make_jaxpr(jax.grad(coupled))(weights, spec(4096, 256)))
+    as_is = lift(compat.without_dead_code(compat.open_jaxpr(closed)[0]), DEVICES["h200"], as_xla=True)
+    request = JaxprRequest(
+        budget_bytes=straight.as_it_is(as_is).peak_bytes // 4,
+        argument_bytes=0, output_bytes=0, alias_bytes=0, device=DEVICES["h200"],
+    )  # fmt: skip
+    found = straight.search(as_is, request, 1)
+    assert found.peak_bytes <= request.budget_bytes
+    assert found.cost_ns <= 1.35 * as_is.seen.cost_ns
+    assert found.config.one_at_a_time
+
+
 def test_the_sums_of_a_batch_norms_gradient_stay_one_kernel(monkeypatch: pytest.MonkeyPatch):
     """What a plan for ResNet-50 stores for them XLA:GPU would compute inside; a barrier there parts them."""
     haiku = pytest.importorskip("haiku", reason="needs dm-haiku: pip install -e '.[test]'")

@@ -23,7 +23,7 @@ from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of
 from passes.jaxpr.compat import JaxprEqn, Var
 from passes.jaxpr.library_kernels import SPREADS, LibraryKernels
-from passes.jaxpr.primitives import FUSING, INSIDE, MOVING, Kind, is_dear_to_xla_cpu
+from passes.jaxpr.primitives import BRANCHES, FUSING, INSIDE, MOVING, Kind, is_dear_to_xla_cpu
 from passes.jaxpr.softmax import DataflowGraph
 
 # Readers farther than so many equations away do not compute a value of several operands in one kernel.
@@ -33,7 +33,6 @@ _TOLD_APART = 2
 # At so many places a kernel computes a value. What branches is computed at one place of one kernel: it has no
 # other reader then, unless XLA looks at it before anything else has joined its readers.
 _MOST_PLACES = 15
-_BRANCHES = frozenset({"concatenate", "dynamic_update_slice", "pad"})
 
 
 class GreedyFusion:
@@ -97,8 +96,8 @@ class GreedyFusion:
         places, spread = self._computed_at(i, v)
         name = self._eqns[i].primitive.name
         times = {kernel: sum(self._times[kernel, j] for j in at) for kernel, at in places.items()}
-        most = 1 if name in _BRANCHES else _MOST_PLACES
-        if name in _BRANCHES and sum(times.values()) > 1 and not self._is_read_alone(v):
+        most = 1 if name in BRANCHES else _MOST_PLACES
+        if name in BRANCHES and sum(times.values()) > 1 and not self._is_read_alone(v):
             most = 0
         cheap = not self._is_dear(i)
         if cheap and self._is_apart(i, v):

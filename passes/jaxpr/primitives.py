@@ -110,6 +110,8 @@ _MOVING = """
 """
 
 MOVING = frozenset(_MOVING.split())
+# What gives some elements of one operand and some of another; XLA emits conditionals for it.
+BRANCHES = frozenset({"concatenate", "dynamic_update_slice", "pad"})
 """Primitives that take an element from another place than that at which it will be."""
 
 RESHAPES = frozenset({"copy", "reshape", "squeeze"})

@@ -15,7 +15,7 @@ from passes.jaxpr.avals import array_of, dtype_name
 from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
 from passes.jaxpr.greedy_fusion import GreedyFusion
 from passes.jaxpr.in_place import UPDATES
-from passes.jaxpr.primitives import INSIDE, SLICING, Kind, is_dear_to_xla, is_expensive
+from passes.jaxpr.primitives import BRANCHES, INSIDE, MOVING, SLICING, Kind, is_dear_to_xla, is_expensive
 from passes.jaxpr.product_kernels import ProductKernels
 from passes.jaxpr.purity import kernel_kind
 from passes.jaxpr.softmax import DataflowGraph, inside_softmax
@@ -94,6 +94,7 @@ class Storage:
             self._greedy = GreedyFusion(self._graph, self.results, needed)
             self._inner, self._ends = self._greedy.inner, self._greedy.stored
         self._kernels = self._reading_kernels(needed) if self._greedy is None else {}
+        self._several = self._read_at_several_places(needed) if self._backend.fuses_products else set[Var]()
         self._walk(needed)
         if self._backend.fuses_greedily and not as_xla:
             # Which kernels read a value is known now: it need not be stored for those behind one that is.
@@ -174,12 +175,30 @@ class Storage:
                 kernels[v] = frozenset(sorted({*kernels.get(v, ()), *reading})[:2])
         return kernels
 
+    def _read_at_several_places(self, needed: set[Var]) -> set[Var]:
+        """What kernels would compute at several places, if only `needed` were stored: for readers that take
+        elements from elsewhere. Two parts of what is split are two places."""
+        places: dict[Var, frozenset[tuple[int, int]]] = {}
+        several: set[Var] = set()
+        for i in reversed(range(len(self.jaxpr.eqns))):
+            eqn = self.jaxpr.eqns[i]
+            own = self.kinds[i] not in INSIDE or not needed.isdisjoint(eqn.outvars)
+            moves = own or eqn.primitive.name in MOVING
+            for v in self.operands[i]:
+                for k, out in enumerate(eqn.outvars):
+                    at = frozenset({(i, k)}) if moves else places.get(out, frozenset())
+                    if v in places and len(places[v] | at) > 1:
+                        several.add(v)
+                    places[v] = frozenset(sorted(places.get(v, at) | at)[:2])
+        return several
+
     def _walk(self, needed: set[Var]) -> None:
         """Decide of every value, in order, from the beginning."""
         given = (*self.jaxpr.constvars, *self.jaxpr.invars)
         self.stored = {*given}
         self.reads = {v: {v: compat.aval_nbytes(v.aval)} for v in given}
         self._kernel_reads: dict[int, dict[Var, int]] = {}
+        self._branching: set[Var] = set()
         for i, eqn in enumerate(self.jaxpr.eqns):
             self._decide(i, eqn, needed)
 
@@ -194,6 +213,12 @@ class Storage:
         reads = self.kernel_reads(i)
         # Results of one equation are stored together or not at all.
         stored = any(self._is_stored(i, eqn, kind, v, reads, needed) for v in eqn.outvars)
+        branches = eqn.primitive.name in BRANCHES or not self._branching.isdisjoint(self.operands[i])
+        if branches and not stored:
+            # XLA:GPU computes what branches at one place of a kernel.
+            inside = kind is not Kind.FUSIBLE or not self._inner.isdisjoint(eqn.outvars)
+            stored = not inside and not self._several.isdisjoint(eqn.outvars)
+            self._branching.update(() if stored else eqn.outvars)
         for v in eqn.outvars:
             if stored:
                 self.stored.add(v)

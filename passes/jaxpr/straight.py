@@ -106,6 +106,11 @@ def search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate
     for each in sorted(deepenings, key=lambda each: each.first.cost_ns):
         best = each.best(than=best)
     assert best is not None, "there is a base"
+    if BACKENDS[device.platform].splits_small_dots and not calibration.strict:
+        # What XLA merges may be what needs a deeper plan.
+        (free,) = deepenings
+        if best.peak_bytes > target_bytes or not _is_near(best, free.first):
+            best = _Deepening(free.depths, as_is, request, target_bytes, strict=True).best(than=best)
     return as_it_is(as_is) if len(best.emitted.eqns) == len(as_is.jaxpr.eqns) else best
 
 
@@ -116,12 +121,19 @@ class _Deepening:
     that a larger budget takes the same level or a higher one.
     """
 
-    def __init__(self, depths: _Depths, as_is: LiftedJaxpr, request: JaxprRequest, target_bytes: int) -> None:
+    def __init__(
+        self, depths: _Depths, as_is: LiftedJaxpr, request: JaxprRequest, target_bytes: int,
+        *, strict: bool = False,
+    ) -> None:  # fmt: skip
         calibration = request.calibration
         ways = emit_configs(
-            depths.lifted, as_is, request.device, strict=calibration.strict, deep=calibration.rounded
+            depths.lifted,
+            as_is,
+            request.device,
+            strict=strict or calibration.strict,
+            deep=calibration.rounded,
         )
-        self._depths, self._target_bytes = depths, target_bytes
+        self.depths, self._target_bytes = depths, target_bytes
         self._first_level = self._level_of(target_bytes)
         tried = [depths.candidate(self._first_level, way) for way in ways]
         self.first = min(tried, key=lambda c: (c.peak_bytes > target_bytes, c.cost_ns))
@@ -135,27 +147,41 @@ class _Deepening:
         best, most_ns = than, math.inf
         if than is not None and than.peak_bytes <= self._target_bytes:
             most_ns = than.cost_ns * (1 - CONFIG.near_overhead)
-        level = self._first_level
+        level, above, below = self._first_level, None, None
         for _ in range(CONFIG.most_candidates):
-            made, candidate = self._depths.plan(level), self._depths.candidate(level, self._way)
+            made, candidate = self.depths.plan(level), self.depths.candidate(level, self._way)
             if best is None or self._rank(candidate) < self._rank(best):
                 best = candidate
-            is_last = candidate.peak_bytes <= self._target_bytes or made.peak_bytes > made.budget_bytes
-            if is_last or candidate.cost_ns >= most_ns:
+            if candidate.peak_bytes <= self._target_bytes or made.peak_bytes > made.budget_bytes:
+                below = level, candidate
+            elif candidate.cost_ns >= most_ns:
                 break
-            # What XLA is expected to need beyond the plan grows a little with the depth.
-            beyond_bytes = candidate.peak_bytes - made.peak_bytes
-            level = 1 + max(level, self._level_of(max(self._target_bytes - beyond_bytes, 1)))
+            else:
+                above = level, candidate
+            if below is None:
+                # What XLA is expected to need beyond the plan grows a little with the depth.
+                beyond_bytes = candidate.peak_bytes - made.peak_bytes
+                level = 1 + max(level, self._level_of(max(self._target_bytes - beyond_bytes, 1)))
+                continue
+            # Where it shrinks instead, there is a level between.
+            if above is None or below[0] - above[0] <= 1 or _is_near(below[1], above[1]):
+                break
+            level = (above[0] + below[0]) // 2
         assert best is not None, "at least one candidate is evaluated"
         return best
 
     def _level_of(self, nbytes: int) -> int:
         """How many levels down from the peak without recomputes so many bytes are, at least none."""
-        ratio = nbytes / max(self._depths.peak_bytes, 1)
+        ratio = nbytes / max(self.depths.peak_bytes, 1)
         return max(0, math.ceil(math.log(ratio) / math.log(CONFIG.level_ratio) - 1e-9))
 
     def _rank(self, candidate: Candidate) -> tuple[int, int]:
         return max(candidate.peak_bytes, self._target_bytes), candidate.cost_ns
+
+
+def _is_near(deeper: Candidate, other: Candidate) -> bool:
+    """True if nothing between two candidates is worth a look."""
+    return deeper.cost_ns <= (1 + CONFIG.near_overhead) * other.cost_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
