@@ -144,13 +144,14 @@ class Search:
         return best
 
     def paged(self, best: Choice, first: StageOutcome) -> Choice:
-        """The best of what is known and programs in which less is recomputed, and pages do the rest; these
-        looks leave as many to those that follow as a request without host memory has."""
+        """What is known, or the first program that is better in which less is recomputed, and pages do the
+        rest; these looks leave as many to those that follow as a request without host memory has."""
         asked_before = self.asked
         for asked in tries.less_recomputed(self.record, first):
             variant = self._in_time(best, partial(self._look, asked))
             if variant is not None and rank(variant) < rank(best):
                 best = self._choice(variant)
+                break
         self.asked = asked_before
         return best
 

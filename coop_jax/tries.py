@@ -29,7 +29,8 @@ class TriesConfig:
     """What is tried, and how often; set by `benchmarks.promise` and `benchmarks.side_by_side`.
 
     Attributes:
-        paged_ratios: shares of the temporaries that recompute aims for where pages may do the rest.
+        paged_share: of the program's time in which the link carries what pages do, so that recompute aims for
+            so much less: a step goes forward for a third of it, and then all that waits is on the host.
         ratios: shares that it aims for before a budget is refused; the last one asks for as little as can be:
             a program of many layers goes far below the others.
         cheaper_ratio: costs are estimates; what is cheaper by less is not worth a compile.
@@ -44,7 +45,7 @@ class TriesConfig:
         most_counted_if_refused: how many plans are, each for as much less as the one before it was over.
     """
 
-    paged_ratios: tuple[float, ...] = (0.65, 0.4)
+    paged_share: float = 1 / 3
     ratios: tuple[float, ...] = (0.84, 0.63, 0.49, 0.34, 0.24, 0.15, 0.08, 0.0)
     cheaper_ratio: float = 0.999
     missed_ratio: float = 1.15
@@ -74,15 +75,14 @@ def deeper(record: Record, refused: StageOutcome, *, milder: int = 0) -> list[Wi
 
 
 def less_recomputed(record: Record, first: StageOutcome) -> list[Wish]:
-    """Plans for more temporaries than the budget leaves, for pages to do the rest; none without host memory,
-    or where nothing is recomputed."""
-    planned, budget_bytes = record.jaxpr, record.budget_bytes
-    if not first.host_budget_bytes or planned is None or not planned.changed:
+    """Plans for more temporaries than the budget leaves, for pages to do the rest: for as much more as the
+    link carries meanwhile, and for all; none without host memory, or where nothing is recomputed."""
+    planned, link = record.jaxpr, DEVICES[record.device_name].host_link
+    if not first.host_budget_bytes or planned is None or not planned.changed or link is None:
         return []
-    left = (budget_bytes - first.fixed_bytes) / max(first.before_temp_bytes, 1)
-    ratios = [r for r in TRIES.paged_ratios if r > left]
-    asked = dataclasses.replace(at_once(record), aim_bytes=UNLIMITED_BYTES)
-    return [asked, *(dataclasses.replace(asked, aim_bytes=None, temp_ratio=r) for r in ratios)]
+    carried = TRIES.paged_share * first.cost_ns * link.to_host_bytes_per_second / 1e9
+    aim_bytes = record.budget_bytes + min(round(carried), first.host_budget_bytes)
+    return [dataclasses.replace(at_once(record), aim_bytes=n) for n in (aim_bytes, UNLIMITED_BYTES)]
 
 
 def at_once(record: Record) -> Wish:

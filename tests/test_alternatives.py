@@ -329,10 +329,11 @@ def test_looks_for_pages_leave_those_that_a_request_without_host_memory_has(
 ) -> None:
     first = dataclasses.replace(dear(1500), host_budget_bytes=1 << 30)
     asked = asked_of(monkeypatch, lambda w: dear(1200) if w == KERNELS else first)
-    choice = ways().choose(missed(kernels_ns=1100), first, MODULE)
+    record = dataclasses.replace(missed(kernels_ns=1100), device_name="h200")
+    choice = ways().choose(record, first, MODULE)
     assert choice.record.hlo is not None
     assert choice.record.hlo.cost_ns == 1200
-    assert sum(w != KERNELS for w in asked) >= BACKENDS["cpu"].looks
+    assert sum(w != KERNELS for w in asked) >= BACKENDS["cuda"].looks
 
 
 @pytest.mark.parametrize(("found_ns", "taken"), [(1200, True), (1400, False)])
@@ -400,12 +401,12 @@ def test_looks_take_no_longer_than_the_compile_once_something_keeps_the_budget(
     for first in (OUTCOME, REFUSED):
         paged = dataclasses.replace(first, host_budget_bytes=1 << 30)
         asked = asked_of(monkeypatch, lambda _, paged=paged: paged)  # type: ignore[misc]
-        choice = ways().choose(planned(), paged, MODULE)
+        choice = ways().choose(dataclasses.replace(planned(), device_name="h200"), paged, MODULE)
         assert choice.record.hlo is not None
         # Not for the least that a refusal names.
         times[choice.record.hlo.limited] = sum(w == PLAIN or w.budget_bytes == BUDGET for w in asked)
-    refused = 8 + len(TRIES.ratios) - 3
-    assert times == {True: BACKENDS["cpu"].looks, False: refused}
+    refused = 7 + len(TRIES.ratios) - 3
+    assert times == {True: BACKENDS["cuda"].looks, False: refused}
 
 
 def test_a_plan_that_was_seen_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
