@@ -76,13 +76,15 @@ def deeper(record: Record, refused: StageOutcome, *, milder: int = 0) -> list[Wi
 
 def less_recomputed(record: Record, first: StageOutcome) -> list[Wish]:
     """Plans for more temporaries than the budget leaves, for pages to do the rest: for as much more as the
-    link carries meanwhile, and for all; none without host memory, or where nothing is recomputed."""
+    link carries meanwhile, for half of that, and for all; none without host memory, or where nothing is
+    recomputed."""
     planned, link = record.jaxpr, DEVICES[record.device_name].host_link
     if not first.host_budget_bytes or planned is None or not planned.changed or link is None:
         return []
-    carried = TRIES.paged_share * first.cost_ns * link.to_host_bytes_per_second / 1e9
-    aim_bytes = record.budget_bytes + min(round(carried), first.host_budget_bytes)
-    return [dataclasses.replace(at_once(record), aim_bytes=n) for n in (aim_bytes, UNLIMITED_BYTES)]
+    seconds = TRIES.paged_share * first.cost_ns / 1e9
+    carried = min(round(seconds * link.to_host_bytes_per_second), first.host_budget_bytes)
+    aims = (record.budget_bytes + carried, record.budget_bytes + carried // 2, UNLIMITED_BYTES)
+    return [dataclasses.replace(at_once(record), aim_bytes=n) for n in aims]
 
 
 def at_once(record: Record) -> Wish:

@@ -405,7 +405,7 @@ def test_looks_take_no_longer_than_the_compile_once_something_keeps_the_budget(
         assert choice.record.hlo is not None
         # Not for the least that a refusal names.
         times[choice.record.hlo.limited] = sum(w == PLAIN or w.budget_bytes == BUDGET for w in asked)
-    refused = 7 + len(TRIES.ratios) - 3
+    refused = 8 + len(TRIES.ratios) - 3
     assert times == {True: BACKENDS["cuda"].looks, False: refused}
 
 

@@ -94,7 +94,9 @@ class Storage:
             self._greedy = GreedyFusion(self._graph, self.results, needed)
             self._inner, self._ends = self._greedy.inner, self._greedy.stored
         self._kernels = self._reading_kernels(needed) if self._greedy is None else {}
-        self._several = self._read_at_several_places(needed) if self._backend.fuses_products else set[Var]()
+        self._several = set[Var]()
+        if as_xla and self._backend.fuses_products:
+            self._several = self._read_at_several_places(needed)
         self._walk(needed)
         if self._backend.fuses_greedily and not as_xla:
             # Which kernels read a value is known now: it need not be stored for those behind one that is.
