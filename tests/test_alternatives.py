@@ -15,12 +15,13 @@ import pytest
 from coop_jax import callback, known, looks, relowering, tries
 from coop_jax.alternatives import OtherWays
 from coop_jax.known import Known
-from coop_jax.record import Record, with_hlo
+from coop_jax.record import UNLIMITED_BYTES, Record, with_hlo
 from coop_jax.registry import Choice
 from coop_jax.relowering import PLAIN, Plain, Variant, Wish
 from coop_jax.replacing import Calls, does_the_same, signature
 from coop_jax.tries import TRIES
 from passes.backend import BACKENDS
+from passes.cost import DEVICES
 from passes.hlo import proto
 from passes.ir import Status
 from passes.jaxpr.calibration import ROUNDED, STRICT, UNCALIBRATED, Calibration
@@ -334,6 +335,31 @@ def test_looks_for_pages_leave_those_that_a_request_without_host_memory_has(
     assert choice.record.hlo is not None
     assert choice.record.hlo.cost_ns == 1200
     assert sum(w != KERNELS for w in asked) >= BACKENDS["cuda"].looks
+
+
+def test_what_is_planned_and_not_compiled_is_no_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU there is one, and a plan that promises no less is not compiled."""
+    asked = asked_of(monkeypatch, lambda w: dear(1200) if w == KERNELS else None)
+    record = dataclasses.replace(missed(kernels_ns=1100), device_name="h200")
+    choice = ways().choose(record, dear(1500), MODULE)
+    assert BACKENDS["cuda"].looks == 1
+    assert asked[0] != KERNELS
+    assert choice.record.hlo is not None
+    assert choice.record.hlo.cost_ns == 1200
+
+
+def test_for_pages_recompute_aims_for_what_the_link_carries_then_for_half_of_it() -> None:
+    record = dataclasses.replace(planned(), device_name="h200")
+    link = DEVICES["h200"].host_link
+    assert link is not None
+    second = dataclasses.replace(OUTCOME, cost_ns=10**9, host_budget_bytes=1 << 60)
+    whole, half, everything = (w.aim_bytes for w in tries.less_recomputed(record, second))
+    assert (whole, half) == (
+        BUDGET + round(link.to_host_bytes_per_second / 3),
+        BUDGET + round(link.to_host_bytes_per_second / 3) // 2,
+    )
+    assert everything == UNLIMITED_BYTES
+    assert not tries.less_recomputed(record, dataclasses.replace(second, host_budget_bytes=0))
 
 
 @pytest.mark.parametrize(("found_ns", "taken"), [(1200, True), (1400, False)])
