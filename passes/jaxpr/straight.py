@@ -36,8 +36,8 @@ class StraightConfig:
     Attributes:
         level_ratio: the bytes of a depth as a share of those of the one above it.
         most_candidates: how many plans are evaluated for one budget.
-        much_dearer_ratio: where what fits costs so much more than the first depth, XLA may be kept from merging
-            small dots instead: coupling layers at a quarter, 2.04 of the program's time, then 1.29. It costs
+        much_dearer_ratio: where what fits costs so much more than the first depth, XLA may be kept from
+            merging small dots: coupling layers at a quarter, 2.04 of the program's time, then 1.29. It costs
             time that is not foreseen: a LoRA within its checkpoint's bytes .99 of it, not .92.
         near_overhead: what a plan may cost above the bound for the search to end. An estimate misses by more.
     """
