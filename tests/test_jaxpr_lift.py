@@ -244,10 +244,13 @@ def test_time_is_that_of_the_kernels_that_xla_makes_for_a_gpu(h200: str, fn: Any
 def test_what_branches_is_stored_where_xla_for_a_gpu_would_compute_it_at_several_places(h200: str):
     """An associative scan: each level's interleaved rows are read at two places by the level above."""
 
-    def recurrence(a: Any, b: Any) -> Any:
-        return lax.associative_scan(lambda one, two: (one[0] * two[0], two[0] * one[1] + two[1]), (a, b))
+    def step(one: Any, two: Any) -> Any:
+        return one[0] * two[0], two[0] * one[1] + two[1]
 
-    specs = [jax.ShapeDtypeStruct((64, 8, 4096), jnp.float32)] * 2
+    def recurrence(a: Any, b: Any) -> Any:
+        return lax.associative_scan(step, (a, b), axis=1)
+
+    specs = [jax.ShapeDtypeStruct((8, 64, 4096), jnp.float32)] * 2
     compiled = aot.lower_for(jax.jit(recurrence), specs, device=h200).compile()
     seen = lifted(recurrence, *specs, as_xla=True).seen
     assert seen.cost_ns == pytest.approx(aot.run_ns(compiled, DEVICES["h200"]), rel=0.15)
