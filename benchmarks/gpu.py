@@ -79,7 +79,7 @@ class Row:
         estimated_ns: of the final kernels.
         step_ms: measured, the median.
         spread: of the steps that counted, the longest over the shortest.
-        loss: after the last step.
+        loss: after the warm-up, whose steps are as many for every way.
         compile_s: tracing, planning and compiling, beside other compiles; the plain one tunes most kernels.
         recomputed: how many ops and kernels run again.
         kernels: as `benchmarks.gpu_kernels.Kernel` has them.
