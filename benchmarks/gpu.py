@@ -24,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,19 +32,21 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".95")
 
 import jax
 from jax.experimental import serialize_executable
 
 import coop_jax as coop
 from benchmarks import gpu_kernels, models
-from benchmarks.models import PLAIN, Model, program
+from benchmarks.models import PLAIN, Model, Program, program
 from coop_jax import aot
 from coop_jax.errors import CoopError, error_from_text
 from coop_jax.text import format_bytes, format_table
 from passes.backend import CPU
 
-# Written plainly: they need optax and nothing else. Sizes are such that a step takes tens of milliseconds.
+# By default those written plainly, which need optax and nothing else. A step takes tens of milliseconds; what
+# has no sizes here has those for an H200, and needs the packages of the extra "models".
 SIZES: dict[str, dict[str, Any]] = {
     "llama_1b": {"layers": 12, "width": 2048, "inner": 8192, "heads": 32, "groups": 8}
     | {"seq": 2048, "batch": 2, "vocab": 32000, "dtype": "bfloat16"},
@@ -129,8 +132,20 @@ class Asked:
 def sized(name: str, small: bool) -> Model:
     """A program of the corpus with the sizes of this benchmark, or those for a CPU."""
     model = models.find(name)
-    sizes = model.sizes["cpu"] if small else {**model.sizes.get("h200", {}), **SIZES[name]}
+    sizes = model.sizes["cpu"] if small else {**model.sizes.get("h200", {}), **SIZES.get(name, {})}
     return dataclasses.replace(model, sizes={"gpu": sizes})
+
+
+def compile_flat(made: Program) -> jax.stages.Compiled:
+    """A step from and to a list of arrays: not every tree that holds them can be kept in a file."""
+    state, batch = made.specs()
+    _, tree = jax.tree.flatten(state)
+
+    def step(leaves: list[jax.Array], batch: Any) -> tuple[list[jax.Array], jax.Array]:
+        after, loss = made.step(tree.unflatten(leaves), batch)
+        return jax.tree.leaves(after), loss
+
+    return jax.jit(step, donate_argnums=0).lower(jax.tree.leaves(state), batch).compile()
 
 
 def compile_one(asked: Row, small: bool, file: Path) -> Row:
@@ -142,7 +157,7 @@ def compile_one(asked: Row, small: bool, file: Path) -> Row:
         made = program(model, "gpu", around=coop.remat(budget=asked.budget_bytes, host=asked.host))
     begin = time.perf_counter()
     try:
-        compiled = jax.jit(made.step, donate_argnums=0).lower(*made.specs()).compile()
+        compiled = compile_flat(made)
     except Exception as error:  # every failure is a row
         found = error if isinstance(error, CoopError) else error_from_text(str(error))
         return dataclasses.replace(asked, error=str(found or error).strip().partition("\n")[0])
@@ -171,7 +186,8 @@ def run_some(rows: Sequence[tuple[Row, Path]], small: bool) -> Iterator[Row]:
         for row, file in sorted(rows, key=lambda pair: pair[0].total_bytes or 0):
             try:
                 compiled = serialize_executable.deserialize_and_load(*pickle.loads(file.read_bytes()))
-                yield _run(row, compiled, *jax.block_until_ready(initial(jax.random.key(0))))
+                state, batch = jax.block_until_ready(initial(jax.random.key(0)))
+                yield _run(row, compiled, jax.tree.leaves(state), batch)
             except Exception as error:  # such as no memory: the others count all the same
                 yield dataclasses.replace(row, error=str(error).strip().partition("\n")[0])
 
@@ -243,7 +259,7 @@ def without_coop(asked: Asked) -> list[Row]:
     """The ways that need no budget, the plain one first."""
     by_hand = HAND if models.find(asked.model).per_block else ()
     rivals = [Row(model=asked.model, way=way) for way in (PLAIN, *by_hand)]
-    return [*rivals, *([dataclasses.replace(rivals[0], profiled=True)] if asked.profiled else [])]
+    return [*rivals, *(dataclasses.replace(row, profiled=True) for row in rivals if asked.profiled)]
 
 
 def with_coop(asked: Asked, found: Sequence[Row]) -> list[Row]:
@@ -289,9 +305,10 @@ def run_all(
 
         with ThreadPoolExecutor(max(1, jobs // 2)) as each:
             found = list(each.map(compiled, asked))
-        for rows in pool.map(run, found):
-            for row in rows:
-                say(row)
+        with ThreadPoolExecutor(2) as pair:  # one is loaded while another runs: more would take its CPU cores
+            for rows in pair.map(run, found):
+                for row in rows:
+                    say(row)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -302,7 +319,7 @@ def table(rows: Sequence[Row]) -> str:
     for row in sorted((r for r in rows if not r.profiled), key=lambda r: _rank(r, *order)):
         base = plain[row.model]
         if row.step_ms is None or row.total_bytes is None or row.estimated_ns is None:
-            lines.append((row.model, row.way, row.error or "refused", *[""] * 7))
+            lines.append((row.model, row.way, textwrap.shorten(row.error, 60) or "refused", *[""] * 7))
             continue
         peak = "" if row.peak_bytes is None else format_bytes(row.peak_bytes, exact=False)
         lines.append(
@@ -347,10 +364,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="*", default=list(SIZES), choices=SIZES)
+    parser.add_argument("--models", nargs="*", default=list(SIZES), choices=models.names())
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     parser.add_argument("--fractions", nargs="*", type=float, default=FRACTIONS, help="budgets, of plain")
-    parser.add_argument("--profiled", nargs="*", default=[], choices=SIZES, help="their kernels, too")
+    parser.add_argument(
+        "--profiled", nargs="*", default=[], choices=models.names(), help="their kernels, too"
+    )
     parser.add_argument("--jobs", type=int, default=8, help="ways that are compiled at once")
     parser.add_argument("--minutes", type=float, default=7, help="nothing that is compiled begins after that")
     parser.add_argument("--compile", help=argparse.SUPPRESS)

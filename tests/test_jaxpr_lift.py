@@ -232,8 +232,9 @@ def gated(x: Any, w: Any) -> Any:
         (adam, [jax.ShapeDtypeStruct((1024, 1024), jnp.float32)] * 4),
         (gated, [jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)] * 2),
         (summed_in_float32, [jax.ShapeDtypeStruct((1024, 1024), d) for d in (jnp.bfloat16, jnp.float32)]),
+        (lambda x: x > 0, [jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)]),
     ],
-    ids=["an update of three", "what reads a product", "a product of two types"],
+    ids=["an update of three", "what reads a product", "a product of two types", "a mask"],
 )
 def test_time_is_that_of_the_kernels_that_xla_makes_for_a_gpu(h200: str, fn: Any, specs: list[Any]):
     compiled = aot.lower_for(jax.jit(fn), specs, device=h200).compile()

@@ -1,7 +1,6 @@
 """A transformer with the Pallas attention that JAX ships, its layers scanned or unrolled.
 
-On the CPU the kernels are interpreted. There is no size for an absent GPU: lowering Pallas's Triton kernels
-asks a real one what it can do.
+On the CPU the kernels are interpreted; for GPUs Triton compiles them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ with warnings.catch_warnings():
     from jax.experimental.pallas.ops.gpu.attention import BlockSizes, mha
 
 
-def layer(w: dict[str, Any], x: jax.Array, heads: int, tile: int) -> jax.Array:
+def layer(w: dict[str, Any], x: jax.Array, heads: int, tile: int, interpret: bool) -> jax.Array:
     """One layer; x is [batch, seq, width]."""
     batch, seq, width = x.shape
     qkv = (layer_norm(w["norm1"], x) @ w["qkv"]).reshape(batch, seq, 3, heads, width // heads)
@@ -28,7 +27,7 @@ def layer(w: dict[str, Any], x: jax.Array, heads: int, tile: int) -> jax.Array:
     scale = (width // heads) ** -0.5
     mixed = mha(
         qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], None, sm_scale=scale, causal=True, block_sizes=sizes,
-        interpret=True,
+        interpret=interpret,
     )  # fmt: skip
     x = x + mixed.reshape(x.shape) @ w["out"]
     return x + jax.nn.gelu(layer_norm(w["norm2"], x) @ w["up"]) @ w["down"]
@@ -36,7 +35,7 @@ def layer(w: dict[str, Any], x: jax.Array, heads: int, tile: int) -> jax.Array:
 
 def net(
     blocks: Blocks, *, scanned: bool, layers: int, width: int, heads: int, seq: int, batch: int, vocab: int,
-    tile: int,
+    tile: int, interpret: bool = True, dtype: str = "float32",
 ) -> Net:  # fmt: skip
     """The model; `tile` is the side of a kernel's blocks."""
     shapes = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width)}
@@ -58,7 +57,8 @@ def net(
         }
 
     def loss(params: dict[str, Any], tokens: jax.Array) -> jax.Array:
-        block = blocks.wrap(lambda x, w: layer(w, x, heads, tile))
+        params = jax.tree.map(lambda p: p.astype(dtype), params)
+        block = blocks.wrap(lambda x, w: layer(w, x, heads, tile, interpret))
         x = params["embed"][tokens]
         if scanned:
             x, _ = lax.scan(lambda x, w: (block(x, w), None), x, params["layers"])
@@ -73,12 +73,19 @@ def net(
 SMALL: dict[str, Any] = {
     "layers": 6, "width": 128, "heads": 2, "seq": 128, "batch": 4, "vocab": 256, "tile": 64,
 }  # fmt: skip
+LARGE: dict[str, Any] = {
+    "layers": 12, "width": 1024, "heads": 16, "seq": 2048, "batch": 8, "vocab": 32000, "tile": 64,
+    "interpret": False, "dtype": "bfloat16",
+}  # fmt: skip
 MODELS = tuple(
     Model(
         name=f"pallas_{name}",
         source="jax.experimental.pallas.ops.gpu.attention.mha",
         net=net,
-        sizes={"cpu": SMALL | {"scanned": name == "scan"}},
+        sizes={
+            "cpu": SMALL | {"scanned": name == "scan"},
+            "h200": LARGE | {"scanned": name == "scan"},
+        },
     )
     for name in ("scan", "unrolled")
 )

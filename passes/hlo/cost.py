@@ -4,7 +4,8 @@ A kernel moves the bytes it really reads and writes: a fusion that only slices a
 an update in place writes the update, as a scatter does (rows of an embedding's gradient took 2 us on an
 H100, the whole would take 500). Dots and convolutions, alone, in fusions or as library calls, add
 2 * M * N * K flops at the width of their operands; elementwise work and reductions add a flop for an element,
-transcendental functions `EXPENSIVE_FLOPS`. Loops count their body times the trip count where the module says
+transcendental functions `EXPENSIVE_FLOPS`; XLA:GPU's kernels of elementwise work write so many elements in a
+second at most. Loops count their body times the trip count where the module says
 it, and an assumed one where it does not. Copies to and from the host run beside the kernels, in two queues at
 the rates of the device's link: what counts is how long the program waits for them. Other copies that are
 started go into a TPU's memory on the chip, beside the kernels, too: their bytes are counted where they are
@@ -18,7 +19,7 @@ from math import gcd, prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from passes.cost import ASSUMED_ITERATIONS, EXPENSIVE_FLOPS, DeviceModel, kernel_ns, kernel_pj
+from passes.cost import ASSUMED_ITERATIONS, EXPENSIVE_FLOPS, DeviceModel, is_unaligned, kernel_ns, kernel_pj
 from passes.hlo import graph
 from passes.hlo.graph import HOST, VIEWS, Computation, Instruction, Module
 
@@ -35,6 +36,7 @@ _NO_ARITHMETIC = _FREE | {
     "dynamic-slice", "dynamic-update-slice", "fusion", "gather", "iota", "pad", "reshape", "reverse",
     "scaled-dot", "slice", "transpose",
 }  # fmt: skip
+_PRODUCTS = ("gemm", "matmul")
 _UPDATES = frozenset({"dynamic-update-slice", "scatter"})
 # What a TPU's compiler writes for a stack that a loop will fill, and for what it knows of values.
 _NO_KERNELS = frozenset({"AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound"})
@@ -55,19 +57,21 @@ def instruction_ns(
         return max(computation_ns(module, module.computations[c], device) for c in instruction.called)
     if opcode == "while":
         return sum(_loop_times_ns(module, instruction, device))
-    nbytes, flops, bits, vector_flops = _work(module, computation, instruction)
-    return kernel_ns(device, nbytes=nbytes, matrix_flops=flops, bits=bits, vector_flops=vector_flops)
+    work, nbytes = _work(module, computation, instruction)
+    return kernel_ns(
+        device, nbytes=nbytes, matrix_flops=work.matrix_flops, unaligned_flops=work.unaligned_flops,
+        bits=work.bits, vector_flops=work.vector_flops,
+        elements=work.elements if instruction.proto.fusion_kind == "kLoop" else 0,
+    )  # fmt: skip
 
 
-def _work(module: Module, computation: Computation, instruction: Instruction) -> tuple[int, int, int, int]:
-    """Bytes, matrix flops, the width of their operands in bits, and elementwise flops of a kernel."""
+def _work(module: Module, computation: Computation, instruction: Instruction) -> tuple[_Work, int]:
+    """What a kernel does, and the bytes that it moves."""
     if instruction.opcode == "fusion":
         work = _fused_work(module, module.computations[instruction.called[0]])
-        nbytes = work.written_bytes + work.read_bytes(instruction.operands)
-        return nbytes, work.matrix_flops, work.bits, work.vector_flops
-    nbytes = _written(computation, instruction) + sum(_read(computation, instruction))
-    flops, bits = _flops(module, computation, instruction)
-    return nbytes, flops, bits, _vector_flops(module, computation, instruction)
+        return work, work.written_bytes + work.read_bytes(instruction.operands)
+    work = _own_work(module, computation, instruction)
+    return work, work.written_bytes + sum(work.used_bytes)
 
 
 def instruction_pj(
@@ -87,8 +91,8 @@ def instruction_pj(
         inner = [computation_pj(module, module.computations[c], device) for c in instruction.called]
         iterations = trip_count(module, instruction) if opcode == "while" else 1
         return iterations * (max(inner) if opcode == "conditional" else sum(inner))
-    nbytes, flops, bits, _ = _work(module, computation, instruction)
-    return kernel_pj(device, nbytes=nbytes, matrix_flops=flops, bits=bits)
+    work, nbytes = _work(module, computation, instruction)
+    return kernel_pj(device, nbytes=nbytes, matrix_flops=work.matrix_flops, bits=work.bits)
 
 
 def computation_pj(module: Module, computation: Computation, device: DeviceModel) -> int:
@@ -201,12 +205,20 @@ def _integer(constant: Instruction) -> int | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _FusedWork:
-    """What the kernel of a fused computation does; `used_bytes` is of each parameter."""
+class _Work:
+    """What a kernel does.
+
+    Attributes:
+        written_bytes, elements: of its results; the elements of the largest.
+        used_bytes: of each parameter of a fused computation, or each distinct operand.
+        matrix_flops, unaligned_flops, bits, vector_flops: as `passes.cost.kernel_ns` has them.
+    """
 
     written_bytes: int
+    elements: int
     used_bytes: tuple[int, ...]
     matrix_flops: int
+    unaligned_flops: int
     bits: int
     vector_flops: int
 
@@ -219,35 +231,75 @@ class _FusedWork:
 
 
 # A module is looked at several times, and each of its plans; what is fused stays as it is.
-_WORK: WeakKeyDictionary[Computation, _FusedWork] = WeakKeyDictionary()
+_WORK: WeakKeyDictionary[Computation, _Work] = WeakKeyDictionary()
 
 
-def _fused_work(module: Module, fused: Computation) -> _FusedWork:
+def _own_work(module: Module, computation: Computation, instruction: Instruction) -> _Work:
+    """Of an instruction that is a kernel of its own."""
+    flops, bits = _flops(module, computation, instruction)
+    return _Work(
+        written_bytes=_written(computation, instruction),
+        elements=_elements(computation, instruction),
+        used_bytes=tuple(_read(computation, instruction)),
+        matrix_flops=flops,
+        unaligned_flops=_unaligned_flops(module, computation, instruction),
+        bits=bits,
+        vector_flops=_vector_flops(module, computation, instruction),
+    )
+
+
+def _fused_work(module: Module, fused: Computation) -> _Work:
     if fused not in _WORK:
         users = fused.users()
-        flops = [_flops(module, fused, i) for i in fused.by_id.values()]
-        _WORK[fused] = _FusedWork(
-            written_bytes=_written_by_fusion(module, fused),
+        inside = list(fused.by_id.values())
+        flops = [_flops(module, fused, i) for i in inside]
+        results = _results(module, fused)
+        _WORK[fused] = _Work(
+            written_bytes=sum(nbytes for nbytes, _ in results),
+            elements=max((elements for _, elements in results), default=0),
             used_bytes=tuple(_used_bytes(module, fused, users, p) for p in fused.parameters()),
             matrix_flops=sum(f for f, _ in flops),
+            unaligned_flops=sum(_unaligned_flops(module, fused, i) for i in inside),
             bits=max((b for f, b in flops if f), default=32),
-            vector_flops=sum(_vector_flops(module, fused, i) for i in fused.by_id.values()),
+            vector_flops=sum(_vector_flops(module, fused, i) for i in inside),
         )
     return _WORK[fused]
 
 
-def _written_by_fusion(module: Module, fused: Computation) -> int:
-    total = 0
+def _results(module: Module, fused: Computation) -> list[tuple[int, int]]:
+    """Bytes and elements that a fusion writes of each result."""
+    found = []
     for at in fused.results():
         while at.opcode in ("bitcast", "reshape"):
             at = fused.by_id[at.operands[0]]
-        if at.opcode in _UPDATES:
-            total += _written(fused, at)
-        elif at.opcode == "fusion":
-            total += _fused_work(module, module.computations[at.called[0]]).written_bytes
+        if at.opcode == "fusion":
+            inner = _fused_work(module, module.computations[at.called[0]])
+            found.append((inner.written_bytes, inner.elements))
         elif at.opcode != "parameter":
-            total += at.shape.total_nbytes
-    return total
+            found.append((_written(fused, at), _elements(fused, at)))
+    return found
+
+
+def _elements(computation: Computation, instruction: Instruction) -> int:
+    """That are written of the largest part of a result."""
+    made = [leaf.count for _, leaf in instruction.shape.leaves() if not leaf.is_tuple]
+    if instruction.opcode in _UPDATES:
+        made = [computation.by_id[o].shape.count for o in _parts(instruction)]
+    return max(made, default=0)
+
+
+def _unaligned_flops(module: Module, computation: Computation, instruction: Instruction) -> int:
+    """Matrix flops of a kernel in products of matrices, rows of one of which are no whole words."""
+    if instruction.opcode == "fusion":
+        return _fused_work(module, module.computations[instruction.called[0]]).unaligned_flops
+    target = instruction.proto.custom_call_target
+    if instruction.opcode != "dot" and not any(name in target for name in _PRODUCTS):
+        return 0
+    operands = [computation.by_id[o].shape for o in instruction.operands[:2]]
+    results = [leaf for _, leaf in instruction.shape.leaves() if not leaf.is_tuple]
+    shapes = [s for s in (*operands, *results[:1]) if s.layout]
+    unaligned = any(is_unaligned(s.dims[s.layout[0]], s.element_bits) for s in shapes)
+    return _flops(module, computation, instruction)[0] if unaligned else 0
 
 
 def _written(computation: Computation, instruction: Instruction) -> int:
@@ -375,7 +427,7 @@ def _library_flops(computation: Computation, instruction: Instruction) -> tuple[
         if "BackwardInput" in target:
             return _convolution(instruction, shapes[0], shapes[1])
         return _convolution(instruction, leaves[0], shapes[1])
-    if "gemm" in target or "matmul" in target or "dot" in target.lower():
+    if any(name in target for name in _PRODUCTS) or "dot" in target.lower():
         left, right, out = shapes[0], shapes[min(1, len(shapes) - 1)], leaves[0]
         # M * K, K * N and M * N (times the batch B) give (B * M * N * K)^2 = left * right * out * B.
         batch = prod(out.dims[:-2])

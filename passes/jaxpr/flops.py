@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import NamedTuple
 
-from passes.cost import ASSUMED_ITERATIONS, EXPENSIVE_FLOPS
+from passes.cost import ASSUMED_ITERATIONS, EXPENSIVE_FLOPS, is_unaligned
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of
 from passes.jaxpr.compat import JaxprEqn
@@ -28,15 +29,30 @@ _SENT = {
 }  # fmt: skip
 
 
-def matrix_work(eqns: Sequence[JaxprEqn]) -> tuple[int, int]:
-    """Matrix flops of some equations, and the operand width in bits of the largest of them."""
-    total, largest, bits = 0, 0, 32
-    for eqn in eqns:
-        flops, width = _eqn_work(eqn)
-        total += flops
-        if flops > largest:
-            largest, bits = flops, width
-    return total, bits
+class MatrixWork(NamedTuple):
+    """Of dots and convolutions.
+
+    Attributes:
+        flops: 2 per multiply-add.
+        bits: width of the operands; of the largest, if there are several.
+        unaligned_flops: in products whose rows are no whole words (`passes.cost.is_unaligned`).
+    """
+
+    flops: int = 0
+    bits: int = 32
+    unaligned_flops: int = 0
+
+    def times(self, iterations: int) -> MatrixWork:
+        """The same so often."""
+        return MatrixWork(self.flops * iterations, self.bits, self.unaligned_flops * iterations)
+
+
+def matrix_work(eqns: Sequence[JaxprEqn]) -> MatrixWork:
+    """What some equations multiply."""
+    each = [_eqn_work(eqn) for eqn in eqns]
+    largest = max(each, key=lambda work: work.flops, default=MatrixWork())
+    bits = largest.bits if largest.flops else 32
+    return MatrixWork(sum(w.flops for w in each), bits, sum(w.unaligned_flops for w in each))
 
 
 def iterations_of(eqn: JaxprEqn) -> int:
@@ -62,8 +78,12 @@ def vector_work(eqn: JaxprEqn, kind: Kind) -> int:
     if kind not in (Kind.FUSIBLE, Kind.REDUCTION):
         said = eqn.params.get("cost_estimate")
         return 0 if said is None else EXPENSIVE_FLOPS * int(said.transcendentals)
-    avals = [v.aval for v in (*compat.variables(eqn.invars), *eqn.outvars)]
-    return flops_per_element(eqn) * max((int(getattr(a, "size", 0)) for a in avals), default=0)
+    return flops_per_element(eqn) * largest_size((*compat.variables(eqn.invars), *eqn.outvars))
+
+
+def largest_size(values: Sequence[compat.Var]) -> int:
+    """Elements of the largest; 0 of what has none, such as a token."""
+    return max((int(getattr(v.aval, "size", 0)) for v in values), default=0)
 
 
 def flops_per_element(eqn: JaxprEqn) -> int:
@@ -85,18 +105,20 @@ def sent_bytes(eqn: JaxprEqn) -> int:
     return abs(times) * sum(compat.aval_nbytes(v.aval) for v in (eqn.invars if times > 0 else eqn.outvars))
 
 
-def _eqn_work(eqn: JaxprEqn) -> tuple[int, int]:
+def _eqn_work(eqn: JaxprEqn) -> MatrixWork:
     name = eqn.primitive.name
     if name == "dot_general":
-        lhs = array_of(eqn.invars[0])
+        lhs, rhs, out = map(array_of, (*eqn.invars, *eqn.outvars))
         (contracting, _), _ = eqn.params["dimension_numbers"]
-        depth = prod(lhs.shape[d] for d in contracting)
-        return 2 * prod(array_of(eqn.outvars[0]).shape) * depth, 8 * lhs.dtype.itemsize
+        flops = 2 * out.size * prod(lhs.shape[d] for d in contracting)
+        rows = [(a.shape[-1], 8 * a.dtype.itemsize) for a in (lhs, rhs, out) if a.shape]
+        unaligned = any(is_unaligned(row, bits) for row, bits in rows)
+        return MatrixWork(flops, 8 * lhs.dtype.itemsize, flops if unaligned else 0)
     if name == "conv_general_dilated":
         lhs, rhs = map(array_of, eqn.invars)
         out_features = rhs.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
         depth = prod(rhs.shape) // max(out_features, 1)
-        return 2 * prod(array_of(eqn.outvars[0]).shape) * depth, 8 * lhs.dtype.itemsize
+        return MatrixWork(2 * array_of(eqn.outvars[0]).size * depth, 8 * lhs.dtype.itemsize)
     if name == "pallas_call":
         return _pallas_work(eqn)
     if name.startswith("dot_product_attention"):
@@ -104,25 +126,25 @@ def _eqn_work(eqn: JaxprEqn) -> tuple[int, int]:
     return _of_inner(eqn, iterations_of(eqn) if name in CONTROL_FLOW else 1)
 
 
-def _of_inner(eqn: JaxprEqn, iterations: int) -> tuple[int, int]:
+def _of_inner(eqn: JaxprEqn, iterations: int) -> MatrixWork:
     """What is inside an equation, `iterations` times."""
-    flops, bits = max((matrix_work(inner.eqns) for inner in compat.inner_jaxprs(eqn)), default=(0, 32))
-    return flops * iterations, bits
+    each = (matrix_work(inner.eqns) for inner in compat.inner_jaxprs(eqn))
+    return max(each, default=MatrixWork()).times(iterations)
 
 
-def _pallas_work(eqn: JaxprEqn) -> tuple[int, int]:
+def _pallas_work(eqn: JaxprEqn) -> MatrixWork:
     points = prod(n for n in eqn.params["grid_mapping"].grid if isinstance(n, int))
-    flops, bits = _of_inner(eqn, points)
+    inner = _of_inner(eqn, points)
     said = eqn.params["cost_estimate"]
-    return (flops if said is None else int(said.flops)), bits
+    return MatrixWork(inner.flops if said is None else int(said.flops), inner.bits)
 
 
-def _attention_work(eqn: JaxprEqn) -> tuple[int, int]:
+def _attention_work(eqn: JaxprEqn) -> MatrixWork:
     """Products of attention: queries (B, T, N, H) or (B, N, T, H), keys the same with S for T."""
     query, key = map(array_of, eqn.invars[:2])
     if len(query.shape) != 4 or len(key.shape) != 4:
-        return 0, 32
+        return MatrixWork()
     n_keys = key.shape[2 if eqn.params.get("layout") == _BNTH else 1]
     name = eqn.primitive.name.removesuffix("_wrapper")
     products = _ATTENTION.get(name, _ATTENTION["dot_product_attention"])
-    return 2 * products * prod(query.shape) * n_keys, 8 * query.dtype.itemsize
+    return MatrixWork(2 * products * query.size * n_keys, 8 * query.dtype.itemsize)

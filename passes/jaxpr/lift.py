@@ -16,16 +16,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from passes.backend import BACKENDS
-from passes.cost import DeviceModel, kernel_ns, kernel_pj
+from passes.cost import DeviceModel, kernel_pj
 from passes.ir import Buffer, BufferId, Op, OpId, Program
 from passes.jaxpr import compat
 from passes.jaxpr.canonical import with_canonical_products
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
-from passes.jaxpr.flops import iterations_of, matrix_work, said_bytes, sent_bytes, vector_work
+from passes.jaxpr.flops import iterations_of
 from passes.jaxpr.hoisted import hoisted
 from passes.jaxpr.in_place import (
     IN_PLACE,
-    UPDATES,
     aliased,
     carries_shared,
     result_storage,
@@ -33,12 +32,13 @@ from passes.jaxpr.in_place import (
     written_over,
 )
 from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.kernel_costs import KernelCosts
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.merged_dots import with_merged_dots
 from passes.jaxpr.moved import moved
 from passes.jaxpr.primitives import CONTROL_FLOW, Kind
-from passes.jaxpr.purity import has_effect, moves_memory
-from passes.jaxpr.rolled_bits import moved_bytes, state_bytes
+from passes.jaxpr.purity import has_effect
+from passes.jaxpr.rolled_bits import state_bytes
 from passes.jaxpr.simplify import (
     with_converted_operands,
     with_wide_operands,
@@ -46,9 +46,9 @@ from passes.jaxpr.simplify import (
     without_repeats,
     without_rounding,
 )
-from passes.jaxpr.split_dots import split_bytes, sum_ns
+from passes.jaxpr.split_dots import split_bytes
 from passes.jaxpr.split_sums import read_in_parts
-from passes.jaxpr.storage import WHOLE, Storage
+from passes.jaxpr.storage import Storage
 from passes.jaxpr.stored import read_rounded, stored_bytes
 from passes.jaxpr.together import Together
 from passes.reach import reached
@@ -160,18 +160,19 @@ class _Lift:
         self.jaxpr, self.kinds, self.results = storage.jaxpr, storage.kinds, storage.results
         self.device, self.as_xla = device, as_xla
         self.rounded = read_rounded(self.jaxpr, self.kinds) if rounded else frozenset[Var]()
-        self.vector_flops = list(map(vector_work, self.jaxpr.eqns, self.kinds))
         stacks = () if carried is None else compat.variables(self.jaxpr.outvars[carried[1] :])
         kept = () if carried is None else compat.variables(self.jaxpr.outvars[: carried[1]])
         self.stacked = {*stacks}.difference(kept)
-        # A planner may run each kernel again alone.
-        joins = as_xla and BACKENDS[device.platform].reads_together
-        self.together = Together(self.kinds, stacks) if joins else None
+        self.stacks = frozenset(stacks)
 
     def build(self) -> LiftedJaxpr:
         roots = [i for i in range(len(self.jaxpr.eqns)) if self._is_root(i)]
         bodies = {root: self._body(root) for root in roots}
         self.in_parts = read_in_parts(self.storage, roots, self.device)
+        # A planner may run each kernel again alone.
+        joins = self.as_xla and BACKENDS[self.device.platform].reads_together
+        together = Together(self.kinds, self.stacks) if joins else None
+        self.costs = KernelCosts(self.storage, self.device, self.in_parts, together)
         buffer_of: dict[Var, BufferId] = {}
         var_of: list[Var] = []
         given = (*self.jaxpr.constvars, *self.jaxpr.invars)
@@ -255,14 +256,9 @@ class _Lift:
         eqn = self.jaxpr.eqns[root]
         outvars = [v for v in eqn.outvars if not isinstance(v, compat.DropVar)]
         opaque = any(self.kinds[i] is Kind.OPAQUE or has_effect(self.jaxpr.eqns[i]) for i in body)
-        reads, joined = self.storage.kernel_reads(root), False
-        if self.together is not None:
-            of_product = any(self.kinds[i] in WHOLE for i in body)
-            reads, joined = self.together.unread(root, eqn, reads, of_product=of_product)
-        inside = eqn.primitive.name in CONTROL_FLOW
-        cost_ns, energy_pj = (
-            self._inner_cost(eqn) if inside else self._kernel_cost(root, body, outvars, reads, joined)
-        )
+        cost_ns, energy_pj = self.costs.of_kernel(root, body, outvars)
+        if eqn.primitive.name in CONTROL_FLOW:
+            cost_ns, energy_pj = self._inner_cost(eqn)
         return Op(
             id=op_id,
             inputs=leaves,
@@ -275,41 +271,6 @@ class _Lift:
             source=compat.source_line(eqn),
             energy_pj=energy_pj,
         )
-
-    def _kernel_cost(
-        self, root: int, body: tuple[int, ...], outvars: Sequence[Var], reads: dict[Var, int], joined: bool
-    ) -> tuple[int, int]:
-        """Time and energy of one kernel, the time of what it sends to other devices, too; a copy to or from
-        the host is none.
-
-        Args:
-            reads: what it reads, but for what another kernel that XLA joins it to has read.
-            joined: True if there is one.
-        """
-        eqn = self.jaxpr.eqns[root]
-        if moves_memory(eqn):
-            return 0, 0
-        is_saved = compat.checkpoint_name_of(eqn) is not None and self.kinds[root] is Kind.OPAQUE
-        nbytes = said_bytes(eqn)
-        if nbytes is None:
-            written_bytes = sum(compat.aval_nbytes(v.aval) for v in outvars)
-            if self.storage.is_update(eqn):
-                part = eqn.invars[UPDATES[eqn.primitive.name]]
-                written_bytes = min(written_bytes, compat.aval_nbytes(part.aval))
-                # What makes the part writes it, too, as it does the slice of a scan's stack.
-                joined |= eqn.primitive.name == "dynamic_update_slice"
-            nbytes = sum(reads.values()) + (split_bytes(eqn, self.device) or written_bytes)
-            nbytes += moved_bytes(eqn, self.device)
-        nbytes = 0 if is_saved else nbytes
-        flops, bits = matrix_work([self.jaxpr.eqns[i] for i in body if self.kinds[i] in WHOLE])
-        vector_flops = sum(self.vector_flops[i] for i in body)
-        kernel = kernel_ns(
-            self.device, nbytes=nbytes, matrix_flops=flops, bits=bits, vector_flops=vector_flops
-        )
-        kernel -= self.device.launch_ns if joined else 0
-        kernel += sum_ns(eqn, self.device, sum(self.in_parts.get(v, 0) for v in outvars))
-        kernel += round(1e9 * sent_bytes(eqn) / self.device.link_bytes_per_second)
-        return kernel, kernel_pj(self.device, nbytes=nbytes, matrix_flops=flops, bits=bits)
 
     def _may_share(
         self,

@@ -75,9 +75,9 @@ def enter(closed: ClosedJaxpr) -> Inside | None:
         return None
     mine = {inside.place} if inside.pair is None else {inside.place, inside.pair.place}
     others = [eqn for i, eqn in enumerate(inside.jaxpr.eqns) if i not in mine]
-    work = inside.eqn.params["mesh"].size * matrix_work(inside.body.eqns)[0]
+    work = inside.eqn.params["mesh"].size * matrix_work(inside.body.eqns).flops
     loops = any(eqn.primitive.name in CONTROL_FLOW for eqn in others)
-    return None if loops or matrix_work(others)[0] > work else inside
+    return None if loops or matrix_work(others).flops > work else inside
 
 
 def _found(jaxpr: Jaxpr) -> Inside | None:
@@ -91,7 +91,7 @@ def _found(jaxpr: Jaxpr) -> Inside | None:
     places_of = [i for i, eqn in enumerate(jaxpr.eqns) if _is_shard_map(eqn)]
     if not places_of:
         return None
-    place = max(places_of, key=lambda i: (matrix_work([jaxpr.eqns[i]])[0], i))
+    place = max(places_of, key=lambda i: (matrix_work([jaxpr.eqns[i]]).flops, i))
     return Inside(jaxpr=jaxpr, place=place, body=_body(jaxpr.eqns[place]))
 
 

@@ -1,0 +1,81 @@
+"""Time and energy of the kernels that a program's stored values are made by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from passes.cost import DeviceModel, kernel_ns, kernel_pj, writing_ns
+from passes.jaxpr import compat
+from passes.jaxpr.compat import Var
+from passes.jaxpr.flops import largest_size, matrix_work, said_bytes, sent_bytes, vector_work
+from passes.jaxpr.in_place import UPDATES
+from passes.jaxpr.primitives import CONTROL_FLOW, INSIDE, Kind
+from passes.jaxpr.purity import moves_memory
+from passes.jaxpr.rolled_bits import moved_bytes
+from passes.jaxpr.split_dots import split_bytes, sum_ns
+from passes.jaxpr.storage import WHOLE, Storage
+from passes.jaxpr.together import Together
+
+
+class KernelCosts:
+    """What the kernels of one jaxpr cost; asked for in their order."""
+
+    def __init__(
+        self, storage: Storage, device: DeviceModel, in_parts: Mapping[Var, int], together: Together | None
+    ) -> None:
+        """
+        Args:
+            storage: what is stored of the jaxpr.
+            in_parts: of products that are stored in parts, how many kernels sum them.
+            together: which kernels XLA makes one of; None where each is one of its own.
+        """
+        self._storage = storage
+        self._device = device
+        self._in_parts = in_parts
+        self._together = together
+        self._vector_flops = list(map(vector_work, storage.jaxpr.eqns, storage.kinds))
+
+    def of_kernel(self, root: int, body: Sequence[int], outvars: Sequence[Var]) -> tuple[int, int]:
+        """Time and energy of one kernel, the time of what it sends to other devices, too.
+
+        A copy to or from the host costs nothing, since it runs beside the kernels; nor does control flow,
+        whose bodies are programs.
+
+        Args:
+            root: the place of its last equation.
+            body: the places of all.
+            outvars: what it makes.
+        """
+        device, kinds = self._device, self._storage.kinds
+        eqn = self._storage.jaxpr.eqns[root]
+        reads, group, joined = self._storage.kernel_reads(root), None, False
+        if self._together is not None:
+            of_product = any(kinds[i] in WHOLE for i in body)
+            reads, group, joined = self._together.unread(root, eqn, reads, of_product=of_product)
+        if moves_memory(eqn) or eqn.primitive.name in CONTROL_FLOW:
+            return 0, 0
+        is_saved = compat.checkpoint_name_of(eqn) is not None and kinds[root] is Kind.OPAQUE
+        nbytes = said_bytes(eqn)
+        if nbytes is None:
+            written_bytes = sum(compat.aval_nbytes(v.aval) for v in outvars)
+            if self._storage.is_update(eqn):
+                part = eqn.invars[UPDATES[eqn.primitive.name]]
+                written_bytes = min(written_bytes, compat.aval_nbytes(part.aval))
+                # What makes the part writes it, too, as it does the slice of a scan's stack.
+                joined |= eqn.primitive.name == "dynamic_update_slice"
+            nbytes = sum(reads.values()) + (split_bytes(eqn, device) or written_bytes)
+            nbytes += moved_bytes(eqn, device)
+        nbytes = 0 if is_saved else nbytes
+        work = matrix_work([self._storage.jaxpr.eqns[i] for i in body if kinds[i] in WHOLE])
+        own_ns = -device.launch_ns + kernel_ns(
+            device, nbytes=nbytes, matrix_flops=work.flops, unaligned_flops=work.unaligned_flops,
+            bits=work.bits, vector_flops=sum(self._vector_flops[i] for i in body),
+        )  # fmt: skip
+        is_update = self._storage.is_update(eqn)
+        elementwise = not is_saved and not is_update and all(kinds[i] in INSIDE for i in body)
+        least_ns = writing_ns(device, largest_size(outvars)) if elementwise else 0
+        ns = max(own_ns, least_ns) if group is None else group.longer_by_ns(own_ns, least_ns)
+        ns += 0 if joined else device.launch_ns
+        ns += sum_ns(eqn, device, sum(self._in_parts.get(v, 0) for v in outvars))
+        ns += round(1e9 * sent_bytes(eqn) / device.link_bytes_per_second)
+        return ns, kernel_pj(device, nbytes=nbytes, matrix_flops=work.flops, bits=work.bits)
