@@ -55,10 +55,11 @@ class KernelCosts:
         if moves_memory(eqn) or eqn.primitive.name in CONTROL_FLOW:
             return 0, 0
         is_saved = compat.checkpoint_name_of(eqn) is not None and kinds[root] is Kind.OPAQUE
+        is_update = self._storage.is_update(eqn)
         nbytes = said_bytes(eqn)
         if nbytes is None:
             written_bytes = sum(compat.aval_nbytes(v.aval) for v in outvars)
-            if self._storage.is_update(eqn):
+            if is_update:
                 part = eqn.invars[UPDATES[eqn.primitive.name]]
                 written_bytes = min(written_bytes, compat.aval_nbytes(part.aval))
                 # What makes the part writes it, too, as it does the slice of a scan's stack.
@@ -71,7 +72,6 @@ class KernelCosts:
             device, nbytes=nbytes, matrix_flops=work.flops, unaligned_flops=work.unaligned_flops,
             bits=work.bits, vector_flops=sum(self._vector_flops[i] for i in body),
         )  # fmt: skip
-        is_update = self._storage.is_update(eqn)
         elementwise = not is_saved and not is_update and all(kinds[i] in INSIDE for i in body)
         least_ns = writing_ns(device, largest_size(outvars)) if elementwise else 0
         ns = max(own_ns, least_ns) if group is None else group.longer_by_ns(own_ns, least_ns)
