@@ -1,6 +1,6 @@
 """Roofline cost of one kernel on one kind of device.
 
-cost = launch + max(flops / peak(dtype) / efficiency, bytes / bandwidth), in integer nanoseconds.
+cost = launch + max(flops / peak(dtype), bytes / bandwidth, elements written / rate), in integer nanoseconds.
 Costs rank plans; they are estimates, never reported as measured time.
 Peaks are the makers' dense figures: NVIDIA's H100, H200, A100 and B200 data sheets; Google Cloud's pages on
 TPU v4, v5e, v5p, v6e and TPU7x. A TPU's figures are of one device as JAX counts them: where a chip has two
