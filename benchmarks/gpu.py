@@ -139,13 +139,13 @@ def sized(name: str, small: bool) -> Model:
 def compile_flat(made: Program) -> jax.stages.Compiled:
     """A step from and to a list of arrays: not every tree that holds them can be kept in a file."""
     state, batch = made.specs()
-    _, tree = jax.tree.flatten(state)
+    given, tree = jax.tree.flatten(state)
 
     def step(leaves: list[jax.Array], batch: Any) -> tuple[list[jax.Array], jax.Array]:
         after, loss = made.step(tree.unflatten(leaves), batch)
         return jax.tree.leaves(after), loss
 
-    return jax.jit(step, donate_argnums=0).lower(jax.tree.leaves(state), batch).compile()
+    return jax.jit(step, donate_argnums=0).lower(given, batch).compile()
 
 
 def compile_one(asked: Row, small: bool, file: Path) -> Row:

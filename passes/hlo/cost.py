@@ -209,13 +209,14 @@ class _Work:
     """What a kernel does.
 
     Attributes:
-        written_bytes, elements: of its results; the elements of the largest.
+        written_bytes: of its results.
+        elements: of the largest result of a fused computation.
         used_bytes: of each parameter of a fused computation, or each distinct operand.
         matrix_flops, unaligned_flops, bits, vector_flops: as `passes.cost.kernel_ns` has them.
     """
 
     written_bytes: int
-    elements: int
+    elements: int = 0
     used_bytes: tuple[int, ...]
     matrix_flops: int
     unaligned_flops: int
@@ -239,7 +240,6 @@ def _own_work(module: Module, computation: Computation, instruction: Instruction
     flops, bits = _flops(module, computation, instruction)
     return _Work(
         written_bytes=_written(computation, instruction),
-        elements=_elements(computation, instruction),
         used_bytes=tuple(_read(computation, instruction)),
         matrix_flops=flops,
         unaligned_flops=_unaligned_flops(module, computation, instruction),

@@ -19,7 +19,7 @@ from typing import Any
 from passes.ir import Op
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
-from passes.jaxpr.flops import flops_per_element, iterations_of
+from passes.jaxpr.flops import flops_per_element, iterations_of, largest_size
 from passes.jaxpr.lift import SLICE_PASSES, lift
 from passes.jaxpr.primitives import FUSING, Kind
 from passes.jaxpr.purity import has_effect, kernel_kind
@@ -231,5 +231,5 @@ def _recomputed(eqn: JaxprEqn, op: Op) -> Recomputed:
 
 def _fused(eqn: JaxprEqn, weight: Weight) -> int:
     """What an equation weighs that is computed inside another kernel."""
-    size = max((int(getattr(v.aval, "size", 0)) for v in eqn.outvars), default=0)
+    size = largest_size(eqn.outvars)
     return weight.of_flops(size * flops_per_element(eqn))
