@@ -12,9 +12,11 @@ from jax import lax
 from jax.extend.core import check_jaxpr
 
 from coop_jax import aot, remat
+from passes.cost import DEVICES
 from passes.jaxpr import compat
-from passes.jaxpr.extremes import compared_whole
+from passes.jaxpr.extremes import compared_whole, masked_by_results
 from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.lift import lift
 from passes.jaxpr.primitives import COMPARED
 
 SPHERES, RAYS, STEPS = 8, 1024, 24
@@ -141,3 +143,44 @@ def test_bodies_of_loops_are_looked_into() -> None:
 def test_other_comparisons_stay(f: Any) -> None:
     jaxpr = opened(f, ROWS)
     assert compared_whole(jaxpr) is jaxpr
+
+
+SPECIAL = jnp.asarray([1.5, 0.0, -0.0, -2.0, jnp.nan, jnp.inf, -jnp.inf, 1e-45], jnp.float32)
+
+
+def test_the_mask_of_a_rectifier_follows_from_what_a_product_reads() -> None:
+    found = masked_by_results(opened(lambda x: (jax.nn.relu(x) @ x, x > 0), SPECIAL))
+    check_jaxpr(found)
+    (barrier,) = (eqn for eqn in found.eqns if eqn.primitive.name == "optimization_barrier")
+    (mask,) = (eqn for eqn in found.eqns if eqn.primitive.name == "gt")
+    (clipped,) = (eqn for eqn in found.eqns if eqn.primitive.name == "max")
+    assert barrier.invars == clipped.outvars
+    assert mask.invars[0] is barrier.outvars[0]
+    np.testing.assert_array_equal(compat.evaluate(compat.close_jaxpr(found, []), [SPECIAL])[1], SPECIAL > 0)
+    alone = opened(lambda x: (jnp.sum(jax.nn.relu(x)), x > 0), SPECIAL)
+    assert masked_by_results(alone) is alone, "no product reads it, so that it need not be there"
+
+
+def test_no_mask_is_stored_beside_what_is_rectified() -> None:
+    """Residual layers with batch norm, as in a ResNet: several kernels read each mask through one gradient.
+
+    XLA:GPU stores that. Where a mask was expected to be stored instead, a ResNet-50 that was planned for
+    4.9 GB of temporaries took 7.5, and 10 % more time in the same bytes.
+    """
+
+    def layer(x: Any, w: Any) -> Any:
+        y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        mean, square = (jnp.mean(v, (0, 1, 2)) for v in (y, y * y))
+        return jax.nn.relu((y - mean) * lax.rsqrt(square - mean**2 + 1e-5) + x)
+
+    def loss(ws: Any, x: Any) -> Any:
+        for w in ws:
+            x = layer(x, w)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    spec = jax.ShapeDtypeStruct
+    ws = [spec((3, 3, 128, 128), jnp.bfloat16)] * 3
+    jaxpr = opened(jax.grad(loss), ws, spec((64, 56, 56, 128), jnp.bfloat16))
+    for as_xla in (True, False):
+        lifted = lift(jaxpr, DEVICES["h200"], as_xla=as_xla)
+        assert "gt" not in {op.name for op in lifted.program.ops}

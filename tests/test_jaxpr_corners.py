@@ -17,9 +17,10 @@ from corners import BODIES, STRAIGHT, N, corners, odd_results, traced
 from jax import lax
 from jax.extend.core import check_jaxpr
 
+from benchmarks import models
 from passes.cost import DEVICES
 from passes.ir import OpId
-from passes.jaxpr import compat, flops, in_place, inline, primitives, purity, simplify, straight
+from passes.jaxpr import compat, flops, in_place, inline, primitives, purity, simplify, stage, straight
 from passes.jaxpr.candidate import JaxprRequest
 from passes.jaxpr.conds import recompute_in_second_cond
 from passes.jaxpr.emit import MOVES, emit
@@ -221,25 +222,17 @@ def test_levels_between_two_depths_and_dots_that_are_not_merged_are_looked_at_be
 
 
 def test_the_sums_of_a_batch_norms_gradient_stay_one_kernel(monkeypatch: pytest.MonkeyPatch):
-    """What a plan for ResNet-50 stores for them XLA:GPU would compute inside; a barrier there parts them."""
-    haiku = pytest.importorskip("haiku", reason="needs dm-haiku: pip install -e '.[test]'")
-
-    def forward(images: jax.Array) -> jax.Array:
-        return haiku.nets.ResNet50(1000)(images, is_training=True).sum()
-
-    net = haiku.without_apply_rng(haiku.transform_with_state(forward))
-    images = jax.ShapeDtypeStruct((256, 224, 224, 3), "bfloat16")
-    weights, state = jax.eval_shape(net.init, jax.random.key(0), images)
-    gradient = jax.grad(lambda weights, state, images: net.apply(weights, state, images)[0])
-    closed = inline.inline_calls(jax.make_jaxpr(gradient)(weights, state, images))
-    jaxpr = compat.without_dead_code(compat.open_jaxpr(closed)[0])
-    as_is = lift(jaxpr, DEVICES["h200"], as_xla=True)
+    """What a plan for a DenseNet stores for them XLA:GPU would compute inside; a barrier there parts them."""
+    pytest.importorskip("optax", reason="needs optax: pip install -e '.[examples]'")
+    step = models.program(models.find("densenet121"), "h200")
+    work = stage.prepare(inline.inline_calls(jax.make_jaxpr(step.step)(*step.specs())))
+    as_is = lift(work.jaxpr, DEVICES["h200"], as_xla=True)
     request = JaxprRequest(
-        budget_bytes=simulate(as_is.program).peak_bytes * 4 // 5,
+        budget_bytes=simulate(as_is.program).peak_bytes * 3 // 5,
         argument_bytes=0, output_bytes=0, alias_bytes=0, device=DEVICES["h200"],
     )  # fmt: skip
     fused = straight.search(as_is, request, 1)
     monkeypatch.setattr(straight, "emit_configs", lambda *args, **kwargs: emit_configs(*args, **kwargs)[-1:])
     parted = straight.search(as_is, request, 1)
     assert max(fused.peak_bytes, parted.peak_bytes) <= request.budget_bytes
-    assert parted.cost_ns > 1.02 * fused.cost_ns
+    assert parted.cost_ns > 1.01 * fused.cost_ns

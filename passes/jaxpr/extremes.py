@@ -6,20 +6,26 @@ once in one kernel, twice in another, and the gradient is lost. (Rays traced to 
 gradients of the centers were half of what they are.) So the comparison is one equation of the elements, which
 computes the extreme for itself; where nothing is recomputed XLA finds that to be the one that there is.
 Of two elements the larger is the one that is not below the other: `x == max(x, y)` is written `x >= y`.
+
+Where `max(x, 0)` is above 0, `x` is: the mask of a rectifier follows from its result, which the next
+product keeps for its gradient anyway. XLA computes it from what was rectified, and keeps that, too. (A
+ResNet-50 in the bytes of `nothing_saveable` took 1.21 of its time on an H200, by estimate, and takes 1.06.)
+Not where XLA rounds what products alone read: in 32 bits the mask would read twice as many bytes.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
+import numpy as np
 from jax import lax
 
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
 from passes.jaxpr.inline import with_flat_bodies
-from passes.jaxpr.primitives import CALLS, COMPARED, CONTROL_FLOW, Kind
+from passes.jaxpr.primitives import CALLS, COMPARED, CONTROL_FLOW, MATRIX, Kind
 from passes.jaxpr.purity import eqn_kind
 
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
@@ -28,6 +34,7 @@ _EXTREMES = frozenset(
      "scatter_min", "sort"}
 )  # fmt: skip
 _OF_TWO = {"max": lax.ge_p, "min": lax.le_p}
+_CLIPS = {"gt": "max", "lt": "min"}
 _PLAIN = (Kind.VIEW, Kind.FUSIBLE, Kind.REDUCTION, Kind.KERNEL)
 # How many equations back an extreme is looked for: a view or two, what makes an index.
 _MOST = 16
@@ -45,6 +52,35 @@ def compared_whole(jaxpr: Jaxpr) -> Jaxpr:
     if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
         return jaxpr
     return compat.without_dead_code(compat.rebuild(jaxpr, eqns=eqns))
+
+
+def masked_by_results(jaxpr: Jaxpr) -> Jaxpr:
+    """An open jaxpr where what was clipped at a constant, and a product reads, is compared with that, and not
+    what it was before. XLA knows the rule, too, and turns it round, so that it is read through a barrier.
+
+    Returns:
+        The same object if there is none.
+    """
+    multiplied: set[Var] = set()
+    for eqn in reversed(jaxpr.eqns):
+        is_view = eqn_kind(eqn) is Kind.VIEW and not multiplied.isdisjoint(eqn.outvars)
+        if is_view or eqn.primitive.name in MATRIX:
+            multiplied.update(compat.variables(eqn.invars))
+    clipped: dict[Hashable, Var] = {}
+    made: list[JaxprEqn] = []
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        value, bound = eqn.invars if name in (*_OF_TWO, *_CLIPS) else (None, None)
+        if isinstance(bound, compat.Literal) and isinstance(value, compat.Var):
+            key = value, _CLIPS.get(name, name), np.asarray(bound.val).tobytes()
+            if name in _OF_TWO and eqn.outvars[0] in multiplied:
+                clipped.setdefault(key, eqn.outvars[0])
+            elif name in _CLIPS and key in clipped:
+                stored = compat.fresh_var(clipped[key])
+                made.append(compat.barrier_eqn([clipped[key]], [stored]))
+                eqn = compat.replaced(eqn, invars=[stored, bound])
+        made.append(eqn)
+    return jaxpr if len(made) == len(jaxpr.eqns) else compat.rebuild(jaxpr, eqns=made)
 
 
 def _whole(eqn: JaxprEqn, producer: Mapping[Var, tuple[int, JaxprEqn]], like: Jaxpr) -> JaxprEqn:

@@ -21,6 +21,7 @@ from passes.ir import Buffer, BufferId, Op, OpId, Program
 from passes.jaxpr import compat
 from passes.jaxpr.canonical import with_canonical_products
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
+from passes.jaxpr.extremes import masked_by_results
 from passes.jaxpr.flops import iterations_of
 from passes.jaxpr.hoisted import hoisted
 from passes.jaxpr.in_place import (
@@ -113,6 +114,8 @@ def as_known(jaxpr: Jaxpr, device: DeviceModel) -> Jaxpr:
     two, and gathers the whole on every device (a sharded Llama: four more gathers, and a tenth of its time).
     """
     backend = BACKENDS[device.platform]
+    if not backend.rounds_products:
+        jaxpr = masked_by_results(jaxpr)
     jaxpr = with_converted_operands(hoisted(without_literal_barriers(jaxpr), device), backend)
     if not backend.fuses_greedily:
         return without_rounding(jaxpr) if backend.drops_rounding else jaxpr

@@ -201,6 +201,7 @@ class Storage:
         self.reads = {v: {v: compat.aval_nbytes(v.aval)} for v in given}
         self._kernel_reads: dict[int, dict[Var, int]] = {}
         self._branching: set[Var] = set()
+        self._undecided: set[Var] = set()
         for i, eqn in enumerate(self.jaxpr.eqns):
             self._decide(i, eqn, needed)
 
@@ -214,7 +215,15 @@ class Storage:
             return
         reads = self.kernel_reads(i)
         # Results of one equation are stored together or not at all.
-        stored = any(self._is_stored(i, eqn, kind, v, reads, needed) for v in eqn.outvars)
+        known = {v: self._is_known_stored(i, eqn, kind, v, reads, needed) for v in eqn.outvars}
+        stored = any(known.values())
+        weighed = [v for v, is_known in known.items() if is_known is None and self._is_read_often(v, reads)]
+        if weighed and not stored and self._is_for_one(eqn) and not self._takes_much(weighed[0], reads):
+            self._undecided.update(eqn.outvars)
+        elif weighed:
+            stored = True
+        elif not stored:
+            reads = self._with_operands_stored(i, reads)
         branches = eqn.primitive.name in BRANCHES or not self._branching.isdisjoint(self.operands[i])
         if branches and not stored:
             # XLA:GPU computes what branches at one place of a kernel.
@@ -234,9 +243,27 @@ class Storage:
             else:
                 self.reads[v] = reads
 
-    def _is_stored(
+    def _is_for_one(self, eqn: JaxprEqn) -> bool:
+        """True for what one elementwise equation alone reads. XLA computes it there, and then weighs whether
+        to store what that makes: no mask is stored for a gradient that is."""
+        readers = [r for v in eqn.outvars for r in self.readers.get(v, ())]
+        return len(readers) == 1 and self.kinds[readers[0]] is Kind.FUSIBLE
+
+    def _with_operands_stored(self, i: int, reads: dict[Var, int]) -> dict[Var, int]:
+        """What the kernels read that compute equation `i`, whose result is not stored: what it alone reads
+        then is, if that is worth it."""
+        operands = self._undecided.intersection(self.operands[i])
+        if not operands:
+            return reads
+        self.stored |= operands
+        self.reads.update({v: {v: compat.aval_nbytes(v.aval)} for v in operands})
+        del self._kernel_reads[i]
+        return self.kernel_reads(i)
+
+    def _is_known_stored(
         self, i: int, eqn: JaxprEqn, kind: Kind, v: Var, reads: dict[Var, int], needed: set[Var]
-    ) -> bool:
+    ) -> bool | None:
+        """Whether a value is stored; None where that is weighed, as several kernels read it."""
         readers = self.readers.get(v, [])
         if v in self.results:
             return True
@@ -253,23 +280,32 @@ class Storage:
             return True
         if kind is Kind.VIEW or self._greedy is not None:
             return False
-        nbytes, kernels = max(compat.aval_nbytes(v.aval), 1), sorted(self._kernels.get(v, ()))
-        if len(kernels) > 1:
-            if self._shares(eqn, v, sum(reads.values())):
-                return True
-            # On a TPU XLA counts all that it is computed from. Counted as on GPUs, of an LSTM's step that was
-            # planned for 8.6 MiB XLA made 11.5; it cost 64 % more within half of its bytes, not 25.
-            counts_all = self._backend.fuses_results
-            more = (reads if counts_all else self._only_for(v, reads, kernel) for kernel in kernels)
-            return sum(sum(only.values()) for only in more) > self._traffic_stored(nbytes, reads, kernels)
+        if len(self._kernels.get(v, ())) > 1:
+            return (self._shares(eqn, v, sum(reads.values())) and not self._is_for_one_kernel(v)) or None
+        return self._takes_much(v, reads)
+
+    def _is_read_often(self, v: Var, reads: dict[Var, int]) -> bool:
+        """True if more would be read for a value in several kernels than is stored and read of it."""
+        kernels = sorted(self._kernels[v])
+        # On a TPU XLA counts all that it is computed from. Counted as on GPUs, of an LSTM's step that was
+        # planned for 8.6 MiB XLA made 11.5; it cost 64 % more within half of its bytes, not 25.
+        counts_all = self._backend.fuses_results
+        more = (reads if counts_all else self._only_for(v, reads, kernel) for kernel in kernels)
+        nbytes = max(compat.aval_nbytes(v.aval), 1)
+        return sum(sum(only.values()) for only in more) > self._traffic_stored(nbytes, reads, kernels)
+
+    def _takes_much(self, v: Var, reads: dict[Var, int]) -> bool:
+        """True if several stored values, much larger than `v`, would wait for a kernel that computes it of
+        them; XLA does not ask. Arguments are there anyway."""
         if self._as_xla:
             return False
-        # Arguments are there anyway.
         kept = {leaf: n for leaf, n in reads.items() if leaf in self.producer}
-        if len(kept) <= 2 or sum(kept.values()) <= ONE_READER_RATIO * nbytes:
+        most_bytes = ONE_READER_RATIO * max(compat.aval_nbytes(v.aval), 1)
+        if len(kept) <= 2 or sum(kept.values()) <= most_bytes:
             return False
-        only = self._only_for(v, kept, kernels[0]) if kernels else kept
-        return sum(only.values()) > ONE_READER_RATIO * nbytes
+        kernels = self._kernels.get(v)
+        only = self._only_for(v, kept, min(kernels)) if kernels else kept
+        return sum(only.values()) > most_bytes
 
     def _traffic_stored(self, nbytes: int, reads: Mapping[Var, int], kernels: Sequence[int]) -> float:
         """How many bytes read inside of `kernels` are worth storing a value: by XLA:GPU's own sum those of
@@ -312,6 +348,23 @@ class Storage:
             return traffic > SHARED_RATIO * nbytes or self._graph.row_length(v) is not None
         is_widened = is_expensive(eqn.primitive.name) and traffic < nbytes
         return is_widened and self._is_of_few_rows(v)
+
+    def _is_for_one_kernel(self, v: Var) -> bool:
+        """True if XLA makes one kernel of those that compute an elementwise value, and so does not store it:
+        of elementwise ones of which neither follows from the other, and whose results no sum takes in. The
+        gradient of a GELU and the GELU that is run again for it are one."""
+        first, last = sorted(self._kernels[v])
+        are_elementwise = all(self.kinds[k] is Kind.FUSIBLE for k in (first, last))
+        if not (self._backend.reads_together and are_elementwise) or last - first > MOST_INSIDE:
+            return False
+        summed = [r for u in self.jaxpr.eqns[last].outvars for r in self.readers.get(u, ())]
+        if any(self.kinds[r] is Kind.REDUCTION for r in summed):
+            return False
+        following = {*self.jaxpr.eqns[first].outvars}
+        for k in range(first + 1, last + 1):
+            if not following.isdisjoint(self.operands[k]):
+                following.update(self.jaxpr.eqns[k].outvars)
+        return following.isdisjoint(self.jaxpr.eqns[last].outvars)
 
     def _is_of_few_rows(self, v: Var) -> bool:
         """True for values of a softmax whose rows do not fill the device, or the tiles that they are read in.
