@@ -9,13 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 from jax.extend.core import check_jaxpr
 
 from coop_jax import aot, remat
 from passes.jaxpr import compat
-from passes.jaxpr.own_constants import with_own_constants
+from passes.jaxpr.own_constants import with_own_constants, with_own_zeros
 
+LAYOUT = ("NHWC", "HWIO", "NHWC")
 SPEC = jax.ShapeDtypeStruct((64, 256), jnp.float32)
 
 
@@ -92,3 +94,43 @@ def test_variances_of_layers_leave_no_constants_in_memory():
         assert not kernels_that_read_constants(limited)
         for a, b in zip(limited(args, x), plain(args, x), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def pooled(x: Any, padding: str) -> Any:
+    """A maximum, or a minimum, over windows of what is rectified."""
+    most = lax.reduce_window(jax.nn.relu(x), -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), padding)
+    least = lax.reduce_window(x, jnp.inf, lax.min, (1, 2, 2, 1), (1, 1, 1, 1), padding)
+    return jnp.sum(jnp.sin(most)) + jnp.sum(jnp.sin(least))
+
+
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+def test_gradients_of_maxima_over_windows_go_into_zeros_of_their_own(padding: str):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 9, 8, 3)), jnp.float32)
+    jaxpr, _ = compat.open_jaxpr(jax.make_jaxpr(jax.grad(lambda x: pooled(x, padding)))(x))
+    own = with_own_zeros(jaxpr)
+    check_jaxpr(own)
+    assert names(jaxpr).count("select_and_scatter_add") == names(own).count("select_and_scatter") == 2
+    assert with_own_zeros(own) is own
+    expected, found = (compat.evaluate(compat.close_jaxpr(each, []), [x])[0] for each in (jaxpr, own))
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_no_zeros_wait_for_the_gradient_of_a_maximum_over_windows(h200: str):
+    """XLA wrote 49 MiB of zeros before all else, for a rectifier, its gradient and what is scattered."""
+
+    def loss(ws: Any, x: Any) -> Any:
+        first, *others = ws
+        y = jax.nn.relu(lax.conv_general_dilated(x, first, (1, 1), "SAME", dimension_numbers=LAYOUT))
+        y = lax.reduce_window(y, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+        for w in others:
+            y = jnp.tanh(lax.conv_general_dilated(y, w, (1, 1), "SAME", dimension_numbers=LAYOUT))
+        return jnp.mean(y.astype(jnp.float32) ** 2)
+
+    spec = jax.ShapeDtypeStruct
+    ws = [spec((3, 3, 64, 64), jnp.bfloat16)] * 6
+    specs = ws, spec((64, 112, 112, 64), jnp.bfloat16)
+    plain = aot.lower_for(jax.jit(jax.grad(loss)), specs, device=h200).compile()
+    budget = int(aot.memory(plain).total_bytes * 0.8)
+    compiled = aot.lower_for(jax.jit(remat(jax.grad(loss), budget=budget)), specs, device=h200).compile()
+    entry = compiled.as_text().split("ENTRY")[1]
+    assert len(re.findall(r" = bf16\[64,112,112,64\]\S* (?:broadcast|fusion)\(\)", entry)) <= 1

@@ -15,15 +15,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import prod
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 from passes.jaxpr import compat
-from passes.jaxpr.avals import array_of, dtype_name, form_of, is_bitcast
+from passes.jaxpr.avals import array_of, dtype_name, is_bitcast
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
-from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.inline import traced_for
 from passes.jaxpr.rewrite import convert_eqn, reshape_eqn, with_operands_in
 from passes.jaxpr.simplify import says_types
 
@@ -224,10 +223,4 @@ def _without_groups(eqn: JaxprEqn) -> list[JaxprEqn]:
         own = group == lax.broadcasted_iota(jnp.int32, split, feature)
         return jnp.sum(jnp.where(own, lax.reshape(whole, split), 0), batch, dtype=whole.dtype)
 
-    operands, result = compat.variables(eqn.invars), eqn.outvars[0]
-    with compat.at_source_of(eqn):
-        closed = jax.make_jaxpr(dense)(*(jax.ShapeDtypeStruct(*form_of(v)) for v in operands))
-    jaxpr, _ = compat.open_jaxpr(inline_calls(closed))
-    made = dict(zip((*jaxpr.invars, *compat.variables(jaxpr.outvars)), (*operands, result), strict=True))
-    renamed = (compat.rename_inputs(inner, made) for inner in jaxpr.eqns)
-    return [inner.replace(outvars=[made.get(v, v) for v in inner.outvars]) for inner in renamed]
+    return traced_for(eqn, dense)

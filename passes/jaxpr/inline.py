@@ -17,7 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+from jax import Array
+
 from passes.jaxpr import compat
+from passes.jaxpr.avals import form_of
 from passes.jaxpr.compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.primitives import CALLS, CONTROL_FLOW
 from passes.jaxpr.rewrite import bodies_of, consts_as_literals, with_bodies, with_equations
@@ -150,3 +154,14 @@ def _write(env: dict[Var, Atom], var: Var, *, fresh: bool) -> Var:
         env[var] = new = compat.fresh_var(var)
         return new
     return var
+
+
+def traced_for(eqn: JaxprEqn, function: Callable[..., Array]) -> list[JaxprEqn]:
+    """The equations of a function of the operands of `eqn`, variables all, that make its one result."""
+    operands, result = compat.variables(eqn.invars), eqn.outvars[0]
+    with compat.at_source_of(eqn):
+        closed = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(*form_of(v)) for v in operands))
+    jaxpr, _ = compat.open_jaxpr(inline_calls(closed))
+    made = dict(zip((*jaxpr.invars, *compat.variables(jaxpr.outvars)), (*operands, result), strict=True))
+    renamed = (compat.rename_inputs(inner, made) for inner in jaxpr.eqns)
+    return [inner.replace(outvars=[made.get(v, v) for v in inner.outvars]) for inner in renamed]

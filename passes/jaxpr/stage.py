@@ -27,7 +27,7 @@ from passes.jaxpr.halves import Joined, Split, closed_halves, join
 from passes.jaxpr.lift import lift_seen
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.order import run_bytes
-from passes.jaxpr.own_constants import with_own_constants
+from passes.jaxpr.own_constants import with_own_constants, with_own_zeros
 from passes.jaxpr.primitives import LOOPS
 from passes.jaxpr.scans.choice import all_recomputed
 from passes.jaxpr.shards import Inside, enter
@@ -175,7 +175,7 @@ def emit[Written](work: Work[Written], planned: Planned, request: JaxprRequest) 
     if not planned.outcome.changed:
         return work.source
     in_library = BACKENDS[request.device.platform].fuses_greedily
-    return work.written(planned.candidate, with_own_constants if in_library else lambda jaxpr: jaxpr)
+    return work.written(planned.candidate, with_own_constants if in_library else with_own_zeros)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
