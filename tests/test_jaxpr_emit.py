@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jax.extend.core import check_jaxpr
 
 import coop_jax as coop
+from coop_jax import aot
 from passes.cost import DEVICES
 from passes.ir import OpId, Program
 from passes.jaxpr import compat, freedom
@@ -329,3 +330,33 @@ def test_updates_run_before_barriers_that_were_written_before_them() -> None:
     planned = jax.jit(coop.remat(step, budget=0.7))
     for got, wanted in zip(planned(weights, x), jax.jit(step)(weights, x), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("approximate", [True, False], ids=["tanh", "erf"])
+def test_what_is_run_again_and_its_gradient_are_one_kernel(h200: str, approximate: bool) -> None:
+    """Layers of a GELU between two products, in the bytes of their checkpoints: 1.42 of the time by hand
+    where a weight's gradient stood between the GELU and its own, 1.08 where XLA was expected to store what
+    both share."""
+
+    def layer(w: Any, x: Any) -> Any:
+        up, down = (v.astype(jnp.bfloat16) for v in w)
+        return x + jax.nn.gelu(x @ up, approximate=approximate) @ down
+
+    def step(state: Any, x: Any, wrap: Any = lambda f: f) -> Any:
+        def loss(ws: Any) -> Any:
+            y = x
+            for w in ws:
+                y = wrap(layer)(w, y)
+            return jnp.sum(y.astype(jnp.float32) ** 2)
+
+        moments = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state[1], jax.grad(loss)(state[0]))
+        return jax.tree.map(lambda w, m: w - 0.01 * m, state[0], moments), moments
+
+    spec = jax.ShapeDtypeStruct
+    ws = [(spec((512, 2048), jnp.float32), spec((2048, 512), jnp.float32))] * 4
+    specs = (ws, ws), spec((8192, 512), jnp.bfloat16)
+    by_hand = jax.jit(lambda state, x: step(state, x, jax.checkpoint), donate_argnums=0)
+    hand = aot.lower_for(by_hand, specs, device=h200).compile()
+    planned = jax.jit(coop.remat(step, budget=aot.memory(hand).total_bytes), donate_argnums=0)
+    compiled = aot.lower_for(planned, specs, device=h200).compile()
+    assert aot.run_ns(compiled, DEVICES["h200"]) <= aot.run_ns(hand, DEVICES["h200"])

@@ -2,7 +2,7 @@
 
 XLA merges equal expressions and schedules freely, so recompute written in a jaxpr holds only if its
 inputs pass through an `optimization_barrier`. Every slot with recomputes gets ONE barrier over the stored
-values that its recomputes read and a trigger: the value that arrived last before the slot. All later readers
+values that its recomputes read and a trigger: a value that arrived late before the slot. All later readers
 of these values read the barrier's results; without that XLA prunes the dependence on the trigger and runs
 every recompute early. Where XLA runs early what reads nothing but arguments, such a recompute opens a
 barrier of its own with those that follow it: nothing else makes it wait for what is run before it.
@@ -15,8 +15,10 @@ a barrier computes its elementwise chains from there. The program's own barriers
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 
 from passes.ir import BufferId, OpId, Program
 from passes.jaxpr import compat
@@ -141,7 +143,13 @@ class _Emitter:
         self.readers, self.runs = _when(lifted.program, steps)
         self.products = _made_by(lifted, MATRIX, but_for=config.apart)
         self.transposed = _made_by(lifted, ("transpose",))
-        self.made_at: dict[tuple[int, tuple[int, ...]], int] = {}
+        # Whose present copy has passed a barrier.
+        self.behind: set[BufferId] = set()
+        # How many kernels have run, and which of them everything follows from, as bits.
+        self.n_runs = 0
+        self.runs_before: dict[Var, int] = {}
+        # For shared equations of a version: the step and the run that compute them first.
+        self.made_at: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
         # For what is shared and follows from arguments alone: where it is in `made`.
         self.tables: dict[int, tuple[int | Var, ...]] = {}
         self.step = self.reached = 0
@@ -238,19 +246,24 @@ class _Emitter:
         return b in self.arguments or self.run_at[b] >= 0
 
     def _part_from_distant_kernels(self, op_id: OpId) -> None:
-        """A barrier before an op that would share an expensive value with a kernel far away.
+        """A barrier before an op that would share an expensive value with a kernel far away, or with one that
+        it follows from.
 
         Tables, such as the sines of positions, stay stored, but XLA:GPU makes one kernel of many that read
         the same one, where none follows from another: of all layers' gradients behind a rotary embedding,
-        say, which weights' gradients then wait for. Behind the barrier it is not the same.
+        say, which weights' gradients then wait for. Behind the barrier it is not the same. Of two that are
+        near one kernel is what is wanted: of a GELU that is run again and its gradient. Where one follows
+        from the other XLA would store what they share.
         """
         operands: dict[BufferId, None] = {}
         tables: list[int] = []
+        op = self.lifted.program.ops[op_id]
+        follows = self._before(self.current[b] for b in op.inputs)
         for i in self.lifted.bodies[op_id][:-1]:
-            if i not in self.config.shared:
+            if i not in self.config.shared or (made_at := self.made_at.get(self._key(i))) is None:
                 continue
-            made_at = self.made_at.get(self._key(i))
-            if made_at is None or self.step - made_at <= self.config.reach:
+            step, run = made_at
+            if self.step - step <= self.config.reach and not follows >> run & 1:
                 continue
             stored = [b for b in self.lifted.leaves[i] if b not in self.arguments]
             operands.update(dict.fromkeys(stored))
@@ -259,6 +272,10 @@ class _Emitter:
         if operands or tables:
             trigger = self._trigger(op_id, set())
             self._barrier(list(operands | ({} if trigger is None else {trigger: None})), tables)
+
+    def _before(self, variables: Iterable[Var]) -> int:
+        """The runs of kernels that some variables follow from, as bits."""
+        return reduce(or_, (self.runs_before.get(v, 0) for v in variables), 0)
 
     def _hold_back(self, op_id: OpId) -> None:
         """A barrier before an op that XLA could otherwise run, or merge with its like, at any time."""
@@ -272,13 +289,16 @@ class _Emitter:
         return i, tuple(self.version[b] for b in self.lifted.leaves[i])
 
     def _trigger(self, before: OpId, made: set[BufferId]) -> BufferId | None:
-        """The stored value that was run last and is still read from `before` on, and that is not ready from
-        the start: to wait for that is not to wait; one that is no product if there was room ever since it was
-        made for what waits for it.
+        """What `before` waits for anyway: to wait for something else would take XLA the freedom to make one
+        kernel of what is recomputed and its gradient. Else the stored value that was run last and is still
+        read from `before` on, and that is not ready from the start: to wait for that is not to wait; one that
+        is no product if there was room ever since it was made for what waits for it.
 
         XLA gives what passes a barrier the layout of its shape. It would write many a product transposed, for
         what follows elementwise; that becomes a kernel of its own (TinyLlama on an H200: 15 of 182 ms).
         """
+        if (read := self._read_anyway(before, made)) is not None:
+            return read
         product = None
         for at, step, b in reversed(self.runs_made):
             if self.run_at[b] != at or b in made or b in self.transposed or b in self.ready:
@@ -289,6 +309,15 @@ class _Emitter:
                 return b if product is None or self._has_room_since(step) else product
             product = b if product is None else product
         return product
+
+    def _read_anyway(self, before: OpId, made: set[BufferId]) -> BufferId | None:
+        """The last that `before` waits for beside what is recomputed for it; None if that may cost a copy."""
+        inputs = self.lifted.program.ops[before].inputs
+        waits = [b for b in inputs if b not in made and b not in self.ready and self.run_at[b] >= 0]
+        last = max(waits, key=lambda b: (self.run_at[b], b), default=None)
+        if last in self.transposed or (last in self.products and last not in self.behind):
+            return None
+        return last
 
     def _has_room_since(self, step: int) -> bool:
         """True if what runs next would exceed the plan's peak at no step after `step`."""
@@ -313,13 +342,15 @@ class _Emitter:
         operands = [*(self.current[b] for b in buffers), *(v for key in made for v in self.made[key])]
         results = [compat.fresh_var(v) for v in operands]
         self.eqns.append(compat.barrier_eqn(operands, results))
+        self.runs_before.update(dict.fromkeys(results, self._before(operands)))
         behind = dict(zip(operands, results, strict=True))
         for b in buffers:
             self.current[b] = behind[self.current[b]]
             self.version[b] += 1
+            self.behind.add(b)
         for i, key in zip(tables, made, strict=True):
             self.made[key] = [behind[v] for v in self.made[key]]
-            self.made_at[self._key(i)] = self.step
+            self.made_at[self._key(i)] = self.step, self.n_runs
 
     def _run_op(self, op_id: OpId, *, is_recompute: bool = False) -> None:
         body, first = self.lifted.bodies[op_id], len(self.eqns)
@@ -328,18 +359,22 @@ class _Emitter:
             operands = self._operands(i, local)
             made = self._append_once(i, operands)
             if i in self.config.shared:
-                self.made_at.setdefault(self._key(i), self.step)
+                self.made_at.setdefault(self._key(i), (self.step, self.n_runs))
                 self.tables[i] = (i, *compat.variables(operands))
             local.update(zip(self.lifted.jaxpr.eqns[i].outvars, made, strict=True))
         root = body[-1]
         append = self._append if is_recompute else self._append_once
         outvars = append(root, self._operands(root, local))
         run: list[BufferId] = []
+        follows = self._before(self.current[b] for b in self.lifted.program.ops[op_id].inputs)
+        self.runs_before.update(dict.fromkeys(outvars, follows | 1 << self.n_runs))
+        self.n_runs += 1
         for v, new in zip(self.lifted.jaxpr.eqns[root].outvars, outvars, strict=True):
             if not isinstance(v, compat.DropVar):
                 b = self.lifted.buffer_of[v]
                 self.current[b] = self.final[b] = new
                 self.version[b] += 1
+                self.behind.discard(b)
                 self.run_at[b] = len(self.eqns)
                 run.append(b)
         step = self.reached if is_recompute else self.step
