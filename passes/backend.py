@@ -138,7 +138,7 @@ CUDA = Backend(
     name="cuda", aliases=("gpu", "rocm"), alignment=256, sharing="emitters",
     library="jax_plugins.xla_cuda13", default_device="h100", takes_thunks=True,
     splits_small_dots=True, fuses_normalisation=True, drops_rounding=True, reads_together=True,
-    launch_ns=1000, merges_dots_bytes=128 << 20, fuses_products=True, computes_scattered=True,
+    launch_ns=1000, merges_dots_bytes=136 << 20, fuses_products=True, computes_scattered=True,
     host_pool_bytes=64 << 30, awaits_at_once=True,
 )  # fmt: skip
 TPU = Backend(

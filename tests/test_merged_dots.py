@@ -51,6 +51,9 @@ CASES = {
     "narrow both": (both, (4096, 1024), (1024, 16), (1024, 24)),
     "large": (both, (32768, 1024), (1024, 1024), (1024, 1024)),
     "large and small": (both, (32768, 1024), (1024, 1024), (1024, 128)),
+    "just large": (both, (7680, 1024), (1024, 4096), (1024, 4096)),
+    "nearly large": (both, (7168, 1024), (1024, 4096), (1024, 4096)),
+    "large operands": (both, (5120, 4096), (4096, 4096), (4096, 4096)),
     "heads": (heads, (4, 512, 1024), (1024, 16, 64), (1024, 16, 64)),
     "batched": (batched, (4, 512, 512), (4, 512, 256), (4, 512, 256)),
     "second operand": (swapped, (1024, 1024), (2048, 1024), (4096, 1024)),
@@ -70,7 +73,7 @@ def test_xla_makes_one_of_as_many_products(h200: str, case: str) -> None:
 
 def small(case: str) -> tuple[Callable[..., Any], list[Any]]:
     function, *shapes = CASES[case]
-    sizes = {32768: 24, 4096: 16, 2048: 8, 1024: 64, 512: 64, 256: 64, 128: 64}
+    sizes = {32768: 24, 7680: 24, 7168: 24, 5120: 24, 4096: 16, 2048: 8, 1024: 64, 512: 64, 256: 64, 128: 64}
     keys = jax.random.split(jax.random.key(0), len(shapes))
     return function, [
         jax.random.normal(key, [sizes.get(n, n) for n in shape])

@@ -26,6 +26,7 @@ from passes.jaxpr.rewrite import reshape_eqn
 
 # A product of fewer columns is not joined with a wider one.
 _NARROW = 64
+_SUM_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +90,9 @@ def _products(place: int, eqn: JaxprEqn) -> Iterator[_Product]:
     if params.pop("out_sharding") is not None or len(summed[0]) != 1 or not is_led:
         return
     del params["dimension_numbers"]
-    nbytes = sum(compat.aval_nbytes(v.aval) for v in (*eqn.invars, *eqn.outvars))
+    # Its sums are in 32 bits until they are rounded.
+    result = max(compat.aval_nbytes(eqn.outvars[0].aval), _SUM_BYTES * array_of(eqn.outvars[0]).size)
+    nbytes = result + sum(compat.aval_nbytes(v.aval) for v in eqn.invars)
     n_free = [len(array_of(v).shape) - len(leading) - 1 for v in eqn.invars]
     for side in range(2):
         other = array_of(eqn.invars[1 - side])
