@@ -1,0 +1,30 @@
+"""The drawn networks: that each can be traced, and what the table says of them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from benchmarks.random_blocks import Row, drawn, table
+
+
+def test_every_drawn_network_has_a_step() -> None:
+    for seed in range(12):
+        net = drawn(seed)
+        state, x = net.specs()
+        assert jax.tree.structure(jax.eval_shape(net.step, state, x)) == jax.tree.structure(state)
+        assert drawn(seed) == net
+
+
+def test_the_table_names_what_was_refused_first() -> None:
+    kept = Row(
+        seed=3, net=str(drawn(3)), device="h200", plain_bytes=1000, plain_ns=100, hand_bytes=500, hand_ns=120,
+        coop_bytes=490, coop_ns=110, commit="abc",
+    )  # fmt: skip
+    refused = dataclasses.replace(kept, seed=4, coop_bytes=0, coop_ns=0)
+    text = table([kept, refused])
+    assert "Of 2 drawn networks 1 were refused" in text
+    *_, first, second = text.strip().splitlines()
+    assert "refused" in first
+    assert "0.917" in second
