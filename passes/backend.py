@@ -71,6 +71,7 @@ class Backend:
         fuses_products: True if what surrounds a product of matrices is computed in its kernel as
             `passes.jaxpr.product_kernels` says.
         computes_scattered: True if what is scattered is computed in the kernel that does it.
+        scatters_maxima: True if XLA makes the gradient of a maximum over windows a scatter into zeros.
         multiplies_mixed: True if XLA multiplies numbers of two types; elsewhere JAX converts them before.
         rounds_products: True if XLA stores what only products of float32 read in bfloat16.
         runs_free_early: True if XLA runs what reads nothing but arguments long before its turn: the products
@@ -120,6 +121,7 @@ class Backend:
     fuses_results: bool = False
     fuses_products: bool = False
     computes_scattered: bool = False
+    scatters_maxima: bool = False
     multiplies_mixed: bool = False
     rounds_products: bool = False
     runs_free_early: bool = False
@@ -139,6 +141,7 @@ CUDA = Backend(
     library="jax_plugins.xla_cuda13", default_device="h100", takes_thunks=True,
     splits_small_dots=True, fuses_normalisation=True, drops_rounding=True, reads_together=True,
     launch_ns=1000, merges_dots_bytes=136 << 20, fuses_products=True, computes_scattered=True,
+    scatters_maxima=True,
     host_pool_bytes=64 << 30, awaits_at_once=True,
 )  # fmt: skip
 TPU = Backend(

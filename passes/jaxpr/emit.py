@@ -145,10 +145,10 @@ class _Emitter:
         self.transposed = _made_by(lifted, ("transpose",))
         # Whose present copy has passed a barrier.
         self.behind: set[BufferId] = set()
-        # How many kernels have run, and which of them everything follows from, as bits.
-        self.n_runs = 0
-        self.runs_before: dict[Var, int] = {}
-        # For shared equations of a version: the step and the run that compute them first.
+        # How many kernels that compute shared equations have run, and which everything follows from, as bits.
+        self.n_sharing = 0
+        self.sharing_before: dict[Var, int] = {}
+        # For shared equations of a version: the step that computes them first, and which of these it is.
         self.made_at: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
         # For what is shared and follows from arguments alone: where it is in `made`.
         self.tables: dict[int, tuple[int | Var, ...]] = {}
@@ -262,8 +262,8 @@ class _Emitter:
         for i in self.lifted.bodies[op_id][:-1]:
             if i not in self.config.shared or (made_at := self.made_at.get(self._key(i))) is None:
                 continue
-            step, run = made_at
-            if self.step - step <= self.config.reach and not follows >> run & 1:
+            step, sharing = made_at
+            if self.step - step <= self.config.reach and not follows >> sharing & 1:
                 continue
             stored = [b for b in self.lifted.leaves[i] if b not in self.arguments]
             operands.update(dict.fromkeys(stored))
@@ -274,8 +274,12 @@ class _Emitter:
             self._barrier(list(operands | ({} if trigger is None else {trigger: None})), tables)
 
     def _before(self, variables: Iterable[Var]) -> int:
-        """The runs of kernels that some variables follow from, as bits."""
-        return reduce(or_, (self.runs_before.get(v, 0) for v in variables), 0)
+        """The kernels with shared equations that some variables follow from, as bits."""
+        return reduce(or_, (self.sharing_before.get(v, 0) for v in variables), 0)
+
+    def _follow(self, made: Sequence[Var], before: int) -> None:
+        if before:
+            self.sharing_before.update(dict.fromkeys(made, before))
 
     def _hold_back(self, op_id: OpId) -> None:
         """A barrier before an op that XLA could otherwise run, or merge with its like, at any time."""
@@ -342,7 +346,7 @@ class _Emitter:
         operands = [*(self.current[b] for b in buffers), *(v for key in made for v in self.made[key])]
         results = [compat.fresh_var(v) for v in operands]
         self.eqns.append(compat.barrier_eqn(operands, results))
-        self.runs_before.update(dict.fromkeys(results, self._before(operands)))
+        self._follow(results, self._before(operands))
         behind = dict(zip(operands, results, strict=True))
         for b in buffers:
             self.current[b] = behind[self.current[b]]
@@ -350,7 +354,7 @@ class _Emitter:
             self.behind.add(b)
         for i, key in zip(tables, made, strict=True):
             self.made[key] = [behind[v] for v in self.made[key]]
-            self.made_at[self._key(i)] = self.step, self.n_runs
+            self.made_at[self._key(i)] = self.step, self.n_sharing
 
     def _run_op(self, op_id: OpId, *, is_recompute: bool = False) -> None:
         body, first = self.lifted.bodies[op_id], len(self.eqns)
@@ -359,16 +363,18 @@ class _Emitter:
             operands = self._operands(i, local)
             made = self._append_once(i, operands)
             if i in self.config.shared:
-                self.made_at.setdefault(self._key(i), (self.step, self.n_runs))
+                self.made_at.setdefault(self._key(i), (self.step, self.n_sharing))
                 self.tables[i] = (i, *compat.variables(operands))
             local.update(zip(self.lifted.jaxpr.eqns[i].outvars, made, strict=True))
         root = body[-1]
         append = self._append if is_recompute else self._append_once
         outvars = append(root, self._operands(root, local))
         run: list[BufferId] = []
-        follows = self._before(self.current[b] for b in self.lifted.program.ops[op_id].inputs)
-        self.runs_before.update(dict.fromkeys(outvars, follows | 1 << self.n_runs))
-        self.n_runs += 1
+        before = self._before(self.current[b] for b in self.lifted.program.ops[op_id].inputs)
+        if not self.config.shared.isdisjoint(body[:-1]):
+            before |= 1 << self.n_sharing
+            self.n_sharing += 1
+        self._follow(outvars, before)
         for v, new in zip(self.lifted.jaxpr.eqns[root].outvars, outvars, strict=True):
             if not isinstance(v, compat.DropVar):
                 b = self.lifted.buffer_of[v]

@@ -85,9 +85,8 @@ def with_own_zeros(jaxpr: Jaxpr) -> Jaxpr:
 
 def _into_own_zeros(eqn: JaxprEqn) -> list[JaxprEqn]:
     """`eqn`, or what does the same as its gradient of a maximum over windows, as JAX writes it for a GPU."""
-    if eqn.primitive is not lax.select_and_scatter_add_p or len(compat.variables(eqn.invars)) < len(
-        eqn.invars
-    ):
+    of_variables = all(map(compat.is_variable, eqn.invars))
+    if eqn.primitive is not lax.select_and_scatter_add_p or not of_variables:
         return [eqn]
     params = eqn.params
     is_max = params["select_prim"] is lax.ge_p
@@ -126,9 +125,8 @@ def _nbytes(v: Var) -> int:
 
 
 def _with_bodies(eqn: JaxprEqn, change: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
-    if eqn.primitive.name not in CONTROL_FLOW or all(
-        change(body) is body for body in compat.inner_jaxprs(eqn)
-    ):
+    is_control_flow = eqn.primitive.name in CONTROL_FLOW
+    if not is_control_flow or all(change(body) is body for body in compat.inner_jaxprs(eqn)):
         return eqn
     return compat.with_inner_jaxprs(eqn, change)
 

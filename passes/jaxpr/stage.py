@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from passes.backend import BACKENDS
+from passes.backend import BACKENDS, Backend
 from passes.cost import DeviceModel
 from passes.dump import dump
 from passes.ir import Status
@@ -174,8 +174,14 @@ def emit[Written](work: Work[Written], planned: Planned, request: JaxprRequest) 
     """The program with what was planned; the very same objects where that changes nothing."""
     if not planned.outcome.changed:
         return work.source
-    in_library = BACKENDS[request.device.platform].fuses_greedily
-    return work.written(planned.candidate, with_own_constants if in_library else with_own_zeros)
+    return work.written(planned.candidate, _finish(BACKENDS[request.device.platform]))
+
+
+def _finish(backend: Backend) -> Finish:
+    """What is done last to what is emitted."""
+    if backend.fuses_greedily:
+        return with_own_constants
+    return with_own_zeros if backend.scatters_maxima else lambda jaxpr: jaxpr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
