@@ -1,7 +1,7 @@
 """Drawn residual networks, in the bytes of `jax.checkpoint` around each of their blocks.
 
     python -m benchmarks.random_blocks                          # 40 of them for an absent H200; 5 minutes
-    python -m benchmarks.random_blocks --first 40 --nets 20 --device v5e
+    python -m benchmarks.random_blocks --first 40 --nets 20 --device h100
     python -m benchmarks.random_blocks --part 1 --parts 2       # every other one; lines are kept, and go on
 
 Compiled, not run. A block is two products with an activation between, with or without biases, a
@@ -160,7 +160,7 @@ def compare(seed: int, device: str) -> Row:
 def table(rows: list[Row]) -> str:
     """The rows as a Markdown table, the dearest beside by hand first, and what they come to."""
     header = ("seed", "network", "device", "bytes of plain", "cost by hand", "coop / by hand", "commit")
-    kept = [row for row in rows if row.coop_ns]
+    planned = [row for row in rows if row.coop_ns]
     refused = [row for row in rows if not row.coop_ns]
     cells = [
         (
@@ -168,10 +168,10 @@ def table(rows: list[Row]) -> str:
             f"{row.hand_ns / row.plain_ns:.3f}",
             f"{row.coop_ns / row.hand_ns:.3f}" if row.coop_ns else "refused", row.commit,
         )
-        for row in (*refused, *sorted(kept, key=lambda row: -row.coop_ns / row.hand_ns))
+        for row in (*refused, *sorted(planned, key=lambda row: -row.coop_ns / row.hand_ns))
     ]  # fmt: skip
-    mean = math.exp(math.fsum(math.log(row.coop_ns / row.hand_ns) for row in kept) / max(len(kept), 1))
-    dearer = sum(row.coop_ns > 1.01 * row.hand_ns for row in kept)
+    mean = math.exp(math.fsum(math.log(row.coop_ns / row.hand_ns) for row in planned) / max(len(planned), 1))
+    dearer = sum(row.coop_ns > 1.01 * row.hand_ns for row in planned)
     head = (
         "Compiled, not run; `python -m benchmarks.random_blocks`. Costs are estimates of final kernels.\n\n"
         f"Of {len(rows)} drawn networks {len(refused)} were refused in the bytes of `jax.checkpoint` around\n"
@@ -181,21 +181,27 @@ def table(rows: list[Row]) -> str:
     return head + format_table(header, cells) + "\n"
 
 
+def kept(lines: Path) -> list[Row]:
+    """What was compared before, in the order of seeds."""
+    text = lines.read_text() if lines.exists() else ""
+    return sorted((Row(**json.loads(line)) for line in text.splitlines()), key=lambda row: row.seed)
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    gpus = sorted(name for name, device in DEVICES.items() if device.platform == "cuda")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--nets", type=int, default=40)
-    parser.add_argument("--device", default="h200", choices=sorted(DEVICES))
+    parser.add_argument("--device", default="h200", choices=gpus)
     parser.add_argument("--part", type=int, default=0)
     parser.add_argument("--parts", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/random_blocks.md"))
     arguments = parser.parse_args()
     lines = arguments.out.with_suffix(".jsonl")
-    rows = [Row(**json.loads(line)) for line in lines.read_text().splitlines()] if lines.exists() else []
-    known = {(row.seed, row.device) for row in rows}
+    known = {(row.seed, row.device) for row in kept(lines)}
     seeds = range(arguments.first + arguments.part, arguments.first + arguments.nets, arguments.parts)
     for seed in seeds:
         if (seed, arguments.device) in known:
@@ -204,8 +210,7 @@ def main() -> None:
         sys.stderr.write(f"{seed} {row.net}: {row.coop_ns / row.hand_ns:.3f}\n")
         with lines.open("a") as file:
             file.write(json.dumps(dataclasses.asdict(row)) + "\n")
-    rows = [Row(**json.loads(line)) for line in lines.read_text().splitlines()]
-    arguments.out.write_text(table(sorted(rows, key=lambda row: row.seed)))
+    arguments.out.write_text(table(kept(lines)))
 
 
 if __name__ == "__main__":
