@@ -84,7 +84,7 @@ class Search:
         """The cheapest way that is found, given what XLA made of the first; else the refusal."""
         first_wish = tries.at_once(self.record)
         self.is_seen(self.record, first_wish)
-        tuned = self.paged(self.tuned(first), hlo_of(first))
+        tuned = self.paged(self.tuned(self.as_by_hand(first)), hlo_of(first))
         if not hlo_of(tuned).status.found:
             return self.instead_of(first)
         tuned = self.with_its_own_kernels(self.with_a_milder_plan(tuned, hlo_of(first)))
@@ -118,6 +118,14 @@ class Search:
             return first
         self.record = dataclasses.replace(whole, jaxpr=variant.record.jaxpr)
         return self._choice(variant)
+
+    def as_by_hand(self, first: Choice) -> Choice:
+        """The blocks under a ready policy, where that may cost less than the first plan, and does."""
+        for asked in tries.by_hand(first, self.record):
+            variant = self._in_time(first, partial(self._look, asked))
+            if variant is not None and rank(variant) < rank(first):
+                return self._choice(variant)
+        return first
 
     def tuned(self, first: Choice) -> Choice:
         """The best of the plans that follow one from the other from what XLA made of the first.

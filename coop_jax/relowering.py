@@ -42,6 +42,7 @@ class Wish:
         aim_bytes: what the jaxpr stage is asked for instead, in the place of the user's budget.
         temp_ratio: the jaxpr stage aims for that part of a function's own temporaries.
         calibration: what it should know of XLA.
+        policy: of `jax.checkpoint`, that the blocks of functions are under instead of a plan; "" for none.
         alone: without the host's memory, whatever the user gives of it.
         traced: True where the program is traced for the wish, so that what is differentiated is planned for
             it; else the plans that are in it already can only stay as they are.
@@ -54,6 +55,7 @@ class Wish:
     aim_bytes: int | None = None
     temp_ratio: float | None = None
     calibration: Calibration = UNCALIBRATED
+    policy: str = ""
     alone: bool = False
     traced: bool = False
     whole: bool = False

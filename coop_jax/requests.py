@@ -121,4 +121,5 @@ def as_wished(
         aim_bytes = request.fixed_bytes + max(1, int(asked.temp_ratio * unplanned().before_temp_bytes))
     else:
         aim_bytes = parts * (asked.aim_bytes or asked.budget_bytes)
-    return dataclasses.replace(request, budget_bytes=aim_bytes, calibration=asked.calibration.of_parts(parts))
+    calibration = asked.calibration.of_parts(parts)
+    return dataclasses.replace(request, budget_bytes=aim_bytes, calibration=calibration, policy=asked.policy)

@@ -9,12 +9,9 @@ import jax
 
 from coop_jax import nnx
 from passes.jaxpr import compat
-from passes.jaxpr.blocks import find_blocks, under_policy
+from passes.jaxpr.blocks import find_blocks, under_policies
 from passes.jaxpr.compat import ClosedJaxpr
 from passes.jaxpr.inline import inline_calls
-from passes.jaxpr.values import ConstraintUnsupported
-
-POLICIES = ("nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable")
 
 
 def natural_rivals(
@@ -39,19 +36,14 @@ def natural_rivals(
     made = jax.make_jaxpr(fn, static_argnums=tuple(static_argnums), return_shape=True)
     traced, shapes = made(*specs, **(kwargs or {}))
     closed, tree = inline_calls(traced), jax.tree.structure(shapes)
-    jaxpr, _ = compat.open_jaxpr(closed)
-    blocks = find_blocks(closed)
+    jaxpr, consts = compat.open_jaxpr(closed)
+    blocks = find_blocks(jaxpr)
     if not blocks or jaxpr.effects:
         return {}
-    rivals: dict[str, Callable[..., Any]] = {}
-    for name in POLICIES:
-        try:
-            rewritten = under_policy(closed, blocks, getattr(jax.checkpoint_policies, name))
-        except ConstraintUnsupported:
-            continue
-        if rewritten is not closed:
-            rivals[f"{blocks}: {name}"] = _function(rewritten, tree, static_argnums)
-    return rivals
+    return {
+        f"{blocks}: {name}": _function(compat.close_jaxpr(rewritten, consts), tree, static_argnums)
+        for name, rewritten in under_policies(jaxpr).items()
+    }
 
 
 def _are_arrays(

@@ -138,7 +138,7 @@ def plan_key(record: Record, asked: Wish) -> Hashable:
     made = record.jaxpr
     return made and (
         made.changed, made.recipe, made.planned_temp_bytes, made.recomputed, made.tightest,
-        asked.calibration.strict, asked.calibration.rounded, asked.alone, asked.whole,
+        asked.policy, asked.calibration.strict, asked.calibration.rounded, asked.alone, asked.whole,
     )  # fmt: skip
 
 
@@ -185,6 +185,8 @@ def said_of(asked: Wish, budget_bytes: int) -> str:
     within = f"for {format_bytes(budget_bytes, exact=False)}"
     if asked.plain:
         return f"compiling the program as it is, {within}"
+    if asked.policy:
+        return f"looking at {asked.policy} around blocks, {within}"
     if asked.temp_ratio is not None:
         return f"planning for {asked.temp_ratio:.0%} of the temporaries, {within}"
     return f"planning once more, {within}"
@@ -231,6 +233,18 @@ def may_cost_less_by_itself(way: Choice | Variant) -> bool:
     if is_missed or backend_of(way.record).fuses_results:
         return planned.kernels_ns <= TRIES.missed_ratio * came_to_ns
     return TRIES.missed_ratio * planned.kernels_ns <= came_to_ns
+
+
+def by_hand(way: Choice | Variant, record: Record) -> list[Wish]:
+    """The blocks of a program under a ready policy of `jax.checkpoint`, where that is expected to take less
+    than what XLA made of a plan. Of what is written by hand less is left to estimates: the kernels are those
+    of the program, one block at a time."""
+    planned = way.record.jaxpr
+    if planned is None or planned.policy_ns is None or record.constraints:
+        return []
+    if hlo_of(way).status.found and planned.policy_ns >= hlo_of(way).run_ns:
+        return []
+    return [dataclasses.replace(at_once(record), policy=planned.policy)]
 
 
 def is_much_deeper(made: Choice, first: Record) -> bool:

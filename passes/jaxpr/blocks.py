@@ -15,22 +15,25 @@ about those of one written by hand (compiled: .82 to 1.11 of them, GPTs and MLPs
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from passes.jaxpr import compat
 from passes.jaxpr.avals import form_of
-from passes.jaxpr.compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
-from passes.jaxpr.constraints import constrain_program
+from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
+from passes.jaxpr.constraints import constrain
 from passes.jaxpr.primitives import CONTROL_FLOW, INSIDE, Kind
 from passes.jaxpr.purity import eqn_kind
 from passes.jaxpr.scans.pairs import find_pairs
-from passes.jaxpr.values import Constraints
+from passes.jaxpr.values import Constraints, ConstraintUnsupported
 
 KEPT = "kept outside of blocks"
+POLICIES = ("nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable")
 # Looking for repeats takes the square of the number of equations; in a longer program nothing is looked for.
 _MOST_EQUATIONS = 20_000
 
@@ -55,9 +58,9 @@ class Blocks:
         return ", ".join([*parts, *(f"a scan of {length}" for length in self.scans)])
 
 
-def find_blocks(closed: ClosedJaxpr) -> Blocks:
+@compat.cached_by_jaxpr
+def find_blocks(jaxpr: Jaxpr) -> Blocks:
     """The natural blocks of a differentiated program, calls inlined; none where nothing is differentiated."""
-    jaxpr, _ = compat.open_jaxpr(closed)
     forward = _forward(jaxpr)
     scans = tuple(
         pair.length for pair in find_pairs(jaxpr) if pair.first in forward and pair.second not in forward
@@ -65,23 +68,31 @@ def find_blocks(closed: ClosedJaxpr) -> Blocks:
     if scans:
         return Blocks(scans=scans)
     places = sorted(forward)
+    kernels = [n for n, i in enumerate(places) if eqn_kind(jaxpr.eqns[i]) not in (*INSIDE, Kind.BARRIER)]
     number: dict[tuple[Any, ...], int] = {}
-    words = np.array([number.setdefault(_word(jaxpr.eqns[i]), len(number)) for i in places])
-    spans = [
-        range(places[span.start], places[span.stop - 1] + 1)
-        for run in _runs(words)
-        for span in _cut(run, [jaxpr.eqns[i] for i in places])
-    ]
-    return Blocks(spans=tuple(s for s in spans if _has_kernel(jaxpr.eqns[i] for i in s if i in forward)))
+    words = np.array([number.setdefault(_word(jaxpr.eqns[places[n]]), len(number)) for n in kernels])
+    borders = _borders(_runs(words), kernels, _carried_bytes(jaxpr, places))
+    spans = tuple(range(places[start], places[stop - 1] + 1) for start, stop in itertools.pairwise(borders))
+    return Blocks(spans=spans)
 
 
-def under_policy(closed: ClosedJaxpr, blocks: Blocks, policy: Callable[..., Any]) -> ClosedJaxpr:
-    """The program with each of its blocks as under `jax.checkpoint(policy=policy)`; itself if it is so.
+def under_policies(jaxpr: Jaxpr) -> dict[str, Jaxpr]:
+    """The program with each of its blocks as under `jax.checkpoint`, by the ready policy that blocks have;
+    without those that change nothing, or ask for what cannot be run twice."""
+    made: dict[str, Jaxpr] = {}
+    if not (blocks := find_blocks(jaxpr)):
+        return made
+    for name in POLICIES:
+        try:
+            written = _under_policy(jaxpr, blocks, getattr(jax.checkpoint_policies, name))
+        except ConstraintUnsupported:
+            continue
+        if written is not jaxpr:
+            made[name] = written
+    return made
 
-    Raises:
-        ConstraintUnsupported: a block holds what cannot be run twice, or the policy offloads.
-    """
-    jaxpr, consts = compat.open_jaxpr(closed)
+
+def _under_policy(jaxpr: Jaxpr, blocks: Blocks, policy: Callable[..., Any]) -> Jaxpr:
     forward, rename = _forward(jaxpr), dict[Var, Atom]()
     kept = _kept(jaxpr, forward, blocks)
     eqns = []
@@ -90,9 +101,10 @@ def under_policy(closed: ClosedJaxpr, blocks: Blocks, policy: Callable[..., Any]
         for v in (v for v in eqn.outvars if v in kept):
             rename[v] = compat.fresh_var(v)
             eqns.append(compat.name_eqn(v, rename[v], KEPT, eqn))
-    named = compat.close_jaxpr(compat.rebuild(jaxpr, eqns=eqns, rename=rename), consts)
-    constrained = constrain_program(named, Constraints(save=(KEPT,), policy=policy))
-    return closed if constrained is named else constrained
+    named = compat.rebuild(jaxpr, eqns=eqns, rename=rename)
+    of_block = {v: n for n, span in enumerate(blocks.spans) for i in span for v in jaxpr.eqns[i].outvars}
+    constrained = constrain(named, Constraints(save=(KEPT,), policy=policy), of_block)
+    return jaxpr if constrained is named else constrained
 
 
 def _forward(jaxpr: Jaxpr) -> set[int]:
@@ -160,29 +172,44 @@ def _longest(words: Any) -> _Run | None:
     return best
 
 
-def _cut(run: _Run, eqns: Sequence[JaxprEqn]) -> list[range]:
-    """The blocks of a run: of all places where they may begin those over whose borders least is carried."""
-    phases = range(run.start, run.stop - run.count * run.period + 1)
+def _borders(runs: Sequence[_Run], kernels: Sequence[int], carried_bytes: Sequence[int]) -> list[int]:
+    """Where blocks begin, and where the last one ends; what lies between two runs is a block, too.
 
-    def spans(phase: int) -> list[range]:
-        return [range(phase + n * run.period, phase + (n + 1) * run.period) for n in range(run.count)]
+    Args:
+        kernels: places of the kernels that the runs are of.
+        carried_bytes: for every place what is carried across it; of all that a border may be at it is where
+            that is least.
+    """
 
+    def least(n: int) -> int:
+        """The best place between the kernels `n - 1` and `n`; the last of the best."""
+        start = kernels[n - 1] + 1 if n else 0
+        stop = kernels[n] if n < len(kernels) else len(carried_bytes) - 1
+        return min(reversed(range(start, stop + 1)), key=lambda place: carried_bytes[place])
+
+    borders: list[int] = []
+    for run in runs:
+        phases = range(run.start, run.stop - run.count * run.period + 1)
+        ways = [[least(first + n * run.period) for n in range(run.count + 1)] for first in phases]
+        borders += min(ways, key=lambda way: sum(carried_bytes[place] for place in way))
+    return list(dict.fromkeys(borders))
+
+
+def _carried_bytes(jaxpr: Jaxpr, places: Sequence[int]) -> list[int]:
+    """For every place between forward equations, and at both ends, the bytes that are made before and read
+    after, in the backward pass, too."""
+    eqns = [jaxpr.eqns[i] for i in places]
     last_read = {v: i for i, eqn in enumerate(eqns) for v in compat.variables(eqn.invars)}
-
-    def carried(phase: int) -> int:
-        return sum(
-            compat.aval_nbytes(v.aval)
-            for span in spans(phase)
-            for i in span
-            for v in eqns[i].outvars
-            if last_read.get(v, -1) >= span.stop
-        )
-
-    return spans(min(phases, key=carried))
-
-
-def _has_kernel(eqns: Iterable[JaxprEqn]) -> bool:
-    return any(eqn_kind(eqn) not in (*INSIDE, Kind.BARRIER) for eqn in eqns)
+    forward = {*places}
+    read = (eqn.invars for i, eqn in enumerate(jaxpr.eqns) if i not in forward)
+    last_read |= dict.fromkeys((v for atoms in read for v in compat.variables(atoms)), len(eqns))
+    changes = [0] * (len(eqns) + 2)
+    for i, eqn in enumerate(eqns):
+        for v in eqn.outvars:
+            if v in last_read:
+                changes[i + 1] += compat.aval_nbytes(v.aval)
+                changes[last_read[v] + 1] -= compat.aval_nbytes(v.aval)
+    return list(itertools.accumulate(changes[:-1]))
 
 
 def _kept(jaxpr: Jaxpr, forward: set[int], blocks: Blocks) -> set[Var]:

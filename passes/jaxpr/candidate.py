@@ -32,6 +32,7 @@ class JaxprRequest(Fixed):
         objective: what is least.
         parts: of how many devices together bytes and times are.
         optional: True where more bytes would do: what misses is given up soon.
+        policy: the ready policy of `jax.checkpoint` that blocks are to be under, instead of a plan; "" for none.
         inside: True for a body of a program whose scans, inner ones, too, are rewritten already.
     """
 
@@ -48,6 +49,7 @@ class JaxprRequest(Fixed):
     parts: int = 1
     optional: bool = False
     inside: bool = False
+    policy: str = ""
 
     @property
     def temp_budget_bytes(self) -> int:
@@ -77,6 +79,7 @@ class Candidate:
         holes_bytes: what holes of XLA's heap would add to that, where they are not counted.
         cost_ns, energy_pj: expected time and energy of what is run.
         plan: None for a program without recomputes.
+        policy: of `jax.checkpoint`, which its blocks are under instead; "" if none is.
         scans: how its pairs of scans were rewritten before it was planned.
         rewritten: True if anything was done to it before it was planned.
         bodies: True if bodies of control flow were planned.
@@ -94,6 +97,7 @@ class Candidate:
     holes_bytes: int = 0
     foreseen: LiftedJaxpr | None = None
     plan: Plan | None = None
+    policy: str = ""
     scans: Level = ()
     rewritten: bool = False
     bodies: bool = False
@@ -103,7 +107,7 @@ class Candidate:
     @property
     def changed(self) -> bool:
         """False for the program as it was."""
-        return self.plan is not None or self.rewritten
+        return self.plan is not None or self.rewritten or bool(self.policy)
 
     @property
     def recipe(self) -> Recipe:
@@ -113,5 +117,5 @@ class Candidate:
             scans=scans if self.rewritten else Scans.NONE,
             bodies=self.bodies,
             on_host=bool(self.paged),
-            recompute=None if self.plan is None else self.plan.planner,
+            recompute=self.policy or (None if self.plan is None else self.plan.planner),
         )

@@ -27,6 +27,9 @@ from passes.reach import reached
 from passes.saved import OFFLOADED, SAVED, is_saved
 
 
+NO_BLOCKS: Mapping[Var, int] = {}
+
+
 def constrain_program(closed: ClosedJaxpr, constraints: Constraints) -> ClosedJaxpr:
     """A program that keeps `constraints`; the same object if they ask for nothing in it.
 
@@ -38,9 +41,19 @@ def constrain_program(closed: ClosedJaxpr, constraints: Constraints) -> ClosedJa
         ConstraintUnsupported: see `passes.jaxpr.values`.
     """
     jaxpr, consts = compat.open_jaxpr(closed)
+    constrained = constrain(jaxpr, constraints)
+    return closed if constrained is jaxpr else compat.close_jaxpr(constrained, consts)
+
+
+def constrain(jaxpr: Jaxpr, constraints: Constraints, blocks: Mapping[Var, int] = NO_BLOCKS) -> Jaxpr:
+    """The same of an open jaxpr.
+
+    Args:
+        blocks: for variables of which block they are: those of one block are computed once more together,
+            as under `jax.checkpoint`; others where they are needed.
+    """
     halves = _Halves(jaxpr=jaxpr, backward=tuple(map(compat.is_transposed, jaxpr.eqns)))
-    constrained = _constrained(halves, constraints)
-    return closed if constrained is halves else compat.close_jaxpr(constrained.jaxpr, consts)
+    return _constrained(halves, constraints, blocks=blocks).jaxpr
 
 
 def constrain_pair(
@@ -80,14 +93,16 @@ class _Halves:
     cotangents: tuple[Var, ...] = ()
 
 
-def _constrained(halves: _Halves, constraints: Constraints, passed: Sequence[Atom] = ()) -> _Halves:
-    """The same object if nothing is to be done. `passed`: see `Values`."""
+def _constrained(
+    halves: _Halves, constraints: Constraints, passed: Sequence[Atom] = (), blocks: Mapping[Var, int] = NO_BLOCKS
+) -> _Halves:
+    """The same object if nothing is to be done. `passed`: see `Values`; `blocks`: `constrain_program`."""
     given = halves
     halves = _with_constrained_bodies(halves, constraints, passed)
     halves = _with_saved(halves, Values(halves.jaxpr.eqns, halves.backward, constraints, passed))
     halves = _with_fewer_stacks(halves, constraints)
     values = Values(halves.jaxpr.eqns, halves.backward, constraints, passed)
-    halves = _Cloner(halves, values).run() if values.dropped else halves
+    halves = _Cloner(halves, values, blocks).run() if values.dropped else halves
     return given if halves is given else _without_dead_code(halves)
 
 
@@ -203,9 +218,10 @@ def _without_dead_code(halves: _Halves) -> _Halves:
 class _Cloner:
     """Walks the equations and makes what is dropped once more where a backward pass first needs it."""
 
-    def __init__(self, halves: _Halves, values: Values) -> None:
+    def __init__(self, halves: _Halves, values: Values, blocks: Mapping[Var, int]) -> None:
         self.halves = halves
         self.values = values
+        self.blocks = blocks
         self.eqns: list[JaxprEqn] = []
         self.backward: list[bool] = []
         # For variables that passed a barrier, or were recomputed, what later equations read instead.
@@ -213,11 +229,18 @@ class _Cloner:
         eqns = enumerate(halves.jaxpr.eqns)
         self.last_read = {v: i for i, eqn in eqns for v in compat.variables(eqn.invars)}
         self.arrived: list[Var] = [v for v in halves.cotangents if v in self.last_read]
+        self.of_block: dict[int, list[Var]] = {}
+        pairs = zip(halves.jaxpr.eqns, halves.backward, strict=True)
+        for v in dict.fromkeys(v for eqn, b in pairs if b for v in compat.variables(eqn.invars)):
+            if v in blocks:
+                self.of_block.setdefault(blocks[v], []).append(v)
 
     def run(self) -> _Halves:
         for i, (eqn, backward) in enumerate(zip(self.halves.jaxpr.eqns, self.halves.backward, strict=True)):
             missing = [v for v in eqn.invars if backward and self.is_missing(v)]
             if missing:
+                together = {b for v in missing if (b := self.blocks.get(v)) is not None}
+                missing += [v for b in sorted(together) for v in self.of_block[b] if self.is_missing(v)]
                 self._recompute(missing, self._trigger(i, eqn))
             self._add(compat.rename_inputs(eqn, self.current), backward)
             if backward:

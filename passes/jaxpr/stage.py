@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -32,7 +32,8 @@ from passes.jaxpr.primitives import LOOPS
 from passes.jaxpr.scans.choice import all_recomputed
 from passes.jaxpr.shards import Inside, enter
 from passes.jaxpr.simplify import gather_then_convert, scatter_in_place, without_literal_barriers
-from passes.jaxpr.straight import as_it_is, lift_as_xla, search
+from passes.jaxpr.straight import as_it_is, by_hand, lift_as_xla, search
+from passes.jaxpr.structured import CONFIG as STRUCTURED
 from passes.jaxpr.structured import search_structured
 from passes.listing import plan_text, program_text
 from passes.objective import Objective
@@ -197,7 +198,11 @@ def plan(as_is: LiftedJaxpr, request: JaxprRequest) -> Planned:
     started = time.perf_counter()
     jaxpr = as_is.jaxpr
     before_bytes = _before_bytes(as_is, request.device)
-    if _fits_as_it_is(before_bytes, request):
+    hands = () if request.inside or has_control_flow(jaxpr.eqns) else by_hand(as_is, request)
+    asked = [made for made in hands if made.policy == request.policy]
+    if asked:
+        (candidate,) = asked
+    elif _fits_as_it_is(before_bytes, request):
         has_no_other = not has_control_flow(jaxpr.eqns)
         candidate = replace(as_it_is(as_is), peak_bytes=before_bytes, unrivalled=has_no_other)
     else:
@@ -205,8 +210,22 @@ def plan(as_is: LiftedJaxpr, request: JaxprRequest) -> Planned:
     outcome = _outcome(as_is, before_bytes, candidate, request)
     if candidate.changed and not request.inside:
         outcome = replace(outcome, kernels_ns=_kernels_ns(as_is, before_bytes, request))
+        if not candidate.policy:
+            outcome = _beside_policies(outcome, hands, request)
     _dump(jaxpr, candidate, outcome)
     return Planned(candidate=candidate, outcome=replace(outcome, seconds=time.perf_counter() - started))
+
+
+def _beside_policies(
+    outcome: StageOutcome, hands: Sequence[Candidate], request: JaxprRequest
+) -> StageOutcome:
+    """With the cheapest of the candidates under ready policies that may keep the budget, if any may."""
+    most_bytes = STRUCTURED.unknown_ratio * request.temp_budget_bytes
+    near = [made for made in hands if made.peak_bytes <= most_bytes]
+    if not near:
+        return outcome
+    best = min(near, key=lambda made: (made.cost_ns, made.peak_bytes))
+    return replace(outcome, policy=best.policy, policy_ns=best.cost_ns)
 
 
 def _before_bytes(as_is: LiftedJaxpr, device: DeviceModel) -> int:

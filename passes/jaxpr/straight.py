@@ -11,12 +11,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from passes.backend import BACKENDS
 from passes.cost import DeviceModel
 from passes.ir import Plan
 from passes.jaxpr import compat
+from passes.jaxpr.blocks import under_policies
 from passes.jaxpr.candidate import Candidate, JaxprRequest
 from passes.jaxpr.compat import Jaxpr
 from passes.jaxpr.emit import EmitConfig, emit
@@ -86,11 +87,11 @@ def search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate
     It is planned for kernels in which all that can be is computed anew. Where XLA's own kernels are foreseen,
     one is planned for these, too, and the cheaper is taken: a Swin at half of its bytes then costs 1 % more
     by estimate, not 16, a mixture of experts not 12, but 7. Where nothing can be run again, or held back,
-    that is the program as it is.
+    that is the program as it is. What ready policies keep of its blocks is a candidate as any other.
     """
     target_bytes = max(int(request.temp_budget_bytes * scale), 1)
     device, calibration = request.device, request.calibration
-    holes = calibration.holes or BACKENDS[device.platform].heap != "in time order"
+    holes = _counts_holes(request)
     config = PlannerConfig(
         planner=request.planner,
         quick=True,
@@ -106,7 +107,7 @@ def search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate
         )
         for as_xla in ((True, False) if BACKENDS[device.platform].fuses_greedily else (False,))
     ]  # fmt: skip
-    best = None
+    best = min(by_hand(as_is, request), key=functools.partial(_rank, target_bytes=target_bytes), default=None)
     for each in sorted(deepenings, key=lambda each: each.first.cost_ns):
         best = each.best(than=best)
     assert best is not None, "there is a base"
@@ -116,6 +117,42 @@ def search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate
         if best.peak_bytes > target_bytes or best.cost_ns > CONFIG.much_dearer_ratio * free.first.cost_ns:
             best = _Deepening(free.depths, as_is, request, target_bytes, strict=True).best(than=best)
     return as_it_is(as_is) if len(best.emitted.eqns) == len(as_is.jaxpr.eqns) else best
+
+
+def by_hand(as_is: LiftedJaxpr, request: JaxprRequest) -> tuple[Candidate, ...]:
+    """The program's blocks as under ready policies of `jax.checkpoint`, as XLA is expected to see them; none
+    where it has no blocks (see `passes.jaxpr.blocks`)."""
+    return _by_hand(as_is.jaxpr, request.device, _counts_holes(request))
+
+
+def _counts_holes(request: JaxprRequest) -> bool:
+    return request.calibration.holes or BACKENDS[request.device.platform].heap != "in time order"
+
+
+@_kept
+def _by_hand(jaxpr: Jaxpr, device: DeviceModel, holes: bool) -> tuple[Candidate, ...]:
+    found = []
+    for name, written in under_policies(jaxpr).items():
+        seen = _in_order(lift_as_xla(written, device), device)
+        alive_bytes, beyond_bytes = _peak_and_holes(seen, device)
+        made = replace(
+            as_it_is(seen), policy=name, peak_bytes=alive_bytes + (beyond_bytes if holes else 0),
+            holes_bytes=0 if holes else beyond_bytes,
+        )  # fmt: skip
+        found.append(made)
+    return tuple(found)
+
+
+def _in_order(seen: LiftedJaxpr, device: DeviceModel) -> LiftedJaxpr:
+    """In the order in which what was emitted runs: what does not keep the budget in XLA's own the enforcing
+    stage puts in that one."""
+    return moved(seen, late=True) if BACKENDS[device.platform].runs_branches_together else seen
+
+
+def _peak_and_holes(seen: LiftedJaxpr, device: DeviceModel) -> tuple[int, int]:
+    """What is alive at most of what XLA is expected to make, and what holes of its heap add."""
+    timeline = simulate(seen.program)
+    return timeline.peak_bytes, holes_bytes(seen.program, timeline, BACKENDS[device.platform])
 
 
 class _Deepening:
@@ -154,7 +191,7 @@ class _Deepening:
         level, above, below = self._first_level, None, None
         for _ in range(CONFIG.most_candidates):
             made, candidate = self.depths.plan(level), self.depths.candidate(level, self._way)
-            if best is None or self._rank(candidate) < self._rank(best):
+            if best is None or _rank(candidate, self._target_bytes) < _rank(best, self._target_bytes):
                 best = candidate
             if candidate.peak_bytes <= self._target_bytes or made.peak_bytes > made.budget_bytes:
                 below = level, candidate
@@ -179,8 +216,9 @@ class _Deepening:
         ratio = nbytes / max(self.depths.peak_bytes, 1)
         return max(0, math.ceil(math.log(ratio) / math.log(CONFIG.level_ratio) - 1e-9))
 
-    def _rank(self, candidate: Candidate) -> tuple[int, int]:
-        return max(candidate.peak_bytes, self._target_bytes), candidate.cost_ns
+
+def _rank(candidate: Candidate, target_bytes: int) -> tuple[int, int]:
+    return max(candidate.peak_bytes, target_bytes), candidate.cost_ns
 
 
 def _is_near(deeper: Candidate, other: Candidate) -> bool:
@@ -234,15 +272,9 @@ class _Depths:
         """
         emitted = emit(self.lifted, made.steps, written)
         # Nothing is merged across the barriers that recomputes wait behind.
-        seen = lift_seen(emitted, self.device, rounded=self.rounded)
-        backend = BACKENDS[self.device.platform]
-        if backend.runs_branches_together:
-            # What does not keep the budget in XLA's order the enforcing stage puts in this one.
-            seen = moved(seen, late=True)
-        timeline = simulate(seen.program)
-        beyond_bytes = holes_bytes(seen.program, timeline, backend)
-        alive_bytes = timeline.peak_bytes
-        if not backend.fuses_greedily:
+        seen = _in_order(lift_seen(emitted, self.device, rounded=self.rounded), self.device)
+        alive_bytes, beyond_bytes = _peak_and_holes(seen, self.device)
+        if not BACKENDS[self.device.platform].fuses_greedily:
             alive_bytes = (made.peak_bytes + max(alive_bytes, made.peak_bytes)) // 2
         return Candidate(
             lifted=self.lifted,
