@@ -29,6 +29,7 @@ class Devices:
     Attributes:
         parts: one device's bytes times this are the bytes that are planned.
         num_devices: over how many devices.
+        fresh: on one device the positions of results whose storage no argument gives.
         partitioned: False on one device, and where the program is one `shard_map`, whose body is not
             partitioned.
     """
@@ -39,6 +40,7 @@ class Devices:
     parts: int
     num_devices: int
     partitioned: bool
+    fresh: frozenset[int] = frozenset()
 
     @property
     def several(self) -> bool:
@@ -63,7 +65,17 @@ def devices_of(facts: ModuleFacts, plain: ClosedJaxpr | None) -> Devices:
         parts=facts.finest_parts if partitioned else 1,
         num_devices=facts.num_devices,
         partitioned=partitioned,
+        fresh=_fresh(facts, plain),
     )
+
+
+def _fresh(facts: ModuleFacts, plain: ClosedJaxpr | None) -> frozenset[int]:
+    """The results that have storage of their own, where those of `plain` are the program's."""
+    if plain is None or facts.num_devices > 1:
+        return frozenset()
+    if tuple(map(compat.aval_nbytes, plain.out_avals)) != facts.device_output_nbytes:
+        return frozenset()
+    return frozenset(range(len(plain.out_avals))) - {facts.aliased[i] for i in facts.donated}
 
 
 def _parts(facts: ModuleFacts, plain: ClosedJaxpr | None) -> tuple[Sequence[int], Sequence[int]]:
@@ -98,6 +110,7 @@ def request_of(
         objective=objective,
         baseline_total_bytes=baseline_total_bytes,
         parts=devices.parts,
+        fresh=devices.fresh,
     )
 
 

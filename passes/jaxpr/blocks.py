@@ -26,7 +26,7 @@ import numpy as np
 from passes.jaxpr import compat
 from passes.jaxpr.avals import form_of
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
-from passes.jaxpr.constraints import constrain
+from passes.jaxpr.constraints import blocks_under, constrain
 from passes.jaxpr.primitives import CONTROL_FLOW, INSIDE, Kind
 from passes.jaxpr.purity import eqn_kind
 from passes.jaxpr.scans.pairs import find_pairs
@@ -95,6 +95,9 @@ def under_policies(jaxpr: Jaxpr) -> dict[str, Jaxpr]:
 def _under_policy(jaxpr: Jaxpr, blocks: Blocks, policy: Callable[..., Any]) -> Jaxpr:
     forward, rename = _forward(jaxpr), dict[Var, Atom]()
     kept = _kept(jaxpr, forward, blocks)
+    if blocks.spans:
+        of_block = {v: n for n, span in enumerate(blocks.spans) for i in span for v in jaxpr.eqns[i].outvars}
+        return blocks_under(jaxpr, policy, of_block, kept)
     eqns = []
     for eqn in jaxpr.eqns:
         eqns.append(compat.rename_inputs(eqn, rename))
@@ -102,8 +105,7 @@ def _under_policy(jaxpr: Jaxpr, blocks: Blocks, policy: Callable[..., Any]) -> J
             rename[v] = compat.fresh_var(v)
             eqns.append(compat.name_eqn(v, rename[v], KEPT, eqn))
     named = compat.rebuild(jaxpr, eqns=eqns, rename=rename)
-    of_block = {v: n for n, span in enumerate(blocks.spans) for i in span for v in jaxpr.eqns[i].outvars}
-    constrained = constrain(named, Constraints(save=(KEPT,), policy=policy), of_block)
+    constrained = constrain(named, Constraints(save=(KEPT,), policy=policy))
     return jaxpr if constrained is named else constrained
 
 

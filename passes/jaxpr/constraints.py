@@ -9,9 +9,9 @@ computed from is kept or not as the planners see fit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
@@ -25,9 +25,6 @@ from passes.jaxpr.scans.pairs import ScanPair, find_pairs
 from passes.jaxpr.values import Constraints, Values
 from passes.reach import reached
 from passes.saved import OFFLOADED, SAVED, is_saved
-
-
-NO_BLOCKS: Mapping[Var, int] = {}
 
 
 def constrain_program(closed: ClosedJaxpr, constraints: Constraints) -> ClosedJaxpr:
@@ -45,15 +42,32 @@ def constrain_program(closed: ClosedJaxpr, constraints: Constraints) -> ClosedJa
     return closed if constrained is jaxpr else compat.close_jaxpr(constrained, consts)
 
 
-def constrain(jaxpr: Jaxpr, constraints: Constraints, blocks: Mapping[Var, int] = NO_BLOCKS) -> Jaxpr:
-    """The same of an open jaxpr.
+def constrain(jaxpr: Jaxpr, constraints: Constraints) -> Jaxpr:
+    """The same of an open jaxpr."""
+    return _constrained(_halves(jaxpr), constraints).jaxpr
+
+
+def blocks_under(
+    jaxpr: Jaxpr, policy: Callable[..., Any], block_of: Mapping[Var, int], kept: Collection[Var]
+) -> Jaxpr:
+    """An open jaxpr with its blocks as under `jax.checkpoint`: what the backward pass needs of one that the
+    policy does not save is computed once more, all at once, behind a barrier. No value is marked.
 
     Args:
-        blocks: for variables of which block they are: those of one block are computed once more together,
-            as under `jax.checkpoint`; others where they are needed.
+        block_of: for variables of which block they are.
+        kept: what is kept whatever the policy says.
+
+    Returns:
+        The same object if nothing is to be done.
+
+    Raises:
+        ConstraintUnsupported: see `passes.jaxpr.values`.
     """
-    halves = _Halves(jaxpr=jaxpr, backward=tuple(map(compat.is_transposed, jaxpr.eqns)))
-    return _constrained(halves, constraints, blocks=blocks).jaxpr
+    halves = _halves(jaxpr)
+    values = Values(jaxpr.eqns, halves.backward, Constraints(policy=policy), kept=kept)
+    if not values.dropped:
+        return jaxpr
+    return _without_dead_code(_Cloner(halves, values, block_of).run()).jaxpr
 
 
 def constrain_pair(
@@ -93,16 +107,18 @@ class _Halves:
     cotangents: tuple[Var, ...] = ()
 
 
-def _constrained(
-    halves: _Halves, constraints: Constraints, passed: Sequence[Atom] = (), blocks: Mapping[Var, int] = NO_BLOCKS
-) -> _Halves:
-    """The same object if nothing is to be done. `passed`: see `Values`; `blocks`: `constrain_program`."""
+def _halves(jaxpr: Jaxpr) -> _Halves:
+    return _Halves(jaxpr=jaxpr, backward=tuple(map(compat.is_transposed, jaxpr.eqns)))
+
+
+def _constrained(halves: _Halves, constraints: Constraints, passed: Sequence[Atom] = ()) -> _Halves:
+    """The same object if nothing is to be done. `passed`: see `Values`."""
     given = halves
     halves = _with_constrained_bodies(halves, constraints, passed)
     halves = _with_saved(halves, Values(halves.jaxpr.eqns, halves.backward, constraints, passed))
     halves = _with_fewer_stacks(halves, constraints)
     values = Values(halves.jaxpr.eqns, halves.backward, constraints, passed)
-    halves = _Cloner(halves, values, blocks).run() if values.dropped else halves
+    halves = _Cloner(halves, values).run() if values.dropped else halves
     return given if halves is given else _without_dead_code(halves)
 
 
@@ -216,12 +232,13 @@ def _without_dead_code(halves: _Halves) -> _Halves:
 
 
 class _Cloner:
-    """Walks the equations and makes what is dropped once more where a backward pass first needs it."""
+    """Walks the equations and makes what is dropped once more where a backward pass first needs it: of a block
+    all that one needs."""
 
-    def __init__(self, halves: _Halves, values: Values, blocks: Mapping[Var, int]) -> None:
+    def __init__(self, halves: _Halves, values: Values, block_of: Mapping[Var, int] | None = None) -> None:
         self.halves = halves
         self.values = values
-        self.blocks = blocks
+        self.block_of = block_of or {}
         self.eqns: list[JaxprEqn] = []
         self.backward: list[bool] = []
         # For variables that passed a barrier, or were recomputed, what later equations read instead.
@@ -232,15 +249,15 @@ class _Cloner:
         self.of_block: dict[int, list[Var]] = {}
         pairs = zip(halves.jaxpr.eqns, halves.backward, strict=True)
         for v in dict.fromkeys(v for eqn, b in pairs if b for v in compat.variables(eqn.invars)):
-            if v in blocks:
-                self.of_block.setdefault(blocks[v], []).append(v)
+            if v in self.block_of:
+                self.of_block.setdefault(self.block_of[v], []).append(v)
 
     def run(self) -> _Halves:
         for i, (eqn, backward) in enumerate(zip(self.halves.jaxpr.eqns, self.halves.backward, strict=True)):
             missing = [v for v in eqn.invars if backward and self.is_missing(v)]
             if missing:
-                together = {b for v in missing if (b := self.blocks.get(v)) is not None}
-                missing += [v for b in sorted(together) for v in self.of_block[b] if self.is_missing(v)]
+                blocks = {b for v in missing if (b := compat.of_variable(self.block_of, v)) is not None}
+                missing += [v for b in sorted(blocks) for v in self.of_block[b] if self.is_missing(v)]
                 self._recompute(missing, self._trigger(i, eqn))
             self._add(compat.rename_inputs(eqn, self.current), backward)
             if backward:

@@ -11,6 +11,7 @@ from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.primitives import RESHAPES, Kind, kind_of
 from passes.liveness import last_readers
+from passes.offsets.foreseen import Room
 
 UPDATES = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2, "scatter-sub": 2}
 """Kernels that write a part of their first operand, each with which operand holds what they write."""
@@ -103,6 +104,30 @@ def result_storage(
                 break
             storage.add(v := source)
     return storage
+
+
+def rooms(lifted: LiftedJaxpr, fresh: Iterable[int]) -> tuple[Room, ...]:
+    """The storage of some results, that no argument gives, as room for what lives before they are made.
+
+    Args:
+        fresh: their positions.
+    """
+    if not fresh:
+        return ()
+    jaxpr, readers = lifted.jaxpr, dict[Var, list[int]]()
+    producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    for i, eqn in enumerate(jaxpr.eqns):
+        for v in compat.variables(eqn.invars):
+            readers.setdefault(v, []).append(i)
+    found = []
+    for v in dict.fromkeys(compat.variables(jaxpr.outvars[k] for k in fresh)):
+        buffers = {
+            lifted.buffer_of[w] for w in result_storage((v,), jaxpr, producer, readers) if w in lifted.buffer_of
+        }
+        made = [lifted.program.producer[b] for b in buffers]
+        if None not in made and made:
+            found.append(Room(nbytes=compat.aval_nbytes(v.aval), until=min(filter(None, made), default=0)))
+    return tuple(found)
 
 
 def _source(eqn: JaxprEqn, v: Var, readers: Mapping[Var, Sequence[int]]) -> Atom | None:

@@ -48,10 +48,10 @@ class KernelCosts:
         """
         device, kinds = self._device, self._storage.kinds
         eqn = self._storage.jaxpr.eqns[root]
-        reads, group, joined = self._storage.kernel_reads(root), None, False
+        reads, own, group, joined = self._storage.kernel_reads(root), body, None, False
         if self._together is not None:
             of_product = any(kinds[i] in WHOLE for i in body)
-            reads, group, joined = self._together.unread(root, eqn, reads, of_product=of_product)
+            reads, own, group, joined = self._together.unread(root, body, reads, of_product=of_product)
         if moves_memory(eqn) or eqn.primitive.name in CONTROL_FLOW:
             return 0, 0
         is_saved = compat.checkpoint_name_of(eqn) is not None and kinds[root] is Kind.OPAQUE
@@ -70,7 +70,7 @@ class KernelCosts:
         work = matrix_work([self._storage.jaxpr.eqns[i] for i in body if kinds[i] in WHOLE])
         own_ns = -device.launch_ns + kernel_ns(
             device, nbytes=nbytes, matrix_flops=work.flops, unaligned_flops=work.unaligned_flops,
-            bits=work.bits, vector_flops=sum(self._vector_flops[i] for i in body),
+            bits=work.bits, vector_flops=sum(self._vector_flops[i] for i in own),
         )  # fmt: skip
         elementwise = not is_saved and not is_update and all(kinds[i] in INSIDE for i in body)
         least_ns = writing_ns(device, largest_size(outvars)) if elementwise else 0

@@ -174,7 +174,7 @@ class _Lift:
         self.in_parts = read_in_parts(self.storage, roots, self.device)
         # A planner may run each kernel again alone.
         joins = self.as_xla and BACKENDS[self.device.platform].reads_together
-        together = Together(self.kinds, self.stacks) if joins else None
+        together = Together(self.jaxpr, self.kinds, self.stacks) if joins else None
         self.costs = KernelCosts(self.storage, self.device, self.in_parts, together)
         buffer_of: dict[Var, BufferId] = {}
         var_of: list[Var] = []
@@ -201,6 +201,7 @@ class _Lift:
             tuple(sorted(buffer_of[leaf] for leaf in self.storage.eqn_reads(i)))
             for i in range(len(self.jaxpr.eqns))
         )
+        self.last_read = {b: root for root in roots for b in leaves[root]}
         ops = tuple(
             self._op(OpId(k), root, bodies[root], buffer_of, leaves[root]) for k, root in enumerate(roots)
         )
@@ -284,7 +285,7 @@ class _Lift:
         leaves: tuple[BufferId, ...],
     ) -> tuple[tuple[BufferId, BufferId], ...]:
         """An elementwise kernel may write over an operand of the same shape and type that dies with it, but
-        for one that computes a softmax."""
+        for one that computes a softmax; of several over the one that is read by nothing else, or not long."""
         if any(v in self.storage.inside_softmax for i in body for v in self.jaxpr.eqns[i].outvars):
             return ()
         eqn = self.jaxpr.eqns[root]
@@ -297,6 +298,7 @@ class _Lift:
             return ()
         kept |= self.storage.reads.keys() - self.rounded if self.rounded & {*outvars} else self.rounded
         free = {v: b for v in self.storage.eqn_reads(root) if v not in kept and (b := buffer_of[v]) in leaves}
+        free = dict(sorted(free.items(), key=lambda item: self.last_read[item[1]]))
         in_any_layout = BACKENDS[self.device.platform].sharing == "emitters"
         return written_over(outvars, free, buffer_of, in_any_layout=in_any_layout)
 

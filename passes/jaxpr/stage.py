@@ -197,7 +197,7 @@ def plan(as_is: LiftedJaxpr, request: JaxprRequest) -> Planned:
     """The shallowest candidate that fits, or the smallest if none does."""
     started = time.perf_counter()
     jaxpr = as_is.jaxpr
-    before_bytes = _before_bytes(as_is, request.device)
+    before_bytes = _before_bytes(as_is, request)
     hands = () if request.inside or has_control_flow(jaxpr.eqns) else by_hand(as_is, request)
     asked = [made for made in hands if made.policy == request.policy]
     if asked:
@@ -228,12 +228,12 @@ def _beside_policies(
     return replace(outcome, policy=best.policy, policy_ns=best.cost_ns)
 
 
-def _before_bytes(as_is: LiftedJaxpr, device: DeviceModel) -> int:
+def _before_bytes(as_is: LiftedJaxpr, request: JaxprRequest) -> int:
     """What XLA needs for a program as it is, in its own order. What is planned the enforcing stage puts in
     the program's order, where that needs less."""
-    if not BACKENDS[device.platform].runs_branches_together:
-        return as_it_is(as_is).peak_bytes
-    return run_bytes(as_is, device)
+    if not BACKENDS[request.device.platform].runs_branches_together:
+        return as_it_is(as_is, request.fresh).peak_bytes
+    return run_bytes(as_is, request.device)
 
 
 def _unordered_bytes(candidate: Candidate, request: JaxprRequest, scale: float) -> int | None:

@@ -22,10 +22,11 @@ from passes.jaxpr.candidate import Candidate, JaxprRequest
 from passes.jaxpr.compat import Jaxpr
 from passes.jaxpr.emit import EmitConfig, emit
 from passes.jaxpr.freedom import emit_configs
+from passes.jaxpr.in_place import rooms
 from passes.jaxpr.lift import as_known, lift_known, lift_seen
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.moved import moved
-from passes.offsets.foreseen import holes_bytes
+from passes.offsets.foreseen import holes_bytes, in_results_bytes
 from passes.planners import LAST_RESORTS, PlannerConfig, planner_of
 from passes.simulate import simulate
 
@@ -54,15 +55,16 @@ CONFIG = StraightConfig()
 _kept = functools.partial(compat.cached_by_jaxpr, most=256)
 
 
-def as_it_is(as_is: LiftedJaxpr) -> Candidate:
-    """A program without recomputes."""
+def as_it_is(as_is: LiftedJaxpr, fresh: frozenset[int] = frozenset()) -> Candidate:
+    """A program without recomputes; `fresh` as in `JaxprRequest`."""
     seen = as_is.seen
+    timeline = simulate(seen)
     return Candidate(
         lifted=as_is,
         steps=as_is.program.order,
         config=EmitConfig(),
         emitted=as_is.jaxpr,
-        peak_bytes=simulate(seen).peak_bytes,
+        peak_bytes=timeline.peak_bytes - in_results_bytes(seen, timeline, rooms(as_is, fresh)),
         cost_ns=seen.cost_ns,
         energy_pj=seen.energy_pj,
     )
@@ -102,7 +104,7 @@ def search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate
     )
     deepenings = [
         _Deepening(
-            _depths(as_is.jaxpr, device, config, as_xla, calibration.rounded, holes),
+            _depths(as_is.jaxpr, device, config, as_xla, calibration.rounded, holes, request.fresh),
             as_is, request, target_bytes,
         )
         for as_xla in ((True, False) if BACKENDS[device.platform].fuses_greedily else (False,))
@@ -116,13 +118,13 @@ def search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate
         (free,) = deepenings
         if best.peak_bytes > target_bytes or best.cost_ns > CONFIG.much_dearer_ratio * free.first.cost_ns:
             best = _Deepening(free.depths, as_is, request, target_bytes, strict=True).best(than=best)
-    return as_it_is(as_is) if len(best.emitted.eqns) == len(as_is.jaxpr.eqns) else best
+    return as_it_is(as_is, request.fresh) if len(best.emitted.eqns) == len(as_is.jaxpr.eqns) else best
 
 
 def by_hand(as_is: LiftedJaxpr, request: JaxprRequest) -> tuple[Candidate, ...]:
     """The program's blocks as under ready policies of `jax.checkpoint`, as XLA is expected to see them; none
     where it has no blocks (see `passes.jaxpr.blocks`)."""
-    return _by_hand(as_is.jaxpr, request.device, _counts_holes(request))
+    return _by_hand(as_is.jaxpr, request.device, _counts_holes(request), request.fresh)
 
 
 def _counts_holes(request: JaxprRequest) -> bool:
@@ -130,11 +132,14 @@ def _counts_holes(request: JaxprRequest) -> bool:
 
 
 @_kept
-def _by_hand(jaxpr: Jaxpr, device: DeviceModel, holes: bool) -> tuple[Candidate, ...]:
+def _by_hand(
+    jaxpr: Jaxpr, device: DeviceModel, holes: bool, fresh: frozenset[int]
+) -> tuple[Candidate, ...]:
     found = []
     for name, written in under_policies(jaxpr).items():
         seen = _in_order(lift_as_xla(written, device), device)
-        alive_bytes, beyond_bytes = _peak_and_holes(seen, device)
+        alive_bytes, beyond_bytes, given_bytes = _needed_bytes(seen, device, fresh)
+        alive_bytes -= given_bytes
         made = replace(
             as_it_is(seen), policy=name, peak_bytes=alive_bytes + (beyond_bytes if holes else 0),
             holes_bytes=0 if holes else beyond_bytes,
@@ -149,10 +154,12 @@ def _in_order(seen: LiftedJaxpr, device: DeviceModel) -> LiftedJaxpr:
     return moved(seen, late=True) if BACKENDS[device.platform].runs_branches_together else seen
 
 
-def _peak_and_holes(seen: LiftedJaxpr, device: DeviceModel) -> tuple[int, int]:
-    """What is alive at most of what XLA is expected to make, and what holes of its heap add."""
-    timeline = simulate(seen.program)
-    return timeline.peak_bytes, holes_bytes(seen.program, timeline, BACKENDS[device.platform])
+def _needed_bytes(seen: LiftedJaxpr, device: DeviceModel, fresh: frozenset[int]) -> tuple[int, int, int]:
+    """What is alive at most of what XLA is expected to make, what holes of its heap add, and how much of that
+    is in the storage of `fresh` results."""
+    program, timeline = seen.program, simulate(seen.program)
+    beyond_bytes = holes_bytes(program, timeline, BACKENDS[device.platform])
+    return timeline.peak_bytes, beyond_bytes, in_results_bytes(program, timeline, rooms(seen, fresh))
 
 
 class _Deepening:
@@ -199,6 +206,13 @@ class _Deepening:
                 break
             else:
                 above = level, candidate
+            if above is None and below is not None:
+                # What is in results' storage needs no plan.
+                spare_bytes = made.peak_bytes - candidate.peak_bytes
+                shallower = self._level_of(self._target_bytes + max(spare_bytes, 0))
+                if shallower < level:
+                    level = shallower
+                    continue
             if below is None:
                 # What XLA is expected to need beyond the plan grows a little with the depth.
                 beyond_bytes = candidate.peak_bytes - made.peak_bytes
@@ -238,6 +252,7 @@ class _Depths:
         planner: plans it for a number of bytes.
         rounded: as in `Calibration`.
         holes: whether holes of XLA's heap count.
+        fresh: as in `JaxprRequest`.
     """
 
     lifted: LiftedJaxpr
@@ -246,6 +261,7 @@ class _Depths:
     device: DeviceModel
     rounded: bool
     holes: bool
+    fresh: frozenset[int]
     _plans: dict[int, Plan] = field(default_factory=dict)
     _candidates: dict[tuple[int, EmitConfig], Candidate] = field(default_factory=dict)
 
@@ -273,7 +289,7 @@ class _Depths:
         emitted = emit(self.lifted, made.steps, written)
         # Nothing is merged across the barriers that recomputes wait behind.
         seen = _in_order(lift_seen(emitted, self.device, rounded=self.rounded), self.device)
-        alive_bytes, beyond_bytes = _peak_and_holes(seen, self.device)
+        alive_bytes, beyond_bytes, given_bytes = _needed_bytes(seen, self.device, self.fresh)
         if not BACKENDS[self.device.platform].fuses_greedily:
             alive_bytes = (made.peak_bytes + max(alive_bytes, made.peak_bytes)) // 2
         return Candidate(
@@ -281,7 +297,7 @@ class _Depths:
             steps=made.steps,
             config=written,
             emitted=emitted,
-            peak_bytes=alive_bytes + (beyond_bytes if self.holes else 0),
+            peak_bytes=alive_bytes - given_bytes + (beyond_bytes if self.holes else 0),
             holes_bytes=0 if self.holes else beyond_bytes,
             cost_ns=seen.program.cost_ns,
             energy_pj=seen.program.energy_pj,
@@ -292,7 +308,13 @@ class _Depths:
 
 @_kept
 def _depths(
-    known: Jaxpr, device: DeviceModel, config: PlannerConfig, as_xla: bool, rounded: bool, holes: bool
+    known: Jaxpr,
+    device: DeviceModel,
+    config: PlannerConfig,
+    as_xla: bool,
+    rounded: bool,
+    holes: bool,
+    fresh: frozenset[int],
 ) -> _Depths:
     lifted = (
         _lifted_as_xla(known, device) if as_xla else lift_known(known, device, as_xla=False, rounded=rounded)
@@ -300,5 +322,5 @@ def _depths(
     peak_bytes = simulate(lifted.program).peak_bytes
     return _Depths(
         lifted=lifted, peak_bytes=peak_bytes, planner=planner_of(lifted.program, config), device=device,
-        rounded=rounded, holes=holes,
+        rounded=rounded, holes=holes, fresh=fresh,
     )  # fmt: skip

@@ -18,26 +18,34 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of
-from passes.jaxpr.compat import JaxprEqn, Var
+from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
 from passes.jaxpr.primitives import SLICING, Kind
 
-_Alike = tuple[Kind, int, int, int, Var]
+_Alike = tuple[Kind, int, int, Var]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Group:
     """One kernel of several parts.
 
     Attributes:
+        place: which it is of all, as a bit.
+        follows: which others its parts follow from, as bits.
         at_hand: what it has read or made.
+        body: the places of all equations in it.
         own_ns: that its parts take by their bytes and work, launches apart.
         total_ns: that it takes.
     """
 
+    place: int
+    follows: int = 0
     at_hand: set[Var] = field(default_factory=set)
+    body: set[int] = field(default_factory=set)
     own_ns: int = 0
     total_ns: int = 0
 
@@ -52,59 +60,92 @@ class Group:
 class Together:
     """What the kernels of a program read that no kernel before them reads with them; asked in their order."""
 
-    def __init__(self, kinds: Sequence[Kind], alone: Collection[Var] = ()) -> None:
+    def __init__(self, jaxpr: Jaxpr, kinds: Sequence[Kind], alone: Collection[Var] = ()) -> None:
         """
         Args:
+            jaxpr: the program.
             kinds: what each equation is to the fusion model.
             alone: what is written by kernels of their own.
         """
-        self._kinds = kinds
+        self._eqns, self._kinds = jaxpr.eqns, kinds
         self._alone = frozenset(alone)
-        self._depth: dict[Var, int] = {}
+        # Which kernels every variable follows from, as bits; of the equations so far.
+        self._follows: dict[Var, int] = {}
+        self._passed = self._n_groups = 0
         # What a kernel of several parts has at hand, by the parts that may join it.
-        self._siblings: dict[_Alike, Group] = {}
+        self._siblings: dict[_Alike, list[Group]] = {}
         self._made_with: dict[Var, Group] = {}
 
     def unread(
-        self, root: int, eqn: JaxprEqn, reads: Mapping[Var, int], *, of_product: bool = False
-    ) -> tuple[dict[Var, int], Group | None, bool]:
-        """What is read for one kernel alone, what it is a part of, and whether others of it were asked about.
+        self, root: int, body: Sequence[int], reads: Mapping[Var, int], *, of_product: bool = False
+    ) -> tuple[dict[Var, int], Sequence[int], Group | None, bool]:
+        """What is read for one kernel alone, which places are computed for it alone, what it is a part of,
+        and whether others of it were asked about.
 
         Args:
-            root: the place of its last equation, `eqn`.
+            root: the place of its last equation.
+            body: the places of all.
             reads: bytes of every stored value that it reads.
             of_product: True where it is a product's kernel, in which what follows the product is computed.
         """
-        depth = 1 + max((self._depth.get(v, 0) for v in reads), default=0)
-        self._depth.update(dict.fromkeys(eqn.outvars, depth))
-        kind = self._kinds[root]
+        self._pass_to(root)
+        eqn, kind = self._eqns[root], self._kinds[root]
+        follows = self._before(eqn)
         is_alone = of_product or eqn.primitive.name in SLICING or not self._alone.isdisjoint(eqn.outvars)
-        if is_alone or kind not in (Kind.FUSIBLE, Kind.REDUCTION):
-            return dict(reads), None, False
-        result = array_of(eqn.outvars[0]).size
-        size = max(result, *(array_of(v).size for v in compat.variables(eqn.invars)), 0)
-        alike = [(kind, depth, size, result, v) for v in reads if array_of(v).size == size]
-        found = self._maker(reads, size)
-        if found is not None and kind is Kind.FUSIBLE:
-            self._depth.update(dict.fromkeys(eqn.outvars, depth - 1))
-        if found is None:
-            found = next((self._siblings[key] for key in alike if key in self._siblings), None)
-        group = Group() if found is None else found
+        joins = not is_alone and kind in (Kind.FUSIBLE, Kind.REDUCTION)
+        found: Group | None = None
+        alike: list[_Alike] = []
+        if joins:
+            result = array_of(eqn.outvars[0]).size
+            size = max(result, *(array_of(v).size for v in compat.variables(eqn.invars)), 0)
+            own = {v for i in body for v in self._eqns[i].outvars}
+            read = {v for i in body for v in compat.variables(self._eqns[i].invars) if v not in own}
+            alike = [(kind, size, result, v) for v in read if array_of(v).size == size]
+            found = self._maker(read, size, follows) or self._sibling(alike, follows)
+        group = self._new() if found is None else found
+        group.follows |= follows
+        self._follows.update(dict.fromkeys(eqn.outvars, group.follows | group.place))
+        if not joins:
+            return dict(reads), body, None, False
         alone = {v: nbytes for v, nbytes in reads.items() if v not in group.at_hand}
         group.at_hand.update(reads)
-        self._siblings.update(dict.fromkeys(alike, group))
+        new = [i for i in body if i not in group.body]
+        group.body.update(body)
+        for key in alike:
+            others = self._siblings.setdefault(key, [])
+            others += [] if group in others else [group]
         if kind is Kind.FUSIBLE:
             group.at_hand.update(eqn.outvars)
             self._made_with.update(dict.fromkeys(eqn.outvars, group))
-        return alone, group, found is not None
+        return alone, new, group, found is not None
 
-    def _maker(self, reads: Mapping[Var, int], size: int) -> Group | None:
-        """The elementwise kernel that makes some of `reads`, if they are the last to be ready of them."""
-        for v in reads:
+    def _new(self) -> Group:
+        self._n_groups += 1
+        return Group(place=1 << self._n_groups)
+
+    def _before(self, eqn: JaxprEqn) -> int:
+        """The kernels that an equation follows from."""
+        return reduce(or_, (self._follows.get(v, 0) for v in compat.variables(eqn.invars)), 0)
+
+    def _pass_to(self, root: int) -> None:
+        """What lies between two kernels: is computed inside of them, or a barrier."""
+        for eqn in self._eqns[self._passed : root]:
+            if eqn.outvars and eqn.outvars[0] not in self._follows:
+                self._follows.update(dict.fromkeys(eqn.outvars, self._before(eqn)))
+        self._passed = max(self._passed, root)
+
+    def _sibling(self, alike: Sequence[_Alike], follows: int) -> Group | None:
+        """A kernel of the same form that reads the same, and that this one does not follow from."""
+        groups = (group for key in alike for group in self._siblings.get(key, ()))
+        return next((group for group in groups if not follows & group.place), None)
+
+    def _maker(self, read: Collection[Var], size: int, follows: int) -> Group | None:
+        """The elementwise kernel that makes some of `read`, if nothing else of these follows from it."""
+        for v in read:
             made_with = self._made_with.get(v)
             if made_with is None or array_of(v).size != size:
                 continue
-            others = (self._depth.get(u, 0) for u in reads if self._made_with.get(u) is not made_with)
-            if max(others, default=0) < self._depth[v]:
+            others = (self._follows.get(u, 0) for u in read if self._made_with.get(u) is not made_with)
+            if not any(other & made_with.place for other in others):
                 return made_with
         return None

@@ -7,7 +7,7 @@ backward pass reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -72,6 +72,7 @@ class Values:
         backward: for every equation whether it belongs to a backward pass.
         constraints: what was asked.
         passed: variables that pass to a backward pass which is not among `eqns`.
+        kept: what is kept, too.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Values:
         backward: Sequence[bool],
         constraints: Constraints,
         passed: Sequence[Atom] = (),
+        kept: Collection[Var] = (),
     ) -> None:
         self.place = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
         self._eqns = eqns
@@ -87,7 +89,7 @@ class Values:
         read = [v for eqn, b in zip(eqns, backward, strict=True) if b for v in eqn.invars]
         # Values that are alive across, under the name of the value that they are views of.
         self._crossing = {self.base(v) for v in (*read, *passed) if self._is_forward(v)}
-        self.saved: set[Var] = set()
+        self.saved: set[Var] = {self.base(v) for v in kept}
         self.offloaded: set[Var] = set()
         self.dropped: set[Var] = set()
         self._take_names(constraints)

@@ -9,7 +9,8 @@ Invariant: never less than what is alive at once of the values that count (see `
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from passes.backend import Backend
 from passes.ir import Program
@@ -42,6 +43,47 @@ def holes_bytes(program: Program, timeline: Timeline, backend: Backend) -> int:
     if not intervals:
         return 0
     return max(0, PACKERS[backend.heap](intervals, backend.alignment).size - timeline.peak_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Storage of a result, in which other values may be until it is made.
+
+    Attributes:
+        nbytes: of the result.
+        until: the op that makes it, or what lies where it will be.
+    """
+
+    nbytes: int
+    until: int
+
+
+def in_results_bytes(program: Program, timeline: Timeline, rooms: Sequence[Room]) -> int:
+    """By how much less XLA's temporaries need, since some of them are in the storage of results until these
+    are made: of all values the largest first, each in the first room that is large enough and free.
+
+    Source: `BufferAssigner` of openxla/xla, which looks for a place in what results take before its heap.
+    Args are those of `holes_bytes`.
+    """
+    if not rooms:
+        return 0
+    least_bytes = int(timeline.peak_bytes * LEAST_SHARE)
+    groups: dict[int, list[Interval]] = {}
+    for interval in _intervals(program, timeline.ranges, least_bytes):
+        groups.setdefault(interval.group, []).append(interval)
+    taken: list[list[tuple[int, int]]] = [[] for _ in rooms]
+    live_bytes = timeline.live_bytes.copy()
+    for group in sorted(groups.values(), key=lambda group: -max(i.nbytes for i in group)):
+        start, end = min(i.start for i in group), max(i.end for i in group)
+        nbytes = max(i.nbytes for i in group)
+        for room, others in zip(rooms, taken, strict=True):
+            is_free = all(end < first or last < start for first, last in others)
+            if nbytes <= room.nbytes and end < room.until and is_free:
+                others.append((start, end))
+                for interval in group:
+                    live_bytes[interval.start : interval.end + 1] -= interval.nbytes
+                break
+    return max(0, timeline.peak_bytes - int(live_bytes.max(initial=0)))
 
 
 def _intervals(program: Program, ranges: LiveRanges, least_bytes: int) -> list[Interval]:
