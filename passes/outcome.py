@@ -110,8 +110,8 @@ class StageOutcome(Fixed):
         constraints: what the user asked about single values, such as "save=('h',)".
         kernels_ns: the least that the program is expected to take with its own kernels, some of them run
             again, within the budget; None where that is not known, or not possible.
-        policy: the cheapest of the ready policies of `jax.checkpoint` around the program's blocks that may keep
-            the budget, where none was taken; "" if there is none.
+        policy: the cheapest of the ready policies of `jax.checkpoint` around the program's blocks that may
+            keep the budget, where none was taken; "" if there is none.
         policy_ns: what the program is expected to take under it.
         unrivalled: True if no other plan was near that costs less.
         constant_bytes: arrays that are written in the program; counted with its temporaries.
@@ -218,7 +218,13 @@ def scaled(outcome: StageOutcome, *, over: int) -> StageOutcome:
     names = ("budget_bytes", "argument_bytes", "output_bytes", "alias_bytes", *temps)
     spent = ("cost_ns", "recompute_ns", "waiting_ns", "energy_pj", "recompute_pj")
     values = {name: getattr(outcome, name) // over for name in (*names, *spent)}
-    unless_none = ("least_total_bytes", "ordered_temp_bytes", "unordered_temp_bytes", "kernels_ns", "policy_ns")
+    unless_none = (
+        "least_total_bytes",
+        "ordered_temp_bytes",
+        "unordered_temp_bytes",
+        "kernels_ns",
+        "policy_ns",
+    )
     values |= {name: None if (n := getattr(outcome, name)) is None else n // over for name in unless_none}
     recomputed = tuple(
         replace(r, nbytes=r.nbytes // over, cost_ns=r.cost_ns // over) for r in outcome.recomputed

@@ -16,7 +16,7 @@ about those of one written by hand (compiled: .82 to 1.11 of them, GPTs and MLPs
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 

@@ -32,7 +32,7 @@ class JaxprRequest(Fixed):
         objective: what is least.
         parts: of how many devices together bytes and times are.
         optional: True where more bytes would do: what misses is given up soon.
-        policy: the ready policy of `jax.checkpoint` that blocks are to be under, instead of a plan; "" for none.
+        policy: the ready policy of `jax.checkpoint` that blocks are to be under, not a plan; "" for none.
         fresh: positions of results whose storage no argument gives; none where that is not known.
         inside: True for a body of a program whose scans, inner ones, too, are rewritten already.
     """

@@ -232,8 +232,8 @@ def _without_dead_code(halves: _Halves) -> _Halves:
 
 
 class _Cloner:
-    """Walks the equations and makes what is dropped once more where a backward pass first needs it: of a block
-    all that one needs."""
+    """Walks the equations and makes what is dropped once more where a backward pass first needs it: of a
+    block all that one needs."""
 
     def __init__(self, halves: _Halves, values: Values, block_of: Mapping[Var, int] | None = None) -> None:
         self.halves = halves

@@ -122,7 +122,9 @@ def rooms(lifted: LiftedJaxpr, fresh: Iterable[int]) -> tuple[Room, ...]:
     found = []
     for v in dict.fromkeys(compat.variables(jaxpr.outvars[k] for k in fresh)):
         buffers = {
-            lifted.buffer_of[w] for w in result_storage((v,), jaxpr, producer, readers) if w in lifted.buffer_of
+            lifted.buffer_of[w]
+            for w in result_storage((v,), jaxpr, producer, readers)
+            if w in lifted.buffer_of
         }
         made = [lifted.program.producer[b] for b in buffers]
         if None not in made and made:

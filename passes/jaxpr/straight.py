@@ -132,9 +132,7 @@ def _counts_holes(request: JaxprRequest) -> bool:
 
 
 @_kept
-def _by_hand(
-    jaxpr: Jaxpr, device: DeviceModel, holes: bool, fresh: frozenset[int]
-) -> tuple[Candidate, ...]:
+def _by_hand(jaxpr: Jaxpr, device: DeviceModel, holes: bool, fresh: frozenset[int]) -> tuple[Candidate, ...]:
     found = []
     for name, written in under_policies(jaxpr).items():
         seen = _in_order(lift_as_xla(written, device), device)
