@@ -259,7 +259,9 @@ class _Cloner:
                 blocks = {b for v in missing if (b := compat.of_variable(self.block_of, v)) is not None}
                 missing += [v for b in sorted(blocks) for v in self.of_block[b] if self.is_missing(v)]
                 self._recompute(missing, self._trigger(i, eqn))
-            self._add(compat.rename_inputs(eqn, self.current), backward)
+            # Around blocks others read what they read: an update the weights, not those behind a barrier.
+            is_behind = backward or not self.block_of
+            self._add(compat.rename_inputs(eqn, self.current) if is_behind else eqn, backward)
             if backward:
                 self.arrived += [v for v in eqn.outvars if self.last_read.get(v, -1) > i]
         return _with_eqns(self.halves, self.eqns, self.backward, {})
@@ -288,16 +290,35 @@ class _Cloner:
         made = {v for i in recomputed for v in eqns[i].outvars}
         read = [v for i in sorted(recomputed) for v in compat.variables(eqns[i].invars) if v not in made]
         held = dict.fromkeys([*read, *([] if trigger is None else [trigger])])
+        waiting: list[JaxprEqn] = []
         if held:
             operands = [compat.renamed(v, self.current) for v in held]
             results = [compat.fresh_var(v) for v in held]
+            if self.block_of and trigger is not None:
+                waiting = self._taken_back(compat.renamed(trigger, self.current), operands)
             self._add(compat.barrier_eqn(operands, results), True)
             self.current.update(zip(held, results, strict=True))
+            behind = dict(zip(compat.variables(operands), results, strict=True))
+            waiting = [compat.rename_inputs(eqn, behind) for eqn in waiting]
         for i in sorted(recomputed):
             eqn = compat.rename_inputs(eqns[i], self.current)
             fresh = [v if isinstance(v, compat.DropVar) else compat.fresh_var(v) for v in eqn.outvars]
             self._add(eqn.replace(outvars=fresh), True)
             self.current.update(zip(eqn.outvars, fresh, strict=True))
+        for eqn in waiting:
+            self._add(eqn, True)
+
+    def _taken_back(self, trigger: Atom, operands: Sequence[Atom]) -> list[JaxprEqn]:
+        """The equations of the backward pass since the first that reads a trigger: they are of its block, too.
+        None where they make what waits with it."""
+        first = len(self.eqns)
+        while first and self.backward[first - 1] and not {*self.eqns[first - 1].outvars} & {*operands}:
+            first -= 1
+        read = [k for k in range(first, len(self.eqns)) if trigger in self.eqns[k].invars]
+        first = min(read, default=len(self.eqns))
+        taken = self.eqns[first:]
+        del self.eqns[first:], self.backward[first:]
+        return taken
 
 
 def _with_eqns(
