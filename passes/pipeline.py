@@ -5,8 +5,8 @@
     | prepare | a program, or its forward and       | `Work`: the one open jaxpr that is planned, and  |
     |         | backward part, calls inlined        | how what is made of it is written in its place   |
     | lift    | that jaxpr, a cost model            | its `Program`: ops, buffers, bytes, times        |
-    | plan    | the program, bytes                  | `Planned`: the candidate to take, with its       |
-    |         |                                     | `Plan` and jaxpr, and what was done              |
+    | plan    | the program, bytes, its blocks      | `Planned`: the candidate to take, with its       |
+    |         | under ready policies                | `Plan` and jaxpr, and what was done              |
     | emit    | the candidate, a cost model         | the program, or its parts; what came where       |
     |         |                                     | nothing was changed                              |
     | XLA fuses it, decides the order of its kernels, and calls back                                  |
@@ -32,6 +32,7 @@ from passes.interpreter import on_deep_stack, uncollected
 from passes.jaxpr.candidate import JaxprRequest
 from passes.jaxpr.compat import ClosedJaxpr
 from passes.jaxpr.stage import Work, emit, lift, plan, prepare, prepare_parts
+from passes.jaxpr.straight import by_hand
 from passes.outcome import StageOutcome
 
 __all__ = ["STAGES", "check", "emit", "enforce", "lift", "plan", "plan_joint", "plan_program", "prepare"]
@@ -73,5 +74,5 @@ def plan_joint(
 def _walk[Written](work: Work[Written], request: JaxprRequest) -> tuple[Written, StageOutcome]:
     with work.context():
         lifted = lift(work.jaxpr, request)
-        planned = plan(lifted, request)
+        planned = plan(lifted, request, by_hand(work.jaxpr, request))
     return emit(work, planned, request), planned.outcome

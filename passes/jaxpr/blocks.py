@@ -62,18 +62,19 @@ class Blocks:
 def find_blocks(jaxpr: Jaxpr) -> Blocks:
     """The natural blocks of a differentiated program, calls inlined; none where nothing is differentiated."""
     forward = _forward(jaxpr)
-    scans = tuple(
-        pair.length for pair in find_pairs(jaxpr) if pair.first in forward and pair.second not in forward
-    )
-    if scans:
-        return Blocks(scans=scans)
+    if spans := _spans(jaxpr, forward):
+        return Blocks(spans=spans)
+    pairs = (pair for pair in find_pairs(jaxpr) if pair.first in forward and pair.second not in forward)
+    return Blocks(scans=tuple(pair.length for pair in pairs))
+
+
+def _spans(jaxpr: Jaxpr, forward: set[int]) -> tuple[range, ...]:
     places = sorted(forward)
     kernels = [n for n, i in enumerate(places) if eqn_kind(jaxpr.eqns[i]) not in (*INSIDE, Kind.BARRIER)]
     number: dict[tuple[Any, ...], int] = {}
     words = np.array([number.setdefault(_word(jaxpr.eqns[places[n]]), len(number)) for n in kernels])
     borders = _borders(_runs(words), kernels, _carried_bytes(jaxpr, places))
-    spans = tuple(range(places[start], places[stop - 1] + 1) for start, stop in itertools.pairwise(borders))
-    return Blocks(spans=spans)
+    return tuple(range(places[start], places[stop - 1] + 1) for start, stop in itertools.pairwise(borders))
 
 
 def under_policies(jaxpr: Jaxpr) -> dict[str, Jaxpr]:
@@ -218,8 +219,10 @@ def _kept(jaxpr: Jaxpr, forward: set[int], blocks: Blocks) -> set[Var]:
     """What is made in the forward pass outside of blocks, and what blocks make for what comes after them."""
     block_of = {i: n for n, span in enumerate(blocks.spans) for i in span}
     makers = {v: i for i in forward for v in jaxpr.eqns[i].outvars}
-    # No policy is asked about control flow, and stacks must be seen to be a scan's.
-    loose = {i for i in forward - block_of.keys() if jaxpr.eqns[i].primitive.name not in CONTROL_FLOW}
+    loose = forward - block_of.keys()
+    if not blocks.spans:
+        # No policy is asked about control flow, and stacks must be seen to be a scan's.
+        loose = {i for i in loose if jaxpr.eqns[i].primitive.name not in CONTROL_FLOW}
     kept = {v for v, i in makers.items() if i in loose}
     for i in forward:
         for v in compat.variables(jaxpr.eqns[i].invars):

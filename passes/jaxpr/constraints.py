@@ -64,7 +64,7 @@ def blocks_under(
         ConstraintUnsupported: see `passes.jaxpr.values`.
     """
     halves = _halves(jaxpr)
-    values = Values(jaxpr.eqns, halves.backward, Constraints(policy=policy), kept=kept)
+    values = Values(jaxpr.eqns, halves.backward, Constraints(policy=policy), kept=kept, loops=True)
     if not values.dropped:
         return jaxpr
     return _without_dead_code(_Cloner(halves, values, block_of).run()).jaxpr
@@ -309,8 +309,8 @@ class _Cloner:
             self._add(eqn, True)
 
     def _taken_back(self, trigger: Atom, operands: Sequence[Atom]) -> list[JaxprEqn]:
-        """The equations of the backward pass since the first that reads a trigger: they are of its block, too.
-        None where they make what waits with it."""
+        """The equations of the backward pass since the first that reads a trigger: they are of its block,
+        too. None where they make what waits with it."""
         first = len(self.eqns)
         while first and self.backward[first - 1] and not {*self.eqns[first - 1].outvars} & {*operands}:
             first -= 1

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from passes.backend import BACKENDS, Backend
@@ -32,7 +33,7 @@ from passes.jaxpr.primitives import LOOPS
 from passes.jaxpr.scans.choice import all_recomputed
 from passes.jaxpr.shards import Inside, enter
 from passes.jaxpr.simplify import gather_then_convert, scatter_in_place, without_literal_barriers
-from passes.jaxpr.straight import as_it_is, by_hand, lift_as_xla, search
+from passes.jaxpr.straight import as_it_is, fit_then_cost, lift_as_xla, search
 from passes.jaxpr.structured import CONFIG as STRUCTURED
 from passes.jaxpr.structured import search_structured
 from passes.listing import plan_text, program_text
@@ -193,12 +194,15 @@ class Planned:
     outcome: StageOutcome
 
 
-def plan(as_is: LiftedJaxpr, request: JaxprRequest) -> Planned:
-    """The shallowest candidate that fits, or the smallest if none does."""
+def plan(as_is: LiftedJaxpr, request: JaxprRequest, hands: Sequence[Candidate] = ()) -> Planned:
+    """The shallowest candidate that fits, or the smallest if none does.
+
+    Args:
+        hands: the program's blocks under ready policies, which are candidates, too.
+    """
     started = time.perf_counter()
     jaxpr = as_is.jaxpr
     before_bytes = _before_bytes(as_is, request)
-    hands = () if request.inside or has_control_flow(jaxpr.eqns) else by_hand(as_is, request)
     asked = [made for made in hands if made.policy == request.policy]
     if asked:
         (candidate,) = asked
@@ -206,7 +210,7 @@ def plan(as_is: LiftedJaxpr, request: JaxprRequest) -> Planned:
         has_no_other = not has_control_flow(jaxpr.eqns)
         candidate = replace(as_it_is(as_is), peak_bytes=before_bytes, unrivalled=has_no_other)
     else:
-        candidate = _with_less_mapped(as_is, request, _scale(before_bytes, request))
+        candidate = _with_less_mapped(as_is, request, _scale(before_bytes, request), hands)
     outcome = _outcome(as_is, before_bytes, candidate, request)
     if candidate.changed and not request.inside:
         outcome = replace(outcome, kernels_ns=_kernels_ns(as_is, before_bytes, request))
@@ -245,13 +249,20 @@ def _unordered_bytes(candidate: Candidate, request: JaxprRequest, scale: float) 
     return nbytes if is_left else None
 
 
-def _searched(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate:
-    if has_control_flow(as_is.jaxpr.eqns):
-        return search_structured(as_is, request, scale, _body)
-    return search(as_is, request, scale)
+def _searched(
+    as_is: LiftedJaxpr, request: JaxprRequest, scale: float, hands: Sequence[Candidate]
+) -> Candidate:
+    ranked = partial(fit_then_cost, target_bytes=int(scale * request.temp_budget_bytes))
+    best_by_hand = min(hands, key=ranked, default=None)
+    if not has_control_flow(as_is.jaxpr.eqns):
+        return search(as_is, request, scale, best_by_hand)
+    found = search_structured(as_is, request, scale, _body)
+    return found if best_by_hand is None else min(found, best_by_hand, key=ranked)
 
 
-def _with_less_mapped(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate:
+def _with_less_mapped(
+    as_is: LiftedJaxpr, request: JaxprRequest, scale: float, hands: Sequence[Candidate]
+) -> Candidate:
     """The best for the budget, or for fewer bytes, where to recompute them takes less time than to map them
     in every run.
 
@@ -278,7 +289,7 @@ def _with_less_mapped(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -
         asked = replace(
             request, budget_bytes=request.fixed_bytes + temp_bytes, optional=temp_bytes != aims[0]
         )
-        made = _searched(as_is, asked, scale)
+        made = _searched(as_is, asked, scale, hands)
         if best is None or rank(made) < rank(best):
             best = made
         elif not upwards:

@@ -17,7 +17,7 @@ from passes.backend import BACKENDS
 from passes.cost import DeviceModel
 from passes.ir import Plan
 from passes.jaxpr import compat
-from passes.jaxpr.blocks import under_policies
+from passes.jaxpr.blocks import find_blocks, under_policies
 from passes.jaxpr.candidate import Candidate, JaxprRequest
 from passes.jaxpr.compat import Jaxpr
 from passes.jaxpr.emit import EmitConfig, emit
@@ -83,13 +83,15 @@ def _lifted_as_xla(known: Jaxpr, device: DeviceModel) -> LiftedJaxpr:
     return lift_known(known, device, as_xla=True)
 
 
-def search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate:
-    """The shallowest candidate that fits `scale` times what the budget leaves.
+def search(
+    as_is: LiftedJaxpr, request: JaxprRequest, scale: float, than: Candidate | None = None
+) -> Candidate:
+    """The shallowest candidate that fits `scale` times what the budget leaves, or a better one that is known.
 
     It is planned for kernels in which all that can be is computed anew. Where XLA's own kernels are foreseen,
     one is planned for these, too, and the cheaper is taken: a Swin at half of its bytes then costs 1 % more
     by estimate, not 16, a mixture of experts not 12, but 7. Where nothing can be run again, or held back,
-    that is the program as it is. What ready policies keep of its blocks is a candidate as any other.
+    that is the program as it is.
     """
     target_bytes = max(int(request.temp_budget_bytes * scale), 1)
     device, calibration = request.device, request.calibration
@@ -109,7 +111,7 @@ def search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate
         )
         for as_xla in ((True, False) if BACKENDS[device.platform].fuses_greedily else (False,))
     ]  # fmt: skip
-    best = min(by_hand(as_is, request), key=functools.partial(_rank, target_bytes=target_bytes), default=None)
+    best = than
     for each in sorted(deepenings, key=lambda each: each.first.cost_ns):
         best = each.best(than=best)
     assert best is not None, "there is a base"
@@ -121,10 +123,12 @@ def search(as_is: LiftedJaxpr, request: JaxprRequest, scale: float) -> Candidate
     return as_it_is(as_is, request.fresh) if len(best.emitted.eqns) == len(as_is.jaxpr.eqns) else best
 
 
-def by_hand(as_is: LiftedJaxpr, request: JaxprRequest) -> tuple[Candidate, ...]:
-    """The program's blocks as under ready policies of `jax.checkpoint`, as XLA is expected to see them; none
-    where it has no blocks (see `passes.jaxpr.blocks`)."""
-    return _by_hand(as_is.jaxpr, request.device, _counts_holes(request), request.fresh)
+def by_hand(jaxpr: Jaxpr, request: JaxprRequest) -> tuple[Candidate, ...]:
+    """A program's blocks as under ready policies of `jax.checkpoint`, as XLA is expected to see them; none
+    where it has no blocks but the bodies of scans, which have levels (see `passes.jaxpr.blocks`)."""
+    if not find_blocks(jaxpr).spans:
+        return ()
+    return _by_hand(jaxpr, request.device, _counts_holes(request), request.fresh)
 
 
 def _counts_holes(request: JaxprRequest) -> bool:
@@ -137,9 +141,9 @@ def _by_hand(jaxpr: Jaxpr, device: DeviceModel, holes: bool, fresh: frozenset[in
     for name, written in under_policies(jaxpr).items():
         seen = _in_order(lift_as_xla(written, device), device)
         alive_bytes, beyond_bytes, given_bytes = _needed_bytes(seen, device, fresh)
-        alive_bytes -= given_bytes
         made = replace(
-            as_it_is(seen), policy=name, peak_bytes=alive_bytes + (beyond_bytes if holes else 0),
+            as_it_is(seen), policy=name, emitted=written,
+            peak_bytes=alive_bytes - given_bytes + (beyond_bytes if holes else 0),
             holes_bytes=0 if holes else beyond_bytes,
         )  # fmt: skip
         found.append(made)
@@ -196,7 +200,7 @@ class _Deepening:
         level, above, below = self._first_level, None, None
         for _ in range(CONFIG.most_candidates):
             made, candidate = self.depths.plan(level), self.depths.candidate(level, self._way)
-            if best is None or _rank(candidate, self._target_bytes) < _rank(best, self._target_bytes):
+            if best is None or self._rank(candidate) < self._rank(best):
                 best = candidate
             if candidate.peak_bytes <= self._target_bytes or made.peak_bytes > made.budget_bytes:
                 below = level, candidate
@@ -228,8 +232,12 @@ class _Deepening:
         ratio = nbytes / max(self.depths.peak_bytes, 1)
         return max(0, math.ceil(math.log(ratio) / math.log(CONFIG.level_ratio) - 1e-9))
 
+    def _rank(self, candidate: Candidate) -> tuple[int, int]:
+        return fit_then_cost(candidate, self._target_bytes)
 
-def _rank(candidate: Candidate, target_bytes: int) -> tuple[int, int]:
+
+def fit_then_cost(candidate: Candidate, target_bytes: int) -> tuple[int, int]:
+    """Within a number of bytes by time, else by bytes; smaller is better."""
     return max(candidate.peak_bytes, target_bytes), candidate.cost_ns
 
 

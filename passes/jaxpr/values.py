@@ -73,6 +73,7 @@ class Values:
         constraints: what was asked.
         passed: variables that pass to a backward pass which is not among `eqns`.
         kept: what is kept, too.
+        loops: True to drop what loops and branches make, too.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Values:
         constraints: Constraints,
         passed: Sequence[Atom] = (),
         kept: Collection[Var] = (),
+        loops: bool = False,
     ) -> None:
         self.place = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
         self._eqns = eqns
@@ -94,7 +96,7 @@ class Values:
         self.dropped: set[Var] = set()
         self._take_names(constraints)
         self._take_checkpoints(passed)
-        wanted = set() if constraints.policy is None else self._take_policy(constraints.policy)
+        wanted = set() if constraints.policy is None else self._take_policy(constraints.policy, loops)
         self.dropped -= self.saved | wanted
         self._drop_what_follows()
         needed = self._needed()
@@ -147,11 +149,11 @@ class Values:
                 if self._producer(base) is not None:
                     self.saved.add(base)
 
-    def _take_policy(self, policy: Callable[..., Any]) -> set[Var]:
+    def _take_policy(self, policy: Callable[..., Any], loops: bool) -> set[Var]:
         """Drop what the policy does not save; what it saves. What it saves in one form it saves in every."""
         wanted: set[Var] = set()
         for eqn, backward in zip(self._eqns, self._backward, strict=True):
-            if backward or eqn.primitive.name in CONTROL_FLOW:
+            if backward or (eqn.primitive.name in CONTROL_FLOW and not loops):
                 continue
             saves = compat.policy_saves(policy, eqn)
             if saves is None:
