@@ -245,13 +245,16 @@ def recomputed_by(program: Program, steps: Sequence[OpId], stage: Stage) -> tupl
         if not is_live:
             continue
         if step in seen:
-            op = program.ops[step]
-            nbytes = sum(program.buffers[b].nbytes for b in op.outputs)
-            recomputed.append(
-                Recomputed(op=op.name, source=op.source, nbytes=nbytes, cost_ns=op.cost_ns, stage=stage)
-            )
+            recomputed.append(recomputed_op(program, step, stage))
         seen.add(step)
     return tuple(recomputed)
+
+
+def recomputed_op(program: Program, op_id: OpId, stage: Stage) -> Recomputed:
+    """An op that is run again."""
+    op = program.ops[op_id]
+    nbytes = sum(program.buffers[b].nbytes for b in op.outputs)
+    return Recomputed(op=op.name, source=op.source, nbytes=nbytes, cost_ns=op.cost_ns, stage=stage)
 
 
 def paged_by(program: Program, pages: Sequence[Page], stage: Stage) -> tuple[Paged, ...]:

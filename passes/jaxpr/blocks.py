@@ -26,7 +26,7 @@ import numpy as np
 from passes.jaxpr import compat
 from passes.jaxpr.avals import form_of
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
-from passes.jaxpr.constraints import blocks_under, constrain
+from passes.jaxpr.constraints import blocks_under, constrain, is_backward
 from passes.jaxpr.primitives import CONTROL_FLOW, INSIDE, Kind
 from passes.jaxpr.purity import eqn_kind
 from passes.jaxpr.scans.pairs import find_pairs
@@ -116,7 +116,7 @@ def _forward(jaxpr: Jaxpr) -> set[int]:
     forward: set[int] = set()
     for i in reversed(range(len(jaxpr.eqns))):
         eqn = jaxpr.eqns[i]
-        transposed = compat.is_transposed(eqn)
+        transposed = is_backward(eqn)
         if transposed or not needed.isdisjoint(eqn.outvars):
             needed.update(compat.variables(eqn.invars))
             if not transposed:

@@ -201,6 +201,12 @@ def in_scope(eqn: JaxprEqn, scope: str) -> JaxprEqn:
     return eqn.replace(source_info=info.replace(name_stack=info.name_stack.extend(scope)))
 
 
+def is_in_scope(eqn: JaxprEqn, scope: str) -> bool:
+    """True if `in_scope` said so."""
+    stack = eqn.source_info.name_stack.stack
+    return any(isinstance(e, source_info_util.Scope) and e.name == scope for e in stack)
+
+
 def is_transposed(eqn: JaxprEqn) -> bool:
     """True for an equation of a backward pass."""
     stack = eqn.source_info.name_stack.stack

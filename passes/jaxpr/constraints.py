@@ -23,6 +23,7 @@ from passes.jaxpr.scans.cut import joined_body
 from passes.jaxpr.scans.emit import rewrite_groups, with_inner
 from passes.jaxpr.scans.pairs import ScanPair, find_pairs
 from passes.jaxpr.values import Constraints, Values
+from passes.outcome import RECOMPUTE_SCOPE
 from passes.reach import reached
 from passes.saved import OFFLOADED, SAVED, is_saved
 
@@ -70,6 +71,11 @@ def blocks_under(
     return _without_dead_code(_Cloner(halves, values, block_of).run()).jaxpr
 
 
+def is_backward(eqn: JaxprEqn) -> bool:
+    """True for an equation of a backward pass, or of what is recomputed for it."""
+    return compat.is_transposed(eqn) or compat.is_in_scope(eqn, RECOMPUTE_SCOPE)
+
+
 def constrain_pair(
     forward: ClosedJaxpr, backward: ClosedJaxpr, n_outs: int, constraints: Constraints
 ) -> tuple[ClosedJaxpr, ClosedJaxpr]:
@@ -108,7 +114,7 @@ class _Halves:
 
 
 def _halves(jaxpr: Jaxpr) -> _Halves:
-    return _Halves(jaxpr=jaxpr, backward=tuple(map(compat.is_transposed, jaxpr.eqns)))
+    return _Halves(jaxpr=jaxpr, backward=tuple(map(is_backward, jaxpr.eqns)))
 
 
 def _constrained(halves: _Halves, constraints: Constraints, passed: Sequence[Atom] = ()) -> _Halves:
@@ -138,7 +144,7 @@ def _with_bodies(eqn: JaxprEqn, backward: bool, across: Sequence[bool], constrai
     """`across`: for every result whether a backward pass reads it."""
 
     def constrained(body: Jaxpr) -> Jaxpr:
-        flags = tuple(backward or compat.is_transposed(inner) for inner in body.eqns)
+        flags = tuple(backward or is_backward(inner) for inner in body.eqns)
         passed = [v for v, a in zip(body.outvars, across, strict=True) if a and compat.is_variable(v)]
         return _constrained(_Halves(jaxpr=body, backward=flags), constraints, passed).jaxpr
 
@@ -303,7 +309,7 @@ class _Cloner:
         for i in sorted(recomputed):
             eqn = compat.rename_inputs(eqns[i], self.current)
             fresh = [v if isinstance(v, compat.DropVar) else compat.fresh_var(v) for v in eqn.outvars]
-            self._add(eqn.replace(outvars=fresh), True)
+            self._add(compat.in_scope(eqn.replace(outvars=fresh), RECOMPUTE_SCOPE), True)
             self.current.update(zip(eqn.outvars, fresh, strict=True))
         for eqn in waiting:
             self._add(eqn, True)
