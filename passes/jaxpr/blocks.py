@@ -26,7 +26,7 @@ import numpy as np
 from passes.jaxpr import compat
 from passes.jaxpr.avals import form_of
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
-from passes.jaxpr.constraints import blocks_under, constrain, is_backward
+from passes.jaxpr.constraints import backward_of, blocks_under, constrain
 from passes.jaxpr.primitives import CONTROL_FLOW, INSIDE, Kind
 from passes.jaxpr.purity import eqn_kind
 from passes.jaxpr.scans.pairs import find_pairs
@@ -114,9 +114,9 @@ def _forward(jaxpr: Jaxpr) -> set[int]:
     """Places of the equations that a backward pass follows from, less its own."""
     needed: set[Var] = set()
     forward: set[int] = set()
+    flags = backward_of(jaxpr)
     for i in reversed(range(len(jaxpr.eqns))):
-        eqn = jaxpr.eqns[i]
-        transposed = is_backward(eqn)
+        eqn, transposed = jaxpr.eqns[i], flags[i]
         if transposed or not needed.isdisjoint(eqn.outvars):
             needed.update(compat.variables(eqn.invars))
             if not transposed:
@@ -185,10 +185,12 @@ def _borders(runs: Sequence[_Run], kernels: Sequence[int], carried_bytes: Sequen
     """
 
     def least(n: int) -> int:
-        """The best place between the kernels `n - 1` and `n`; the last of the best."""
+        """The best place between the kernels `n - 1` and `n`; the last of the best. Behind the last kernel
+        something is carried, if only into the backward pass: what a loss is taken of."""
         start = kernels[n - 1] + 1 if n else 0
         stop = kernels[n] if n < len(kernels) else len(carried_bytes) - 1
-        return min(reversed(range(start, stop + 1)), key=lambda place: carried_bytes[place])
+        places = [k for k in range(stop, start - 1, -1) if carried_bytes[k] or n < len(kernels)]
+        return min(places, key=lambda place: carried_bytes[place], default=start)
 
     borders: list[int] = []
     for run in runs:
@@ -200,19 +202,16 @@ def _borders(runs: Sequence[_Run], kernels: Sequence[int], carried_bytes: Sequen
 
 def _carried_bytes(jaxpr: Jaxpr, places: Sequence[int]) -> list[int]:
     """For every place between forward equations, and at both ends, the bytes that are made before and read
-    after, in the backward pass, too."""
+    after in the forward pass."""
     eqns = [jaxpr.eqns[i] for i in places]
     last_read = {v: i for i, eqn in enumerate(eqns) for v in compat.variables(eqn.invars)}
-    forward = {*places}
-    read = (eqn.invars for i, eqn in enumerate(jaxpr.eqns) if i not in forward)
-    last_read |= dict.fromkeys((v for atoms in read for v in compat.variables(atoms)), len(eqns))
-    changes = [0] * (len(eqns) + 2)
+    changes = [0] * (len(eqns) + 1)
     for i, eqn in enumerate(eqns):
         for v in eqn.outvars:
             if v in last_read:
                 changes[i + 1] += compat.aval_nbytes(v.aval)
                 changes[last_read[v] + 1] -= compat.aval_nbytes(v.aval)
-    return list(itertools.accumulate(changes[:-1]))
+    return list(itertools.accumulate(changes))
 
 
 def _kept(jaxpr: Jaxpr, forward: set[int], blocks: Blocks) -> set[Var]:

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from passes.cost import DeviceModel, mapping_ns
 from passes.counts import Fixed
 from passes.ir import OpId, Plan
+from passes.jaxpr import compat
 from passes.jaxpr.calibration import UNCALIBRATED, Calibration
 from passes.jaxpr.compat import Jaxpr
 from passes.jaxpr.emit import EmitConfig
 from passes.jaxpr.lifted import LiftedJaxpr
-from passes.jaxpr.scans.choice import Level
+from passes.jaxpr.scans.choice import Level, all_recomputed
 from passes.objective import LEAST_TIME, Objective
-from passes.outcome import Paged
+from passes.outcome import RECOMPUTE_SCOPE, Paged, Recomputed, recomputed_by, recomputed_op
 from passes.recipe import Recipe, Scans
 
 
@@ -110,6 +111,19 @@ class Candidate:
     def changed(self) -> bool:
         """False for the program as it was."""
         return self.plan is not None or self.rewritten or bool(self.policy)
+
+    @property
+    def recomputed(self) -> tuple[Recomputed, ...]:
+        """What is run again: inside of scans, under a policy, and by the plan."""
+        program, eqns = self.lifted.program, self.lifted.jaxpr.eqns
+        inside = tuple(r for choice in self.scans for r in all_recomputed(choice))
+        again = [
+            OpId(op)
+            for op, body in enumerate(self.lifted.bodies)
+            if self.policy and compat.is_in_scope(eqns[body[-1]], RECOMPUTE_SCOPE)
+        ]
+        written = tuple(recomputed_op(program, op, "jaxpr") for op in again)
+        return inside + written + recomputed_by(program, self.steps, "jaxpr")
 
     @property
     def recipe(self) -> Recipe:

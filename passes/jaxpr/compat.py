@@ -203,8 +203,7 @@ def in_scope(eqn: JaxprEqn, scope: str) -> JaxprEqn:
 
 def is_in_scope(eqn: JaxprEqn, scope: str) -> bool:
     """True if `in_scope` said so."""
-    stack = eqn.source_info.name_stack.stack
-    return any(isinstance(e, source_info_util.Scope) and e.name == scope for e in stack)
+    return any(e.name == scope for e in eqn.source_info.name_stack.stack)
 
 
 def is_transposed(eqn: JaxprEqn) -> bool:

@@ -17,6 +17,8 @@ from passes.jaxpr import compat
 from passes.jaxpr.compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.halves import closed_halves, join, split
 from passes.jaxpr.inline import with_flat_bodies
+from passes.jaxpr.primitives import Kind
+from passes.jaxpr.purity import eqn_kind
 from passes.jaxpr.rewrite import defined, with_equations
 from passes.jaxpr.scans.choice import Choice
 from passes.jaxpr.scans.cut import joined_body
@@ -71,9 +73,15 @@ def blocks_under(
     return _without_dead_code(_Cloner(halves, values, block_of).run()).jaxpr
 
 
-def is_backward(eqn: JaxprEqn) -> bool:
-    """True for an equation of a backward pass, or of what is recomputed for it."""
-    return compat.is_transposed(eqn) or compat.is_in_scope(eqn, RECOMPUTE_SCOPE)
+def backward_of(jaxpr: Jaxpr) -> tuple[bool, ...]:
+    """For every equation whether it is of a backward pass, recomputed for that, or holds such back."""
+    made: set[Var] = set()
+    flags = []
+    for eqn in jaxpr.eqns:
+        holds = eqn_kind(eqn) is Kind.BARRIER and not made.isdisjoint(compat.variables(eqn.invars))
+        flags.append(holds or compat.is_transposed(eqn) or compat.is_in_scope(eqn, RECOMPUTE_SCOPE))
+        made.update(eqn.outvars if flags[-1] else ())
+    return tuple(flags)
 
 
 def constrain_pair(
@@ -114,7 +122,7 @@ class _Halves:
 
 
 def _halves(jaxpr: Jaxpr) -> _Halves:
-    return _Halves(jaxpr=jaxpr, backward=tuple(map(is_backward, jaxpr.eqns)))
+    return _Halves(jaxpr=jaxpr, backward=backward_of(jaxpr))
 
 
 def _constrained(halves: _Halves, constraints: Constraints, passed: Sequence[Atom] = ()) -> _Halves:
@@ -144,7 +152,7 @@ def _with_bodies(eqn: JaxprEqn, backward: bool, across: Sequence[bool], constrai
     """`across`: for every result whether a backward pass reads it."""
 
     def constrained(body: Jaxpr) -> Jaxpr:
-        flags = tuple(backward or is_backward(inner) for inner in body.eqns)
+        flags = tuple(backward or inner for inner in backward_of(body))
         passed = [v for v, a in zip(body.outvars, across, strict=True) if a and compat.is_variable(v)]
         return _constrained(_Halves(jaxpr=body, backward=flags), constraints, passed).jaxpr
 

@@ -30,7 +30,6 @@ from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.order import run_bytes
 from passes.jaxpr.own_constants import with_own_constants, with_own_zeros
 from passes.jaxpr.primitives import LOOPS
-from passes.jaxpr.scans.choice import all_recomputed
 from passes.jaxpr.shards import Inside, enter
 from passes.jaxpr.simplify import gather_then_convert, scatter_in_place, without_literal_barriers
 from passes.jaxpr.straight import as_it_is, fit_then_cost, lift_as_xla, search
@@ -39,11 +38,7 @@ from passes.jaxpr.structured import search_structured
 from passes.listing import plan_text, program_text
 from passes.objective import Objective
 from passes.outcome import (
-    RECOMPUTE_SCOPE,
-    Recomputed,
     StageOutcome,
-    recomputed_by,
-    recomputed_op,
     tightest_values,
 )
 from passes.planners import cut_bound
@@ -406,22 +401,10 @@ def _kernels_ns(as_is: LiftedJaxpr, before_bytes: int, request: JaxprRequest) ->
     return own_ns + request.mapping_ns(min(request.temp_budget_bytes, before_bytes))
 
 
-def _written_again(candidate: Candidate) -> tuple[Recomputed, ...]:
-    """What a policy has computed once more: it is in the program."""
-    if not candidate.policy:
-        return ()
-    program, eqns = candidate.lifted.program, candidate.lifted.jaxpr.eqns
-    roots = ((op.id, eqns[body[-1]]) for op, body in zip(program.ops, candidate.lifted.bodies, strict=True))
-    again = (op for op, root in roots if compat.is_in_scope(root, RECOMPUTE_SCOPE))
-    return tuple(recomputed_op(program, op, "jaxpr") for op in again)
-
-
 def _outcome(
     as_is: LiftedJaxpr, before_bytes: int, candidate: Candidate, request: JaxprRequest
 ) -> StageOutcome:
     program = candidate.lifted.program
-    inside = tuple(r for choice in candidate.scans for r in all_recomputed(choice))
-    recomputed = inside + _written_again(candidate) + recomputed_by(program, candidate.steps, "jaxpr")
     scale = _scale(before_bytes, request)
     cost_ns = as_is.seen.cost_ns + request.mapping_ns(round(before_bytes / scale))
     recompute_ns = _run_ns(candidate, request, scale) - cost_ns
@@ -444,7 +427,7 @@ def _outcome(
         status=Status.FEASIBLE if fits else Status.UNKNOWN,
         recipe=candidate.recipe,
         seconds=0.0,
-        recomputed=recomputed,
+        recomputed=candidate.recomputed,
         paged=candidate.paged,
         unrivalled=candidate.unrivalled,
         holes_bytes=candidate.holes_bytes,
