@@ -325,6 +325,37 @@ def dear(cost_ns: int) -> StageOutcome:
     return dataclasses.replace(OUTCOME, cost_ns=cost_ns, recompute_ns=0)
 
 
+def beside_a_policy(policy_ns: int | None) -> Record:
+    """A plan that promised 1000, where blocks under a policy are expected to take so long."""
+    first = planned(cost_ns=1000, recompute_ns=0)
+    assert first.jaxpr is not None
+    made = dataclasses.replace(first.jaxpr, policy="dots_saveable" if policy_ns else "", policy_ns=policy_ns)
+    return dataclasses.replace(first, jaxpr=made, device_name="h200")
+
+
+@pytest.mark.parametrize(
+    ("policy_ns", "found_ns", "asks"), [(1200, 1100, True), (1200, 1400, True), (1300, 1100, False)]
+)
+def test_where_blocks_under_a_policy_promise_less_than_a_plan_came_to_they_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch, policy_ns: int, found_ns: int, asks: bool
+) -> None:
+    asked = asked_of(monkeypatch, lambda w: dear(found_ns) if w.policy else None)
+    choice = ways(key=f"{policy_ns} {found_ns}").choose(beside_a_policy(policy_ns), dear(1300), MODULE)
+    assert choice.record.hlo is not None
+    assert [w.policy for w in asked if w.policy] == ["dots_saveable"] * asks
+    assert choice.record.hlo.cost_ns == (found_ns if asks and found_ns < 1300 else 1300)
+
+
+def test_where_a_plan_misses_its_budget_blocks_under_a_policy_are_looked_at_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = asked_of(monkeypatch, lambda w: dear(2000) if w.policy else None)
+    choice = ways(key="missed").choose(beside_a_policy(3000), REFUSED, MODULE)
+    assert asked[0].policy == "dots_saveable"
+    assert choice.record.hlo is not None
+    assert choice.record.hlo.status.found
+
+
 def test_looks_for_pages_leave_those_that_a_request_without_host_memory_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

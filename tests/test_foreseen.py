@@ -8,7 +8,7 @@ import pytest
 
 from passes.backend import BACKENDS, CPU, TPU
 from passes.ir import Buffer, BufferId, Op, OpId, Program
-from passes.offsets.foreseen import holes_bytes
+from passes.offsets.foreseen import Room, holes_bytes, in_results_bytes
 from passes.simulate import simulate
 
 KIB = 1 << 10
@@ -52,6 +52,24 @@ def test_scratch_memory_is_in_the_heap(backend: str):
                           workspace_bytes=512 * KIB))  # fmt: skip
     made = Program.build(name="scratch", ops=ops, buffers=one.buffers, outputs=one.outputs)
     assert holes(made, backend) == 0
+
+
+def test_what_fits_in_the_storage_of_results_is_there_until_these_are_made():
+    # 0 and 1 wait for 4, which makes a result; 2 is too large for it, and 3 is read when it is made.
+    made = program([(), (), (0, 1), (2,), (0, 1, 3)], [40, 24, 100, 8, 0], [4])
+    timeline = simulate(made)
+    assert timeline.peak_bytes == 172 * KIB
+
+    def saved(*rooms: tuple[int, int]) -> int:
+        found = [Room(nbytes=kib * KIB, until=until) for kib, until in rooms]
+        return in_results_bytes(made, timeline, found)
+
+    assert saved() == 0
+    assert saved((100, 4)) == (172 - 72) * KIB, "the largest comes first"
+    assert saved((64, 4)) == 0, "what is alive until the result is made is not there"
+    assert saved((64, 5)) == 40 * KIB, "one at a time"
+    assert saved((64, 5), (32, 5)) == 64 * KIB
+    assert saved((64, 5), (4, 5)) == 40 * KIB, "what is larger goes nowhere"
 
 
 def test_a_program_without_temporaries_has_none():

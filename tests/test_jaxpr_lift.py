@@ -226,20 +226,53 @@ def gated(x: Any, w: Any) -> Any:
     return gate, y * gate + x
 
 
+def run_again(x: Any, ct: Any, up: Any, down: Any) -> Any:
+    """A GELU for the gradient of a product, and its own gradient, which waits for another product."""
+    h, back = jax.vjp(jax.nn.gelu, x @ up)
+    (pre,) = back(ct @ down.T)
+    return h.T @ ct, x.T @ pre
+
+
 @pytest.mark.parametrize(
     ("fn", "specs"),
     [
+        (
+            run_again,
+            [
+                jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+                for shape in ((4096, 512), (4096, 512), (512, 2048), (2048, 512))
+            ],
+        ),
         (adam, [jax.ShapeDtypeStruct((1024, 1024), jnp.float32)] * 4),
         (gated, [jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)] * 2),
         (summed_in_float32, [jax.ShapeDtypeStruct((1024, 1024), d) for d in (jnp.bfloat16, jnp.float32)]),
         (lambda x: x > 0, [jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)]),
     ],
-    ids=["an update of three", "what reads a product", "a product of two types", "a mask"],
+    ids=[
+        "a GELU and its gradient",
+        "an update of three",
+        "what reads a product",
+        "a product of two types",
+        "a mask",
+    ],
 )
 def test_time_is_that_of_the_kernels_that_xla_makes_for_a_gpu(h200: str, fn: Any, specs: list[Any]):
     compiled = aot.lower_for(jax.jit(fn), specs, device=h200).compile()
     seen = lifted(fn, *specs, as_xla=True).seen
     assert seen.cost_ns == pytest.approx(aot.run_ns(compiled, DEVICES["h200"]), rel=0.02)
+
+
+def test_what_dies_is_written_over_by_what_is_made_of_it_and_of_what_does_not():
+    def masked(x: Any, w: Any, v: Any) -> Any:
+        h = jnp.maximum(x @ w, 0)
+        d = jnp.where(h > 0, x @ v, 0)
+        return d.T @ h
+
+    made = lifted(masked, *[jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 3, as_xla=True).program
+    (select,) = (op for op in made.ops if op.name == "select_n")
+    (dies,) = (b for b in select.inputs if sum(b in op.inputs for op in made.ops) == 1)
+    assert len(select.inputs) == 2
+    assert select.may_share == ((select.outputs[0], dies),)
 
 
 def test_what_branches_is_stored_where_xla_for_a_gpu_would_compute_it_at_several_places(h200: str):
