@@ -139,10 +139,11 @@ def _counts_holes(request: JaxprRequest) -> bool:
 def _by_hand(jaxpr: Jaxpr, device: DeviceModel, holes: bool, fresh: frozenset[int]) -> tuple[Candidate, ...]:
     found = []
     for name, written in under_policies(jaxpr).items():
-        seen = _in_order(lift_as_xla(written, device), device)
+        seen = _in_order(lift_seen(written, device), device)
         alive_bytes, beyond_bytes, given_bytes = _needed_bytes(seen, device, fresh)
         made = replace(
-            as_it_is(seen), policy=name, emitted=written,
+            as_it_is(lift_as_xla(written, device)), policy=name, emitted=written, foreseen=seen,
+            cost_ns=seen.program.cost_ns, energy_pj=seen.program.energy_pj,
             peak_bytes=alive_bytes - given_bytes + (beyond_bytes if holes else 0),
             holes_bytes=0 if holes else beyond_bytes,
         )  # fmt: skip
