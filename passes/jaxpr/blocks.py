@@ -1,16 +1,17 @@
 """A program's natural blocks, and the program as if `jax.checkpoint` stood around each of them.
 
-Natural blocks are the bodies of scans that a backward pass reads stacks of, and runs of equations that
-repeat: the same primitives on the same shapes, twice or more in a row, as the layers of an unrolled model.
-Names are not asked for, since most programs give none.
+Natural blocks are the bodies of scans that a backward pass reads stacks of, and runs of kernels that repeat:
+the same primitives on the same shapes, twice or more in a row, as in the layers of an unrolled model. Names
+are not asked for, since most programs give none. What lies between two runs, or before the first and is as
+long, is a block, too: the first of a ResNet's stage. Elementwise work belongs to the kernels so that least is
+carried across a border.
 
     forward    embed | block 1 | block 2 | block 3 | loss       what a block takes in is kept, and what lies
     backward   ...   | block 3' (block 3 again first) | ...     outside of blocks; inside, what a policy saves
 
-That is written by the means of a user's own constraints (`passes.jaxpr.constraints`): what is kept gets a
-name, and the policy is asked about all else. What the blocks recompute stands behind barriers, as under
-`jax.checkpoint`, but each part just before it is needed. So temporaries are
-about those of one written by hand (compiled: .82 to 1.11 of them, GPTs and MLPs, on a CPU and an H200).
+XLA makes of it what it makes of `jax.checkpoint` around the blocks, to the byte (`tests/test_blocks.py`).
+Scans are written by the means of a user's own constraints (`passes.jaxpr.constraints`): what is kept gets a
+name, and the policy is asked about all else.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from passes.jaxpr import compat
 from passes.jaxpr.avals import form_of
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.constraints import backward_of, blocks_under, constrain
-from passes.jaxpr.primitives import CONTROL_FLOW, INSIDE, Kind
+from passes.jaxpr.primitives import CONTROL_FLOW, FUSING, Kind
 from passes.jaxpr.purity import eqn_kind
 from passes.jaxpr.scans.pairs import find_pairs
 from passes.jaxpr.values import Constraints, ConstraintUnsupported
@@ -70,7 +71,7 @@ def find_blocks(jaxpr: Jaxpr) -> Blocks:
 
 def _spans(jaxpr: Jaxpr, forward: set[int]) -> tuple[range, ...]:
     places = sorted(forward)
-    kernels = [n for n, i in enumerate(places) if eqn_kind(jaxpr.eqns[i]) not in (*INSIDE, Kind.BARRIER)]
+    kernels = [n for n, i in enumerate(places) if eqn_kind(jaxpr.eqns[i]) not in (*FUSING, Kind.BARRIER)]
     number: dict[tuple[Any, ...], int] = {}
     words = np.array([number.setdefault(_word(jaxpr.eqns[places[n]]), len(number)) for n in kernels])
     borders = _borders(_runs(words), kernels, _carried_bytes(jaxpr, places))
@@ -195,8 +196,13 @@ def _borders(runs: Sequence[_Run], kernels: Sequence[int], carried_bytes: Sequen
     borders: list[int] = []
     for run in runs:
         phases = range(run.start, run.stop - run.count * run.period + 1)
-        ways = [[least(first + n * run.period) for n in range(run.count + 1)] for first in phases]
-        borders += min(ways, key=lambda way: sum(carried_bytes[place] for place in way))
+        ways = {first: [least(first + n * run.period) for n in range(run.count + 1)] for first in phases}
+        first = min(ways, key=lambda first: sum(carried_bytes[place] for place in ways[first]))
+        if not borders and first > run.period:
+            # What comes before may begin with something else: a stem.
+            before = range(kernels[first - run.period], kernels[0], -1)
+            borders.append(min(before, key=lambda place: carried_bytes[place]))
+        borders += ways[first]
     return list(dict.fromkeys(borders))
 
 
