@@ -84,7 +84,7 @@ class Search:
         """The cheapest way that is found, given what XLA made of the first; else the refusal."""
         first_wish = tries.at_once(self.record)
         self.is_seen(self.record, first_wish)
-        tuned = self.paged(self.tuned(self.as_by_hand(first)), hlo_of(first))
+        tuned = self.paged(self.tuned(first), hlo_of(first))
         if not hlo_of(tuned).status.found:
             return self.instead_of(first)
         tuned = self.with_its_own_kernels(self.with_a_milder_plan(tuned, hlo_of(first)))
@@ -119,19 +119,20 @@ class Search:
         self.record = dataclasses.replace(whole, jaxpr=variant.record.jaxpr)
         return self._choice(variant)
 
-    def as_by_hand(self, first: Choice) -> Choice:
-        """The blocks under a ready policy, where that may cost less than the first plan, and does."""
-        for asked in tries.by_hand(first, self.record):
-            variant = self._in_time(first, partial(self._look, asked))
-            if variant is not None and rank(variant) < rank(first):
-                return self._choice(variant)
-        return first
-
     def tuned(self, first: Choice) -> Choice:
-        """The best of the plans that follow one from the other from what XLA made of the first.
+        """The best of the plans that follow one from the other from what XLA made of the first, and of the
+        blocks under a ready policy, where these promise less.
 
         Best is what keeps the budget at the least estimated time of its kernels, else what comes nearest.
         """
+        best = self._followed(first, tries.by_hand(self.record, first))
+        for asked in tries.by_hand(self.record, best):
+            variant = self._in_time(best, partial(self._look, asked))
+            if variant is not None and rank(variant) < rank(best):
+                best = self._choice(variant)
+        return best
+
+    def _followed(self, first: Choice, by_hand: list[Wish]) -> Choice:
         best, planned, verdict = first, first.record.jaxpr, hlo_of(first)
         calibration = UNCALIBRATED
         for n in range(TRIES.most_looks):
@@ -143,7 +144,8 @@ class Search:
                 break
             calibration = following
             asked = dataclasses.replace(tries.at_once(self.record), calibration=calibration)
-            variant = self._in_time(best, partial(self._look, asked, than=best))
+            most_ns = self.record.jaxpr.policy_ns if by_hand and not n and self.record.jaxpr else None
+            variant = self._in_time(best, partial(self._look, asked, than=best, most_ns=most_ns))
             if variant is None:
                 break
             planned, verdict = variant.record.jaxpr, hlo_of(variant)
@@ -365,8 +367,11 @@ class Search:
         variant = self._look(asked, known=known, than=than)
         return variant if variant is not None and tries.keeps(variant, self.record.budget_bytes) else None
 
-    def _look(self, asked: Wish, *, known: bool = False, than: Choice | None = None) -> Variant | None:
-        """The program with a wish, unless it promises no less `than` another; its bytes are known then."""
+    def _look(
+        self, asked: Wish, *, known: bool = False, than: Choice | None = None, most_ns: int | None = None
+    ) -> Variant | None:
+        """The program with a wish, unless it promises no less `than` another, or more than `most_ns`; its
+        bytes are known then."""
         plain = self._plain() if asked == relowering.PLAIN else None
         if plain is not None and not self._is_met_by(plain):
             return None
@@ -374,7 +379,11 @@ class Search:
         self.tell(tries.said_of(asked, self.record.budget_bytes))
         variant = relowering.variant(
             self.ways.program, self._wish(asked), record, scheduled=self.scheduled,
-            skip=lambda r: tries.promises_no_less(r, than) or (not known and self.is_seen(r, asked)),
+            skip=lambda r: (
+                tries.promises_no_less(r, than)
+                or tries.promises_more(r, most_ns)
+                or (not known and self.is_seen(r, asked))
+            ),
         )  # fmt: skip
         if variant is None:
             return None

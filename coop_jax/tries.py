@@ -36,6 +36,8 @@ class TriesConfig:
         cheaper_ratio: costs are estimates; what is cheaper by less is not worth a compile.
         missed_ratio: a plan whose program costs so much more than planned was made from a wrong estimate:
             DenseNet on the CPU 24 % more, GPT on a v6e 37 %, the other programs at most 13 %.
+        policy_ratio: blocks under a policy that are expected to cost more of what a plan came to are not
+            looked at: estimates of both miss by as much.
         counted_ratio: what is cheaper by less is not compiled to the end, for XLA's own count.
         most_looks: how often a program is compiled once more after the first plan.
         most_looks_if_kept: the same, if that kept the budget.
@@ -49,6 +51,7 @@ class TriesConfig:
     ratios: tuple[float, ...] = (0.84, 0.63, 0.49, 0.34, 0.24, 0.15, 0.08, 0.0)
     cheaper_ratio: float = 0.999
     missed_ratio: float = 1.15
+    policy_ratio: float = 0.97
     counted_ratio: float = 0.95
     most_looks: int = 3
     most_looks_if_kept: int = 1
@@ -235,14 +238,13 @@ def may_cost_less_by_itself(way: Choice | Variant) -> bool:
     return TRIES.missed_ratio * planned.kernels_ns <= came_to_ns
 
 
-def by_hand(way: Choice | Variant, record: Record) -> list[Wish]:
+def by_hand(record: Record, way: Choice | Variant) -> list[Wish]:
     """The blocks of a program under a ready policy of `jax.checkpoint`, where that is expected to take less
-    than what XLA made of a plan. Of what is written by hand less is left to estimates: the kernels are those
-    of the program, one block at a time."""
-    planned = way.record.jaxpr
+    than what XLA made of a plan."""
+    planned = record.jaxpr
     if planned is None or planned.policy_ns is None or record.constraints:
         return []
-    if hlo_of(way).status.found and planned.policy_ns >= hlo_of(way).run_ns:
+    if hlo_of(way).status.found and planned.policy_ns > TRIES.policy_ratio * hlo_of(way).run_ns:
         return []
     return [dataclasses.replace(at_once(record), policy=planned.policy)]
 
@@ -271,6 +273,11 @@ def promises_no_less(planned: Record, than: Choice | None) -> bool:
     if new is None or old is None or not is_kept(than) or planned.objective != LEAST_TIME:
         return False
     return new.run_ns * hlo.cost_ns >= old.run_ns * hlo.run_ns
+
+
+def promises_more(planned: Record, most_ns: int | None) -> bool:
+    """True for a plan that is expected to take longer."""
+    return most_ns is not None and planned.jaxpr is not None and planned.jaxpr.run_ns > most_ns
 
 
 def with_own_kernels(record: Record, asked: Wish, found: Variant) -> Record:

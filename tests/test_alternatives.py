@@ -334,7 +334,7 @@ def beside_a_policy(policy_ns: int | None) -> Record:
 
 
 @pytest.mark.parametrize(
-    ("policy_ns", "found_ns", "asks"), [(1200, 1100, True), (1200, 1400, True), (1300, 1100, False)]
+    ("policy_ns", "found_ns", "asks"), [(1200, 1100, True), (1200, 1400, True), (1280, 1100, False)]
 )
 def test_where_blocks_under_a_policy_promise_less_than_a_plan_came_to_they_are_looked_at(
     monkeypatch: pytest.MonkeyPatch, policy_ns: int, found_ns: int, asks: bool
@@ -346,12 +346,12 @@ def test_where_blocks_under_a_policy_promise_less_than_a_plan_came_to_they_are_l
     assert choice.record.hlo.cost_ns == (found_ns if asks and found_ns < 1300 else 1300)
 
 
-def test_where_a_plan_misses_its_budget_blocks_under_a_policy_are_looked_at_first(
+def test_where_plans_miss_their_budget_blocks_under_a_policy_are_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = asked_of(monkeypatch, lambda w: dear(2000) if w.policy else None)
     choice = ways(key="missed").choose(beside_a_policy(3000), REFUSED, MODULE)
-    assert asked[0].policy == "dots_saveable"
+    assert "dots_saveable" in [w.policy for w in asked]
     assert choice.record.hlo is not None
     assert choice.record.hlo.status.found
 
