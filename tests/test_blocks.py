@@ -12,8 +12,8 @@ import coop_jax as coop
 from benchmarks.random_blocks import Net
 from coop_jax import aot
 from passes.cost import DEVICES
-from passes.jaxpr import compat
-from passes.jaxpr.blocks import find_blocks, under_policies
+from passes.jaxpr import compat, stage
+from passes.jaxpr.blocks import POLICIES, find_blocks, under_policies
 from passes.jaxpr.candidate import JaxprRequest
 from passes.jaxpr.compat import Jaxpr
 from passes.jaxpr.inline import inline_calls
@@ -153,3 +153,42 @@ def test_only_scans_over_layers_are_left_to_their_levels() -> None:
     jaxpr = opened(jax.grad(loss), SPEC((4, 64, 64), jnp.float32), X)
     assert find_blocks(jaxpr).scans == (4,)
     assert by_hand(jaxpr, unlimited()) == ()
+
+
+@pytest.mark.parametrize("gradient", ["inside", "outside"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_numbers_are_those_of_the_program(
+    monkeypatch: pytest.MonkeyPatch, policy: str, gradient: str
+) -> None:
+    """Whatever would be planned: the blocks are under the policy."""
+
+    def block(w: Any, x: Any) -> Any:
+        h = jax.nn.gelu((x - x.mean(-1, keepdims=True)) @ w["up"])
+        return x + jnp.tanh(h @ w["down"] + w["bias"])
+
+    def loss(ws: Any, x: Any) -> Any:
+        return chain(ws, x, block)
+
+    taken: list[str] = []
+
+    def by_policy(as_is: Any, request: Any, scale: float, hands: Any) -> Any:
+        (made,) = (made for made in hands if made.policy == policy)
+        taken.append(policy)
+        return made
+
+    monkeypatch.setattr(stage, "_searched", by_policy)
+    specs = [{"up": SPEC((16, 64), jnp.float32), "down": SPEC((64, 16), jnp.float32),
+              "bias": SPEC((16,), jnp.float32)}] * 3, SPEC((256, 16), jnp.float32)  # fmt: skip
+    leaves, tree = jax.tree.flatten(specs)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    made = [jax.random.normal(k, s.shape) / 4 for k, s in zip(keys, leaves, strict=True)]
+    args = jax.tree.unflatten(tree, made)
+    plain = jax.jit(jax.value_and_grad(loss)).lower(*args).compile()
+    budget = int(0.8 * aot.memory(plain).total_bytes)
+    if gradient == "inside":
+        budgeted = coop.remat(jax.value_and_grad(loss), budget=budget)
+    else:
+        budgeted = jax.value_and_grad(coop.remat(loss, budget=budget))
+    for a, b in zip(jax.tree.leaves(plain(*args)), jax.tree.leaves(jax.jit(budgeted)(*args)), strict=True):
+        assert jnp.allclose(a, b, rtol=1e-5, atol=1e-7)
+    assert taken
