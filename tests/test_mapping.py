@@ -121,10 +121,10 @@ def test_bytes_that_a_plan_needs_no_more_than_end_no_search(monkeypatch: pytest.
     before_bytes = planned(1, replace(CPU, kept_bytes=1 << 40)).before_temp_bytes
     searched, asked = stage._searched, []
 
-    def coarse(as_is: Any, request: Any, scale: float) -> Any:
+    def coarse(as_is: Any, request: Any, scale: float, hands: Any) -> Any:
         asked.append(request.temp_budget_bytes)
         nbytes = min(request.temp_budget_bytes, int(0.45 * before_bytes))
-        return searched(as_is, replace(request, budget_bytes=request.fixed_bytes + nbytes), scale)
+        return searched(as_is, replace(request, budget_bytes=request.fixed_bytes + nbytes), scale, hands)
 
     monkeypatch.setattr(stage, "_searched", coarse)
     device = replace(CPU, kept_bytes=int(0.4 * before_bytes) // 2, mapped_bytes_per_second=1e9)

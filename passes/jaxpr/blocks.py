@@ -17,7 +17,7 @@ name, and the policy is asked about all else.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,10 +71,12 @@ def find_blocks(jaxpr: Jaxpr) -> Blocks:
 
 def _spans(jaxpr: Jaxpr, forward: set[int]) -> tuple[range, ...]:
     places = sorted(forward)
-    kernels = [n for n, i in enumerate(places) if eqn_kind(jaxpr.eqns[i]) not in (*FUSING, Kind.BARRIER)]
+    kinds = [eqn_kind(jaxpr.eqns[i]) for i in places]
+    kernels = [n for n, kind in enumerate(kinds) if kind not in (*FUSING, Kind.BARRIER)]
+    sums = {n for n, kind in enumerate(kinds) if kind is Kind.REDUCTION}
     number: dict[tuple[Any, ...], int] = {}
     words = np.array([number.setdefault(_word(jaxpr.eqns[places[n]]), len(number)) for n in kernels])
-    borders = _borders(_runs(words), kernels, _carried_bytes(jaxpr, places))
+    borders = _borders(_runs(words), kernels, sums, _carried_bytes(jaxpr, places))
     return tuple(range(places[start], places[stop - 1] + 1) for start, stop in itertools.pairwise(borders))
 
 
@@ -176,22 +178,31 @@ def _longest(words: Any) -> _Run | None:
     return best
 
 
-def _borders(runs: Sequence[_Run], kernels: Sequence[int], carried_bytes: Sequence[int]) -> list[int]:
+def _borders(
+    runs: Sequence[_Run], kernels: Sequence[int], sums: Set[int], carried_bytes: Sequence[int]
+) -> list[int]:
     """Where blocks begin, and where the last one ends; what lies between two runs is a block, too.
 
     Args:
         kernels: places of the kernels that the runs are of.
+        sums: places of reductions.
         carried_bytes: for every place what is carried across it; of all that a border may be at it is where
             that is least.
     """
 
     def least(n: int) -> int:
-        """The best place between the kernels `n - 1` and `n`; the last of the best. Behind the last kernel
-        something is carried, if only into the backward pass: what a loss is taken of."""
+        """The best place between the kernels `n - 1` and `n`. Behind the last kernel something is carried, if
+        only into the backward pass: what a loss is taken of. Of equal ones the last, but for what is summed:
+        a norm is of the next block."""
         start = kernels[n - 1] + 1 if n else 0
         stop = kernels[n] if n < len(kernels) else len(carried_bytes) - 1
-        places = [k for k in range(stop, start - 1, -1) if carried_bytes[k] or n < len(kernels)]
-        return min(places, key=lambda place: carried_bytes[place], default=start)
+        places = [k for k in range(start, stop + 1) if carried_bytes[k] or n < len(kernels)]
+        if not places:
+            return start
+        least_bytes = min(carried_bytes[k] for k in places)
+        equal = [k for k in places if carried_bytes[k] == least_bytes]
+        summed = next((k for k in range(equal[0], stop) if k in sums), stop)
+        return max(k for k in equal if k <= summed)
 
     borders: list[int] = []
     for run in runs:

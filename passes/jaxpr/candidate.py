@@ -114,15 +114,15 @@ class Candidate:
 
     @property
     def recomputed(self) -> tuple[Recomputed, ...]:
-        """What is run again: inside of scans, under a policy, and by the plan."""
+        """What is recomputed: inside of scans, under a policy, and by the plan."""
         program, eqns = self.lifted.program, self.lifted.jaxpr.eqns
         inside = tuple(r for choice in self.scans for r in all_recomputed(choice))
-        again = [
+        repeats = [
             OpId(op)
             for op, body in enumerate(self.lifted.bodies)
             if self.policy and compat.is_in_scope(eqns[body[-1]], RECOMPUTE_SCOPE)
         ]
-        written = tuple(recomputed_op(program, op, "jaxpr") for op in again)
+        written = tuple(recomputed_op(program, op, "jaxpr") for op in repeats)
         return inside + written + recomputed_by(program, self.steps, "jaxpr")
 
     @property
