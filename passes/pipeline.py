@@ -26,6 +26,8 @@ emits kernels as the first four do equations.
 
 from __future__ import annotations
 
+from functools import partial
+
 from passes.counts import check
 from passes.hlo.enforce import enforce
 from passes.interpreter import on_deep_stack, uncollected
@@ -74,5 +76,5 @@ def plan_joint(
 def _walk[Written](work: Work[Written], request: JaxprRequest) -> tuple[Written, StageOutcome]:
     with work.context():
         lifted = lift(work.jaxpr, request)
-        planned = plan(lifted, request, by_hand(work.jaxpr, request))
+        planned = plan(lifted, request, partial(by_hand, work.jaxpr, request))
     return emit(work, planned, request), planned.outcome

@@ -32,7 +32,7 @@ from passes.jaxpr.own_constants import with_own_constants, with_own_zeros
 from passes.jaxpr.primitives import LOOPS
 from passes.jaxpr.shards import Inside, enter
 from passes.jaxpr.simplify import gather_then_convert, scatter_in_place, without_literal_barriers
-from passes.jaxpr.straight import as_it_is, fit_then_cost, lift_as_xla, search
+from passes.jaxpr.straight import as_it_is, as_written, fit_then_cost, lift_as_xla, search
 from passes.jaxpr.structured import CONFIG as STRUCTURED
 from passes.jaxpr.structured import search_structured
 from passes.listing import plan_text, program_text
@@ -196,28 +196,33 @@ class Planned:
     outcome: StageOutcome
 
 
-def plan(as_is: LiftedJaxpr, request: JaxprRequest, hands: Sequence[Candidate] = ()) -> Planned:
+def plan(
+    as_is: LiftedJaxpr, request: JaxprRequest, hands: Callable[[], Sequence[Candidate]] = tuple
+) -> Planned:
     """The shallowest candidate that fits, or the smallest if none does.
 
     Args:
-        hands: the program's blocks under ready policies, which are candidates, too.
+        hands: gives the program's blocks under ready policies, which are candidates, too.
     """
     started = time.perf_counter()
     jaxpr = as_is.jaxpr
     before_bytes = _before_bytes(as_is, request)
-    asked = [made for made in hands if made.policy == request.policy]
+    asked = [made for made in hands() if made.policy == request.policy] if request.policy else []
+    beside: Sequence[Candidate] = ()
     if asked:
-        (candidate,) = asked
+        candidate = as_written(asked[0], request.device)
     elif _fits_as_it_is(before_bytes, request):
         has_no_other = not has_control_flow(jaxpr.eqns)
         candidate = replace(as_it_is(as_is), peak_bytes=before_bytes, unrivalled=has_no_other)
     else:
-        candidate = _with_less_mapped(as_is, request, _scale(before_bytes, request), hands)
+        beside = hands()
+        candidate = _with_less_mapped(as_is, request, _scale(before_bytes, request), beside)
+        candidate = as_written(candidate, request.device)
     outcome = _outcome(as_is, before_bytes, candidate, request)
     if candidate.changed and not request.inside:
         outcome = replace(outcome, kernels_ns=_kernels_ns(as_is, before_bytes, request))
         if not candidate.policy:
-            outcome = _beside_policies(outcome, hands, request)
+            outcome = _beside_policies(outcome, beside, request)
     _dump(jaxpr, candidate, outcome)
     return Planned(candidate=candidate, outcome=replace(outcome, seconds=time.perf_counter() - started))
 

@@ -131,6 +131,15 @@ def by_hand(jaxpr: Jaxpr, request: JaxprRequest) -> tuple[Candidate, ...]:
     return _by_hand(jaxpr, request.device, _counts_holes(request), request.fresh)
 
 
+def as_written(made: Candidate, device: DeviceModel) -> Candidate:
+    """A candidate whose program is what was written, where that is under a policy, and no longer what XLA is
+    expected to make of it."""
+    if not made.policy:
+        return made
+    lifted = lift_as_xla(made.emitted, device)
+    return replace(made, lifted=lifted, steps=lifted.program.order)
+
+
 def _counts_holes(request: JaxprRequest) -> bool:
     return request.calibration.holes or BACKENDS[request.device.platform].heap != "in time order"
 
@@ -142,8 +151,7 @@ def _by_hand(jaxpr: Jaxpr, device: DeviceModel, holes: bool, fresh: frozenset[in
         seen = _in_order(lift_seen(written, device), device)
         alive_bytes, beyond_bytes, given_bytes = _needed_bytes(seen, device, fresh)
         made = replace(
-            as_it_is(lift_as_xla(written, device)), policy=name, emitted=written, foreseen=seen,
-            cost_ns=seen.program.cost_ns, energy_pj=seen.program.energy_pj,
+            as_it_is(seen), policy=name, emitted=written, foreseen=seen,
             peak_bytes=alive_bytes - given_bytes + (beyond_bytes if holes else 0),
             holes_bytes=0 if holes else beyond_bytes,
         )  # fmt: skip
