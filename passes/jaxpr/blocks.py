@@ -82,7 +82,7 @@ def _spans(jaxpr: Jaxpr, forward: set[int]) -> tuple[range, ...]:
 
 def under_policies(jaxpr: Jaxpr) -> dict[str, Jaxpr]:
     """The program with each of its blocks as under `jax.checkpoint`, by the ready policy that blocks have;
-    without those that change nothing, do what another one does, or ask for what cannot be run twice."""
+    without those that change nothing, or ask for what cannot be run twice."""
     made: dict[str, Jaxpr] = {}
     if not (blocks := find_blocks(jaxpr)):
         return made
@@ -91,12 +91,12 @@ def under_policies(jaxpr: Jaxpr) -> dict[str, Jaxpr]:
             written = _under_policy(jaxpr, blocks, getattr(jax.checkpoint_policies, name))
         except ConstraintUnsupported:
             continue
-        if written is not jaxpr and not any(_are_alike(written, other) for other in made.values()):
+        if written is not jaxpr:
             made[name] = written
     return made
 
 
-def _are_alike(one: Jaxpr, other: Jaxpr) -> bool:
+def are_alike(one: Jaxpr, other: Jaxpr) -> bool:
     """True for the same equations in the same order: policies that differ in nothing that is there."""
     words = [[(eqn.primitive.name, len(eqn.invars)) for eqn in jaxpr.eqns] for jaxpr in (one, other)]
     return words[0] == words[1]

@@ -17,7 +17,7 @@ from passes.backend import BACKENDS
 from passes.cost import DeviceModel
 from passes.ir import Plan
 from passes.jaxpr import compat
-from passes.jaxpr.blocks import find_blocks, under_policies
+from passes.jaxpr.blocks import are_alike, find_blocks, under_policies
 from passes.jaxpr.candidate import Candidate, JaxprRequest
 from passes.jaxpr.compat import Jaxpr
 from passes.jaxpr.emit import EmitConfig, emit
@@ -146,8 +146,10 @@ def _counts_holes(request: JaxprRequest) -> bool:
 
 @_kept
 def _by_hand(jaxpr: Jaxpr, device: DeviceModel, holes: bool, fresh: frozenset[int]) -> tuple[Candidate, ...]:
-    found = []
+    found: list[Candidate] = []
     for name, written in under_policies(jaxpr).items():
+        if any(are_alike(written, other.emitted) for other in found):
+            continue
         seen = _in_order(lift_seen(written, device), device)
         alive_bytes, beyond_bytes, given_bytes = _needed_bytes(seen, device, fresh)
         made = replace(
