@@ -15,7 +15,16 @@ from passes.jaxpr.avals import array_of, dtype_name
 from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
 from passes.jaxpr.greedy_fusion import GreedyFusion
 from passes.jaxpr.in_place import UPDATES
-from passes.jaxpr.primitives import BRANCHES, INSIDE, MOVING, SLICING, Kind, is_dear_to_xla, is_expensive
+from passes.jaxpr.primitives import (
+    BRANCHES,
+    INSIDE,
+    MATRIX,
+    MOVING,
+    SLICING,
+    Kind,
+    is_dear_to_xla,
+    is_expensive,
+)
 from passes.jaxpr.product_kernels import ProductKernels
 from passes.jaxpr.purity import kernel_kind
 from passes.jaxpr.softmax import DataflowGraph, inside_softmax
@@ -385,13 +394,19 @@ class Storage:
         return self.kinds[i] in (Kind.KERNEL, Kind.REDUCTION)
 
     def _is_epilogue(self, i: int, v: Var, readers: Sequence[int]) -> bool:
-        """True for a kernel's wide result that its one reader converts to something narrower; a CPU takes
-        another kernel for that.
+        """True for a kernel's wide result that its one reader converts to something narrower, and for a
+        product that is returned transposed, since it is made so; a CPU takes another kernel for that.
         """
         sealed = self.kinds[i] in (Kind.OPAQUE, Kind.FOREIGN) or self._backend.fuses_greedily
         if len(readers) != 1 or len(self.jaxpr.eqns[i].outvars) != 1 or sealed:
             return False
         reader = self.jaxpr.eqns[readers[0]]
+        if (
+            reader.primitive.name == "transpose"
+            and self._as_xla
+            and self.jaxpr.eqns[i].primitive.name in MATRIX
+        ):
+            return reader.outvars[0] in self.results
         if reader.primitive.name != "convert_element_type":
             return False
         return compat.aval_nbytes(reader.outvars[0].aval) < compat.aval_nbytes(v.aval)
