@@ -247,6 +247,7 @@ def run_again(x: Any, ct: Any, up: Any, down: Any) -> Any:
         (gated, [jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)] * 2),
         (summed_in_float32, [jax.ShapeDtypeStruct((1024, 1024), d) for d in (jnp.bfloat16, jnp.float32)]),
         (lambda x: x > 0, [jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)]),
+        (lambda x, y: (x.T @ y).T, [jax.ShapeDtypeStruct((1024, n), jnp.bfloat16) for n in (1024, 2048)]),
     ],
     ids=[
         "a GELU and its gradient",
@@ -254,6 +255,7 @@ def run_again(x: Any, ct: Any, up: Any, down: Any) -> Any:
         "what reads a product",
         "a product of two types",
         "a mask",
+        "a product that is returned transposed",
     ],
 )
 def test_time_is_that_of_the_kernels_that_xla_makes_for_a_gpu(h200: str, fn: Any, specs: list[Any]):
