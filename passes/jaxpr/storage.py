@@ -28,6 +28,7 @@ from passes.jaxpr.primitives import (
 from passes.jaxpr.product_kernels import ProductKernels
 from passes.jaxpr.purity import kernel_kind
 from passes.jaxpr.softmax import DataflowGraph, inside_softmax
+from passes.jaxpr.split_dots import split_bytes
 
 # A value with several readers is stored if reading its leaves costs more than this many times its own bytes:
 # for two, as much as to write it once and to read it twice (`Storage._traffic_stored` says where XLA counts
@@ -395,18 +396,15 @@ class Storage:
 
     def _is_epilogue(self, i: int, v: Var, readers: Sequence[int]) -> bool:
         """True for a kernel's wide result that its one reader converts to something narrower, and for a
-        product that is returned transposed, since it is made so; a CPU takes another kernel for that.
+        product that is returned transposed, unless it is summed of parts; a CPU takes another kernel.
         """
         sealed = self.kinds[i] in (Kind.OPAQUE, Kind.FOREIGN) or self._backend.fuses_greedily
         if len(readers) != 1 or len(self.jaxpr.eqns[i].outvars) != 1 or sealed:
             return False
         reader = self.jaxpr.eqns[readers[0]]
-        if (
-            reader.primitive.name == "transpose"
-            and self._as_xla
-            and self.jaxpr.eqns[i].primitive.name in MATRIX
-        ):
-            return reader.outvars[0] in self.results
+        eqn = self.jaxpr.eqns[i]
+        if reader.primitive.name == "transpose" and self._as_xla and eqn.primitive.name in MATRIX:
+            return reader.outvars[0] in self.results and not split_bytes(eqn, self._device)
         if reader.primitive.name != "convert_element_type":
             return False
         return compat.aval_nbytes(reader.outvars[0].aval) < compat.aval_nbytes(v.aval)
