@@ -1,7 +1,7 @@
 """Drawn residual networks, in the bytes of `jax.checkpoint` around each of their blocks.
 
-    python -m benchmarks.random_blocks                          # 40 of them for an absent H200; 5 minutes
-    python -m benchmarks.random_blocks --first 40 --nets 20 --device h100
+    python -m benchmarks.random_blocks                          # 80 of them for an absent H200; 10 minutes
+    python -m benchmarks.random_blocks --first 80 --nets 20 --device h100
     python -m benchmarks.random_blocks --part 1 --parts 2       # every other one; lines are kept, and go on
 
 Compiled, not run. A block is two products with an activation between, with or without biases, a
@@ -194,7 +194,7 @@ def main() -> None:
     )
     gpus = sorted(name for name, device in DEVICES.items() if device.platform == "cuda")
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--nets", type=int, default=40)
+    parser.add_argument("--nets", type=int, default=80)
     parser.add_argument("--device", default="h200", choices=gpus)
     parser.add_argument("--part", type=int, default=0)
     parser.add_argument("--parts", type=int, default=1)
