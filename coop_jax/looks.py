@@ -125,14 +125,16 @@ class Search:
 
         Best is what keeps the budget at the least estimated time of its kernels, else what comes nearest.
         """
-        best = self._followed(first, tries.by_hand(self.record, first))
-        for asked in tries.by_hand(self.record, best):
-            variant = self._in_time(best, partial(self._look, asked))
+        by_hand = tries.by_hand(self.record, first)
+        best = self._followed(first, None if by_hand is None else by_hand[1])
+        if (by_hand := tries.by_hand(self.record, best)) is not None:
+            variant = self._in_time(best, partial(self._look, by_hand[0]))
             if variant is not None and rank(variant) < rank(best):
-                best = self._choice(variant)
+                return self._choice(variant)
         return best
 
-    def _followed(self, first: Choice, by_hand: list[Wish]) -> Choice:
+    def _followed(self, first: Choice, promised_ns: int | None) -> Choice:
+        """The best of the plans alone; `promised_ns`: what the first of them must not promise more than."""
         best, planned, verdict = first, first.record.jaxpr, hlo_of(first)
         calibration = UNCALIBRATED
         for n in range(TRIES.most_looks):
@@ -144,7 +146,7 @@ class Search:
                 break
             calibration = following
             asked = dataclasses.replace(tries.at_once(self.record), calibration=calibration)
-            most_ns = self.record.jaxpr.policy_ns if by_hand and not n and self.record.jaxpr else None
+            most_ns = None if n else promised_ns
             variant = self._in_time(best, partial(self._look, asked, than=best, most_ns=most_ns))
             if variant is None:
                 break

@@ -238,15 +238,15 @@ def may_cost_less_by_itself(way: Choice | Variant) -> bool:
     return TRIES.missed_ratio * planned.kernels_ns <= came_to_ns
 
 
-def by_hand(record: Record, way: Choice | Variant) -> list[Wish]:
-    """The blocks of a program under a ready policy of `jax.checkpoint`, where that is expected to take less
-    than what XLA made of a plan."""
+def by_hand(record: Record, way: Choice | Variant) -> tuple[Wish, int] | None:
+    """The blocks of a program under a ready policy of `jax.checkpoint`, and the time that they promise, where
+    that is less than what XLA made of a plan takes; else None."""
     planned = record.jaxpr
     if planned is None or planned.policy_ns is None or record.constraints:
-        return []
+        return None
     if hlo_of(way).status.found and planned.policy_ns > TRIES.policy_ratio * hlo_of(way).run_ns:
-        return []
-    return [dataclasses.replace(at_once(record), policy=planned.policy)]
+        return None
+    return dataclasses.replace(at_once(record), policy=planned.policy), planned.policy_ns
 
 
 def is_much_deeper(made: Choice, first: Record) -> bool:

@@ -126,9 +126,9 @@ def rooms(lifted: LiftedJaxpr, fresh: Iterable[int]) -> tuple[Room, ...]:
             for w in result_storage((v,), jaxpr, producer, readers)
             if w in lifted.buffer_of
         }
-        made = [lifted.program.producer[b] for b in buffers]
-        if None not in made and made:
-            found.append(Room(nbytes=compat.aval_nbytes(v.aval), until=min(filter(None, made), default=0)))
+        made = [op for b in buffers if (op := lifted.program.producer[b]) is not None]
+        if made and len(made) == len(buffers):
+            found.append(Room(nbytes=compat.aval_nbytes(v.aval), until=min(made)))
     return tuple(found)
 
 
