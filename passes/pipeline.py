@@ -33,8 +33,8 @@ from passes.hlo.enforce import enforce
 from passes.interpreter import on_deep_stack, uncollected
 from passes.jaxpr.candidate import JaxprRequest
 from passes.jaxpr.compat import ClosedJaxpr
+from passes.jaxpr.hands import Hands
 from passes.jaxpr.stage import Work, emit, lift, plan, prepare, prepare_parts
-from passes.jaxpr.straight import by_hand
 from passes.outcome import StageOutcome
 
 __all__ = ["STAGES", "check", "emit", "enforce", "lift", "plan", "plan_joint", "plan_program", "prepare"]
@@ -76,5 +76,5 @@ def plan_joint(
 def _walk[Written](work: Work[Written], request: JaxprRequest) -> tuple[Written, StageOutcome]:
     with work.context():
         lifted = lift(work.jaxpr, request)
-        planned = plan(lifted, request, partial(by_hand, work.jaxpr, request))
+        planned = plan(lifted, request, partial(Hands, work.jaxpr, request))
     return emit(work, planned, request), planned.outcome

@@ -98,10 +98,10 @@ class Reorder:
         return max(freed, key=lambda b: (buffers[b].nbytes, b), default=None)
 
     def _hoist(self, op: OpId, freed: BufferId) -> None:
-        target = self._ready(freed, op)
+        next_to_nothing = NEXT_TO_NOTHING * self._nbytes(freed)
+        target = self._behind_what_stays(op, self._ready(freed, op), next_to_nothing)
         if self.place[op] == target + 1:
             return
-        next_to_nothing = NEXT_TO_NOTHING * self._nbytes(freed)
         group = self._with_late_producers((), {op}, target)
         while group is not None and self._bytes_of(left := self._left_by(group)) > next_to_nothing:
             readers = {r for b in left for r in self.readers.get(b, ())}.difference(group)
@@ -119,6 +119,17 @@ class Reorder:
         taken = self._taken_by(group)
         if taken <= next_to_nothing or taken <= self._room(target, self.place[op]):
             self._move(group, target)
+
+    def _behind_what_stays(self, op: OpId, target: int, next_to_nothing: float) -> int:
+        """A place, or behind what an op needs that stays where it is: what others read, too, and takes
+        something, such as the cotangent that a weight's gradient is made of with a value that it frees."""
+        ops = self.program.ops
+
+        def stays(producer: OpId) -> bool:
+            read = [b for b in ops[producer].outputs if any(r != op for r in self.readers.get(b, ()))]
+            return not self.movable[producer] or self._bytes_of(read) > next_to_nothing
+
+        return max([target, *(self.place[producer] for producer in self.needs[op] if stays(producer))])
 
     def _room(self, target: int, place: int) -> int:
         """By how much less is alive at a place than at some time from there to a later one."""

@@ -13,12 +13,12 @@ from benchmarks.random_blocks import Net
 from coop_jax import aot
 from passes.cost import DEVICES
 from passes.jaxpr import compat, stage
-from passes.jaxpr.blocks import POLICIES, find_blocks, under_policies
+from passes.jaxpr.blocks import POLICIES, find_blocks, under_each, under_policies
 from passes.jaxpr.candidate import JaxprRequest
 from passes.jaxpr.compat import Jaxpr
+from passes.jaxpr.hands import AS_IT_IS, Hands
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.primitives import LOOPS
-from passes.jaxpr.straight import by_hand
 
 H200 = DEVICES["h200"]
 SPEC = jax.ShapeDtypeStruct
@@ -66,11 +66,57 @@ def test_blocks_without_what_is_saved_are_what_checkpoint_makes_of_them(h200: st
         made = aot.lower_for(jax.jit(step, donate_argnums=0), net.specs(), device=h200).compile()
         return aot.memory(made).temp_bytes, aot.run_ns(made, H200)
 
-    hand_bytes, hand_ns = compiled(lambda state, x: net.step(state, x, jax.checkpoint))
+    hand_bytes, hand_ns = compiled(lambda state, x: net.step(state, x, net.layers))
     assert compiled(found) == (hand_bytes, hand_ns)
-    made = next(c for c in by_hand(jaxpr, unlimited(fresh=fresh(net))) if c.policy == "nothing_saveable")
+    made = next(c for c in Hands(jaxpr, unlimited(fresh=fresh(net))).whole if c.policy == "nothing_saveable")
     assert made.peak_bytes == pytest.approx(hand_bytes, rel=0.25)
     assert made.cost_ns == pytest.approx(hand_ns, rel=0.06)
+
+
+@pytest.mark.parametrize("deep", [1, 2])
+def test_the_first_blocks_by_hand_are_a_candidate_in_their_bytes(h200: str, deep: int) -> None:
+    net = NETS["biased"]
+    jaxpr, consts = compat.open_jaxpr(inline_calls(jax.make_jaxpr(net.step)(*net.specs())))
+
+    def compiled(step: Any) -> tuple[int, int]:
+        made = aot.lower_for(jax.jit(step, donate_argnums=0), net.specs(), device=h200).compile()
+        return aot.memory(made).temp_bytes, aot.run_ns(made, H200)
+
+    hands = Hands(jaxpr, unlimited(fresh=fresh(net)))
+    by_hand = compiled(lambda state, x: net.step(state, x, deep))
+    names = ["nothing_saveable"] * deep + [AS_IT_IS] * (net.layers - deep)
+    written = compat.close_jaxpr(under_each(jaxpr, names), consts)
+    assert compiled(lambda *args: compat.evaluate(written, jax.tree.leaves(args))) == by_hand
+    some = hands.under(f"nothing_saveable, then {AS_IT_IS}", int(1.01 * by_hand[0]))
+    assert some is not None
+    assert some.peak_bytes == pytest.approx(by_hand[0], rel=0.01)
+    assert [eqn.primitive.name for eqn in some.emitted.eqns] == [
+        eqn.primitive.name for eqn in written.jaxpr.eqns
+    ]
+
+
+def test_between_two_policies_time_is_promised_by_the_number_of_blocks() -> None:
+    def block(w: Any, x: Any) -> Any:
+        return x + jnp.tanh(jnp.tanh(x @ w) @ w)
+
+    def made(request: JaxprRequest) -> Hands:
+        return Hands(opened(jax.grad(lambda ws, x: chain(ws, x, block)), [W] * 8, X), request)
+
+    hands = made(unlimited())
+    as_is, least = hands.under(AS_IT_IS, 0), min(hands.whole, key=lambda c: c.peak_bytes)
+    assert as_is is None
+    assert hands.between(least.peak_bytes - 1) is None
+    assert hands.cheapest(least.peak_bytes - 1, least.peak_bytes - 1) is None
+    near = hands.between(least.peak_bytes)
+    assert near is not None
+    mixed = hands.under(near.policy, least.peak_bytes)
+    assert mixed is not None
+    assert mixed.peak_bytes <= least.peak_bytes
+    assert mixed.cost_ns < least.cost_ns, "the last block is there anyway when its backward pass begins"
+    promised = [hands.between(nbytes) for nbytes in range(least.peak_bytes, 3 * least.peak_bytes, 1 << 12)]
+    times = [promise.cost_ns for promise in promised if promise is not None]
+    assert times == sorted(times, reverse=True)
+    assert len(set(times)) > 3
 
 
 def test_a_budget_of_blocks_by_hand_costs_no_more_than_they_do(h200: str) -> None:
@@ -80,7 +126,7 @@ def test_a_budget_of_blocks_by_hand_costs_no_more_than_they_do(h200: str) -> Non
         momentum=True,
     )  # fmt: skip
     hand = aot.lower_for(
-        jax.jit(lambda state, x: net.step(state, x, jax.checkpoint), donate_argnums=0),
+        jax.jit(lambda state, x: net.step(state, x, net.layers), donate_argnums=0),
         net.specs(),
         device=h200,
     ).compile()
@@ -152,7 +198,7 @@ def test_only_scans_over_layers_are_left_to_their_levels() -> None:
 
     jaxpr = opened(jax.grad(loss), SPEC((4, 64, 64), jnp.float32), X)
     assert find_blocks(jaxpr).scans == (4,)
-    assert by_hand(jaxpr, unlimited()) == ()
+    assert Hands(jaxpr, unlimited()).whole == ()
 
 
 @pytest.mark.parametrize("gradient", ["inside", "outside"])
@@ -172,7 +218,7 @@ def test_numbers_are_those_of_the_program(
     taken: list[str] = []
 
     def by_policy(as_is: Any, request: Any, scale: float, hands: Any) -> Any:
-        (made,) = (made for made in hands if made.policy == policy)
+        (made,) = (made for made in hands.whole if made.policy == policy)
         taken.append(policy)
         return made
 

@@ -98,6 +98,19 @@ IN_PARTS = (
 )
 
 
+def test_a_gradient_runs_behind_the_cotangent_that_others_read_too() -> None:
+    """What it frees was made long before: it goes no earlier than the cotangent, which stays."""
+    ops = (
+        {"inputs": (), "outputs": (0,)},
+        {"inputs": (0,), "outputs": (1,)},
+        {"inputs": (1,), "outputs": (2,)},
+        {"inputs": (2,), "outputs": (3,)},
+        {"inputs": (0, 2, 5), "outputs": (4,)},
+    )
+    program = _program(*ops, nbytes=[100, 50, 50, 50, 0, 0], outputs=(3, 4))
+    assert _order(program) == [0, 1, 2, 4, 3]
+
+
 @pytest.mark.parametrize(("other_bytes", "order"), [(300, [0, 1, 3, 4, 2]), (40, [0, 1, 2, 3, 4])])
 def test_a_gradient_in_parts_comes_early_with_its_update_if_its_parts_find_room(
     other_bytes: int, order: list[int]

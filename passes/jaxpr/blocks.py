@@ -17,7 +17,7 @@ name, and the policy is asked about all else.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from passes.jaxpr.constraints import backward_of, blocks_under, constrain
 from passes.jaxpr.primitives import CONTROL_FLOW, FUSING, Kind
 from passes.jaxpr.purity import eqn_kind
 from passes.jaxpr.scans.pairs import find_pairs
-from passes.jaxpr.values import Constraints, ConstraintUnsupported
+from passes.jaxpr.values import Constraints, ConstraintUnsupported, Policy
 
 KEPT = "kept outside of blocks"
 POLICIES = ("nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable")
@@ -88,12 +88,30 @@ def under_policies(jaxpr: Jaxpr) -> dict[str, Jaxpr]:
         return made
     for name in POLICIES:
         try:
-            written = _under_policy(jaxpr, blocks, getattr(jax.checkpoint_policies, name))
+            if blocks.spans:
+                written = under_each(jaxpr, [name] * len(blocks.spans))
+            else:
+                written = _scans_under(jaxpr, getattr(jax.checkpoint_policies, name))
         except ConstraintUnsupported:
             continue
         if written is not jaxpr:
             made[name] = written
     return made
+
+
+def under_each(jaxpr: Jaxpr, names: Sequence[str]) -> Jaxpr:
+    """The program with its blocks as under `jax.checkpoint`; the same object if nothing is to be done.
+
+    Args:
+        names: of a ready policy for each of the blocks that are spans of equations.
+
+    Raises:
+        ConstraintUnsupported: where a policy asks for what cannot be run twice.
+    """
+    spans = find_blocks(jaxpr).spans
+    block_of = {v: n for n, span in enumerate(spans) for i in span for v in jaxpr.eqns[i].outvars}
+    policies = [getattr(jax.checkpoint_policies, name) for name in names]
+    return blocks_under(jaxpr, policies, block_of, _kept(jaxpr))
 
 
 def are_alike(one: Jaxpr, other: Jaxpr) -> bool:
@@ -102,13 +120,8 @@ def are_alike(one: Jaxpr, other: Jaxpr) -> bool:
     return words[0] == words[1]
 
 
-def _under_policy(jaxpr: Jaxpr, blocks: Blocks, policy: Callable[..., Any]) -> Jaxpr:
-    forward, rename = _forward(jaxpr), dict[Var, Atom]()
-    kept = _kept(jaxpr, forward, blocks)
-    if blocks.spans:
-        of_block = {v: n for n, span in enumerate(blocks.spans) for i in span for v in jaxpr.eqns[i].outvars}
-        return blocks_under(jaxpr, policy, of_block, kept)
-    eqns = []
+def _scans_under(jaxpr: Jaxpr, policy: Policy) -> Jaxpr:
+    kept, rename, eqns = _kept(jaxpr), dict[Var, Atom](), []
     for eqn in jaxpr.eqns:
         eqns.append(compat.rename_inputs(eqn, rename))
         for v in (v for v in eqn.outvars if v in kept):
@@ -237,8 +250,10 @@ def _carried_bytes(jaxpr: Jaxpr, places: Sequence[int]) -> list[int]:
     return list(itertools.accumulate(changes))
 
 
-def _kept(jaxpr: Jaxpr, forward: set[int], blocks: Blocks) -> set[Var]:
+@compat.cached_by_jaxpr
+def _kept(jaxpr: Jaxpr) -> frozenset[Var]:
     """What is made in the forward pass outside of blocks, and what blocks make for what comes after them."""
+    blocks, forward = find_blocks(jaxpr), _forward(jaxpr)
     block_of = {i: n for n, span in enumerate(blocks.spans) for i in span}
     makers = {v: i for i in forward for v in jaxpr.eqns[i].outvars}
     loose = forward - block_of.keys()
@@ -251,4 +266,4 @@ def _kept(jaxpr: Jaxpr, forward: set[int], blocks: Blocks) -> set[Var]:
             made = makers.get(v)
             if made in block_of and block_of[made] != block_of.get(i):
                 kept.add(v)
-    return {v for v in kept if not isinstance(v, compat.DropVar)}
+    return frozenset(v for v in kept if not isinstance(v, compat.DropVar))

@@ -9,9 +9,9 @@ computed from is kept or not as the planners see fit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
@@ -24,7 +24,7 @@ from passes.jaxpr.scans.choice import Choice
 from passes.jaxpr.scans.cut import joined_body
 from passes.jaxpr.scans.emit import rewrite_groups, with_inner
 from passes.jaxpr.scans.pairs import ScanPair, find_pairs
-from passes.jaxpr.values import Constraints, Values
+from passes.jaxpr.values import Constraints, Policy, Values
 from passes.outcome import RECOMPUTE_SCOPE
 from passes.reach import reached
 from passes.saved import OFFLOADED, SAVED, is_saved
@@ -51,14 +51,15 @@ def constrain(jaxpr: Jaxpr, constraints: Constraints) -> Jaxpr:
 
 
 def blocks_under(
-    jaxpr: Jaxpr, policy: Callable[..., Any], block_of: Mapping[Var, int], kept: Collection[Var]
+    jaxpr: Jaxpr, policies: Sequence[Policy], block_of: Mapping[Var, int], kept: Collection[Var]
 ) -> Jaxpr:
-    """An open jaxpr with its blocks as under `jax.checkpoint`: what the backward pass needs of one that the
+    """An open jaxpr with its blocks as under `jax.checkpoint`: what the backward pass needs of one that its
     policy does not save is computed once more, all at once, behind a barrier. No value is marked.
 
     Args:
+        policies: one for each block.
         block_of: for variables of which block they are.
-        kept: what is kept whatever the policy says.
+        kept: what is kept whatever a policy says.
 
     Returns:
         The same object if nothing is to be done.
@@ -67,7 +68,8 @@ def blocks_under(
         ConstraintUnsupported: see `passes.jaxpr.values`.
     """
     halves = _halves(jaxpr)
-    values = Values(jaxpr.eqns, halves.backward, Constraints(policy=policy), kept=kept, loops=True)
+    asked = [next((policies[block_of[v]] for v in eqn.outvars if v in block_of), None) for eqn in jaxpr.eqns]
+    values = Values(jaxpr.eqns, halves.backward, Constraints(), kept=kept, policies=asked)
     if not values.dropped:
         return jaxpr
     return _without_dead_code(_Cloner(halves, values, block_of).run()).jaxpr

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +25,7 @@ from passes.jaxpr.compat import ClosedJaxpr, Jaxpr
 from passes.jaxpr.emit import emit_split
 from passes.jaxpr.extremes import compared_whole
 from passes.jaxpr.halves import Joined, Split, closed_halves, join
+from passes.jaxpr.hands import Hands, as_written
 from passes.jaxpr.lift import lift_seen
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.order import run_bytes
@@ -32,7 +33,7 @@ from passes.jaxpr.own_constants import with_own_constants, with_own_zeros
 from passes.jaxpr.primitives import LOOPS
 from passes.jaxpr.shards import Inside, enter
 from passes.jaxpr.simplify import gather_then_convert, scatter_in_place, without_literal_barriers
-from passes.jaxpr.straight import as_it_is, as_written, fit_then_cost, lift_as_xla, search
+from passes.jaxpr.straight import as_it_is, fit_then_cost, lift_as_xla, search
 from passes.jaxpr.structured import CONFIG as STRUCTURED
 from passes.jaxpr.structured import search_structured
 from passes.listing import plan_text, program_text
@@ -196,46 +197,44 @@ class Planned:
     outcome: StageOutcome
 
 
-def plan(
-    as_is: LiftedJaxpr, request: JaxprRequest, hands: Callable[[], Sequence[Candidate]] = tuple
-) -> Planned:
+def plan(as_is: LiftedJaxpr, request: JaxprRequest, by_hand: Callable[[], Hands] | None = None) -> Planned:
     """The shallowest candidate that fits, or the smallest if none does.
 
     Args:
-        hands: gives the program's blocks under ready policies, which are candidates, too.
+        by_hand: gives the program's blocks under ready policies, which are candidates, too.
     """
     started = time.perf_counter()
     jaxpr = as_is.jaxpr
     before_bytes = _before_bytes(as_is, request)
-    asked = [made for made in hands() if made.policy == request.policy] if request.policy else []
-    beside: Sequence[Candidate] = ()
-    if asked:
-        candidate = as_written(asked[0], request.device)
-    elif _fits_as_it_is(before_bytes, request):
+    scale = _scale(before_bytes, request)
+    fits = not request.policy and _fits_as_it_is(before_bytes, request)
+    hands = None if fits or by_hand is None else by_hand()
+    asked = None
+    if hands is not None and request.policy:
+        asked = hands.under(request.policy, int(scale * request.temp_budget_bytes))
+    if asked is not None:
+        candidate = as_written(asked, request.device)
+    elif fits:
         has_no_other = not has_control_flow(jaxpr.eqns)
         candidate = replace(as_it_is(as_is), peak_bytes=before_bytes, unrivalled=has_no_other)
     else:
-        beside = hands()
-        candidate = _with_less_mapped(as_is, request, _scale(before_bytes, request), beside)
+        candidate = _with_less_mapped(as_is, request, scale, hands)
         candidate = as_written(candidate, request.device)
     outcome = _outcome(as_is, before_bytes, candidate, request)
     if candidate.changed and not request.inside:
         outcome = replace(outcome, kernels_ns=_kernels_ns(as_is, before_bytes, request))
-        if not candidate.policy:
-            outcome = _beside_policies(outcome, beside, request)
+        if not candidate.policy and hands is not None:
+            outcome = _beside_policies(outcome, hands, request)
     _dump(jaxpr, candidate, outcome)
     return Planned(candidate=candidate, outcome=replace(outcome, seconds=time.perf_counter() - started))
 
 
-def _beside_policies(
-    outcome: StageOutcome, hands: Sequence[Candidate], request: JaxprRequest
-) -> StageOutcome:
-    """With the cheapest of the candidates under ready policies that may keep the budget, if any may."""
-    most_bytes = STRUCTURED.unknown_ratio * request.temp_budget_bytes
-    near = [made for made in hands if made.peak_bytes <= most_bytes]
-    if not near:
+def _beside_policies(outcome: StageOutcome, hands: Hands, request: JaxprRequest) -> StageOutcome:
+    """With the cheapest of what is under ready policies and may keep the budget, if anything may."""
+    nbytes = request.temp_budget_bytes
+    best = hands.cheapest(nbytes, int(STRUCTURED.unknown_ratio * nbytes))
+    if best is None:
         return outcome
-    best = min(near, key=lambda made: (made.cost_ns, made.peak_bytes))
     return replace(outcome, policy=best.policy, policy_ns=best.cost_ns)
 
 
@@ -256,19 +255,24 @@ def _unordered_bytes(candidate: Candidate, request: JaxprRequest, scale: float) 
     return nbytes if is_left else None
 
 
-def _searched(
-    as_is: LiftedJaxpr, request: JaxprRequest, scale: float, hands: Sequence[Candidate]
-) -> Candidate:
-    ranked = partial(fit_then_cost, target_bytes=int(scale * request.temp_budget_bytes))
-    best_by_hand = min(hands, key=ranked, default=None)
-    if not has_control_flow(as_is.jaxpr.eqns):
-        return search(as_is, request, scale, best_by_hand)
-    found = search_structured(as_is, request, scale, _body)
-    return found if best_by_hand is None else min(found, best_by_hand, key=ranked)
+def _searched(as_is: LiftedJaxpr, request: JaxprRequest, scale: float, hands: Hands | None) -> Candidate:
+    target_bytes = int(scale * request.temp_budget_bytes)
+    ranked = partial(fit_then_cost, target_bytes=target_bytes)
+    best_by_hand = None if hands is None else min(hands.whole, key=ranked, default=None)
+    if has_control_flow(as_is.jaxpr.eqns):
+        found = search_structured(as_is, request, scale, _body)
+        found = found if best_by_hand is None else min(found, best_by_hand, key=ranked)
+    else:
+        found = search(as_is, request, scale, best_by_hand)
+    promise = None if hands is None else hands.between(target_bytes)
+    if hands is None or promise is None or promise.cost_ns >= found.cost_ns:
+        return found
+    mixed = hands.under(promise.policy, target_bytes)
+    return found if mixed is None else min(found, mixed, key=ranked)
 
 
 def _with_less_mapped(
-    as_is: LiftedJaxpr, request: JaxprRequest, scale: float, hands: Sequence[Candidate]
+    as_is: LiftedJaxpr, request: JaxprRequest, scale: float, hands: Hands | None
 ) -> Candidate:
     """The best for the budget, or for fewer bytes, where to recompute them takes less time than to map them
     in every run.

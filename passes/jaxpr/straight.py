@@ -11,13 +11,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from passes.backend import BACKENDS
 from passes.cost import DeviceModel
 from passes.ir import Plan
 from passes.jaxpr import compat
-from passes.jaxpr.blocks import are_alike, find_blocks, under_policies
 from passes.jaxpr.candidate import Candidate, JaxprRequest
 from passes.jaxpr.compat import Jaxpr
 from passes.jaxpr.emit import EmitConfig, emit
@@ -95,7 +94,7 @@ def search(
     """
     target_bytes = max(int(request.temp_budget_bytes * scale), 1)
     device, calibration = request.device, request.calibration
-    holes = _counts_holes(request)
+    holes = counts_holes(request)
     config = PlannerConfig(
         planner=request.planner,
         quick=True,
@@ -123,51 +122,18 @@ def search(
     return as_it_is(as_is, request.fresh) if len(best.emitted.eqns) == len(as_is.jaxpr.eqns) else best
 
 
-def by_hand(jaxpr: Jaxpr, request: JaxprRequest) -> tuple[Candidate, ...]:
-    """A program's blocks as under ready policies of `jax.checkpoint`, as XLA is expected to see them; none
-    where it has no blocks but the bodies of scans, which have levels (see `passes.jaxpr.blocks`)."""
-    if not find_blocks(jaxpr).spans:
-        return ()
-    return _by_hand(jaxpr, request.device, _counts_holes(request), request.fresh)
-
-
-def as_written(made: Candidate, device: DeviceModel) -> Candidate:
-    """A candidate whose program is what was written, where that is under a policy, and no longer what XLA is
-    expected to make of it."""
-    if not made.policy:
-        return made
-    lifted = lift_as_xla(made.emitted, device)
-    return replace(made, lifted=lifted, steps=lifted.program.order)
-
-
-def _counts_holes(request: JaxprRequest) -> bool:
+def counts_holes(request: JaxprRequest) -> bool:
+    """Whether what XLA's heap takes beyond what is alive is part of a candidate's bytes."""
     return request.calibration.holes or BACKENDS[request.device.platform].heap != "in time order"
 
 
-@_kept
-def _by_hand(jaxpr: Jaxpr, device: DeviceModel, holes: bool, fresh: frozenset[int]) -> tuple[Candidate, ...]:
-    found: list[Candidate] = []
-    for name, written in under_policies(jaxpr).items():
-        if any(are_alike(written, other.emitted) for other in found):
-            continue
-        seen = _in_order(lift_seen(written, device), device)
-        alive_bytes, beyond_bytes, given_bytes = _needed_bytes(seen, device, fresh)
-        made = replace(
-            as_it_is(seen), policy=name, emitted=written, foreseen=seen,
-            peak_bytes=alive_bytes - given_bytes + (beyond_bytes if holes else 0),
-            holes_bytes=0 if holes else beyond_bytes,
-        )  # fmt: skip
-        found.append(made)
-    return tuple(found)
-
-
-def _in_order(seen: LiftedJaxpr, device: DeviceModel) -> LiftedJaxpr:
+def in_order(seen: LiftedJaxpr, device: DeviceModel) -> LiftedJaxpr:
     """In the order in which what was emitted runs: what does not keep the budget in XLA's own the enforcing
     stage puts in that one."""
     return moved(seen, late=True) if BACKENDS[device.platform].runs_branches_together else seen
 
 
-def _needed_bytes(seen: LiftedJaxpr, device: DeviceModel, fresh: frozenset[int]) -> tuple[int, int, int]:
+def needed_bytes(seen: LiftedJaxpr, device: DeviceModel, fresh: frozenset[int]) -> tuple[int, int, int]:
     """What is alive at most of what XLA is expected to make, what holes of its heap add, and how much of that
     is in the storage of `fresh` results."""
     program, timeline = seen.program, simulate(seen.program)
@@ -305,8 +271,8 @@ class _Depths:
         """
         emitted = emit(self.lifted, made.steps, written)
         # Nothing is merged across the barriers that recomputes wait behind.
-        seen = _in_order(lift_seen(emitted, self.device, rounded=self.rounded), self.device)
-        alive_bytes, beyond_bytes, given_bytes = _needed_bytes(seen, self.device, self.fresh)
+        seen = in_order(lift_seen(emitted, self.device, rounded=self.rounded), self.device)
+        alive_bytes, beyond_bytes, given_bytes = needed_bytes(seen, self.device, self.fresh)
         if not BACKENDS[self.device.platform].fuses_greedily:
             alive_bytes = (made.peak_bytes + max(alive_bytes, made.peak_bytes)) // 2
         return Candidate(

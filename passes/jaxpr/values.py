@@ -18,6 +18,8 @@ from passes.jaxpr.purity import eqn_kind
 from passes.reach import reached
 from passes.saved import OFFLOADED, is_saved
 
+Policy = Callable[..., Any]
+
 
 class ConstraintUnsupported(Exception):
     """A constraint that cannot be kept, with the reason."""
@@ -38,7 +40,7 @@ class Constraints:
 
     save: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ()
-    policy: Callable[..., Any] | None = None
+    policy: Policy | None = None
     offload: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -73,7 +75,8 @@ class Values:
         constraints: what was asked.
         passed: variables that pass to a backward pass which is not among `eqns`.
         kept: what is kept, too.
-        loops: True to drop what loops and branches make, too.
+        policies: for every equation the policy that is asked about it, loops and branches, too, or None;
+            without them all others are under the policy of `constraints`.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class Values:
         constraints: Constraints,
         passed: Sequence[Atom] = (),
         kept: Collection[Var] = (),
-        loops: bool = False,
+        policies: Sequence[Policy | None] = (),
     ) -> None:
         self.place = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
         self._eqns = eqns
@@ -96,7 +99,7 @@ class Values:
         self.dropped: set[Var] = set()
         self._take_names(constraints)
         self._take_checkpoints(passed)
-        wanted = set() if constraints.policy is None else self._take_policy(constraints.policy, loops)
+        wanted = self._take_policies(policies or [self._policy_of(eqn, constraints) for eqn in eqns])
         self.dropped -= self.saved | wanted
         self._drop_what_follows()
         needed = self._needed()
@@ -149,11 +152,15 @@ class Values:
                 if self._producer(base) is not None:
                     self.saved.add(base)
 
-    def _take_policy(self, policy: Callable[..., Any], loops: bool) -> set[Var]:
-        """Drop what the policy does not save; what it saves. What it saves in one form it saves in every."""
+    @staticmethod
+    def _policy_of(eqn: JaxprEqn, constraints: Constraints) -> Policy | None:
+        return None if eqn.primitive.name in CONTROL_FLOW else constraints.policy
+
+    def _take_policies(self, policies: Sequence[Policy | None]) -> set[Var]:
+        """Drop what policies do not save; what they save. What is saved in one form is so in every."""
         wanted: set[Var] = set()
-        for eqn, backward in zip(self._eqns, self._backward, strict=True):
-            if backward or (eqn.primitive.name in CONTROL_FLOW and not loops):
+        for eqn, backward, policy in zip(self._eqns, self._backward, policies, strict=True):
+            if backward or policy is None:
                 continue
             saves = compat.policy_saves(policy, eqn)
             if saves is None:
