@@ -87,9 +87,9 @@ def test_the_first_blocks_by_hand_are_a_candidate_in_their_bytes(h200: str, deep
     names = ["nothing_saveable"] * deep + [AS_IT_IS] * (net.layers - deep)
     written = compat.close_jaxpr(under_each(jaxpr, names), consts)
     assert compiled(lambda *args: compat.evaluate(written, jax.tree.leaves(args))) == by_hand
-    some = hands.under(f"nothing_saveable, then {AS_IT_IS}", int(1.01 * by_hand[0]))
+    some = hands.under(f"nothing_saveable, then {AS_IT_IS}", int(1.05 * by_hand[0]))
     assert some is not None
-    assert some.peak_bytes == pytest.approx(by_hand[0], rel=0.01)
+    assert some.peak_bytes == pytest.approx(by_hand[0], rel=0.05)
     assert [eqn.primitive.name for eqn in some.emitted.eqns] == [
         eqn.primitive.name for eqn in written.jaxpr.eqns
     ]

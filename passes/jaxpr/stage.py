@@ -211,7 +211,8 @@ def plan(as_is: LiftedJaxpr, request: JaxprRequest, by_hand: Callable[[], Hands]
     hands = None if fits or by_hand is None else by_hand()
     asked = None
     if hands is not None and request.policy:
-        asked = hands.under(request.policy, int(scale * request.temp_budget_bytes))
+        # XLA's own count decides, and what it misses by so little the enforcing stage makes up for.
+        asked = hands.under(request.policy, int(STRUCTURED.known_ratio * scale * request.temp_budget_bytes))
     if asked is not None:
         candidate = as_written(asked, request.device)
     elif fits:
@@ -231,8 +232,9 @@ def plan(as_is: LiftedJaxpr, request: JaxprRequest, by_hand: Callable[[], Hands]
 
 def _beside_policies(outcome: StageOutcome, hands: Hands, request: JaxprRequest) -> StageOutcome:
     """With the cheapest of what is under ready policies and may keep the budget, if anything may."""
+    known, unknown = STRUCTURED.known_ratio, STRUCTURED.unknown_ratio
     nbytes = request.temp_budget_bytes
-    best = hands.cheapest(nbytes, int(STRUCTURED.unknown_ratio * nbytes))
+    best = hands.cheapest(int(known * nbytes), int(unknown * nbytes))
     if best is None:
         return outcome
     return replace(outcome, policy=best.policy, policy_ns=best.cost_ns)
