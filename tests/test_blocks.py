@@ -69,7 +69,7 @@ def test_blocks_without_what_is_saved_are_what_checkpoint_makes_of_them(h200: st
     hand_bytes, hand_ns = compiled(lambda state, x: net.step(state, x, net.layers))
     assert compiled(found) == (hand_bytes, hand_ns)
     made = next(c for c in Hands(jaxpr, unlimited(fresh=fresh(net))).whole if c.policy == "nothing_saveable")
-    assert made.peak_bytes == pytest.approx(hand_bytes, rel=0.25)
+    assert made.peak_bytes == pytest.approx(hand_bytes, rel=0.05)
     assert made.cost_ns == pytest.approx(hand_ns, rel=0.06)
 
 

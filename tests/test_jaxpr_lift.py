@@ -289,7 +289,7 @@ def test_what_branches_is_stored_where_xla_for_a_gpu_would_compute_it_at_several
     specs = [jax.ShapeDtypeStruct((8, 64, 4096), jnp.float32)] * 2
     compiled = aot.lower_for(jax.jit(recurrence), specs, device=h200).compile()
     seen = lifted(recurrence, *specs, as_xla=True).seen
-    assert seen.cost_ns == pytest.approx(aot.run_ns(compiled, DEVICES["h200"]), rel=0.15)
+    assert simulate(seen).peak_bytes == pytest.approx(aot.memory(compiled).temp_bytes, rel=0.25)
 
 
 def test_slices_of_stacks_are_written_by_kernels_of_their_own_on_a_gpu():

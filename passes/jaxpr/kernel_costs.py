@@ -14,7 +14,7 @@ from passes.jaxpr.purity import moves_memory
 from passes.jaxpr.rolled_bits import moved_bytes
 from passes.jaxpr.split_dots import split_bytes, sum_ns
 from passes.jaxpr.storage import WHOLE, Storage
-from passes.jaxpr.together import Together
+from passes.jaxpr.together import Group, Together
 
 
 class KernelCosts:
@@ -33,6 +33,7 @@ class KernelCosts:
         self._device = device
         self._in_parts = in_parts
         self._together = together
+        self.kernel_of: dict[int, Group] = {}
         self._vector_flops = list(map(vector_work, storage.jaxpr.eqns, storage.kinds))
 
     def of_kernel(self, root: int, body: Sequence[int], outvars: Sequence[Var]) -> tuple[int, int]:
@@ -52,6 +53,8 @@ class KernelCosts:
         if self._together is not None:
             of_product = any(kinds[i] in WHOLE for i in body)
             reads, own, group, joined = self._together.unread(root, body, reads, of_product=of_product)
+        if group is not None:
+            self.kernel_of[root] = group
         if moves_memory(eqn) or eqn.primitive.name in CONTROL_FLOW:
             return 0, 0
         is_saved = compat.checkpoint_name_of(eqn) is not None and kinds[root] is Kind.OPAQUE

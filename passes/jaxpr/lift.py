@@ -33,6 +33,7 @@ from passes.jaxpr.in_place import (
     written_over,
 )
 from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.joined import joined
 from passes.jaxpr.kernel_costs import KernelCosts
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.merged_dots import with_merged_dots
@@ -87,10 +88,12 @@ def lift_known(
     rounded: bool = False,
 ) -> LiftedJaxpr:
     """As `lift`, of what `as_known` returns."""
-    lifted = _lift(jaxpr, device, as_xla, rounded)
-    if not as_xla or (merged := _as_seen(jaxpr, device)) is jaxpr:
-        return lifted
-    return replace(lifted, merged=_lift(merged, device, as_xla, rounded).program)
+    lifted, alone = _lift(jaxpr, device, as_xla, rounded)
+    if not as_xla:
+        return alone
+    if (merged := _as_seen(jaxpr, device)) is not jaxpr:
+        lifted, _ = _lift(merged, device, as_xla, rounded)
+    return alone if lifted is alone else replace(alone, merged=lifted.program)
 
 
 def lift_seen(
@@ -102,7 +105,7 @@ def lift_seen(
         carried: of a scan's body how many of its inputs are constants, and carried. Its other results are
             slices of stacks, which take memory until they are copied there.
     """
-    return _lift(_as_seen(as_known(jaxpr, device), device), device, True, rounded, carried)
+    return _lift(_as_seen(as_known(jaxpr, device), device), device, True, rounded, carried)[0]
 
 
 def as_known(jaxpr: Jaxpr, device: DeviceModel) -> Jaxpr:
@@ -140,11 +143,15 @@ def _lift(
     as_xla: bool,
     rounded: bool,
     carried: tuple[int, int] | None = None,
-) -> LiftedJaxpr:
+) -> tuple[LiftedJaxpr, LiftedJaxpr]:
     storage = Storage(jaxpr, device, as_xla=as_xla, carried=carried)
-    made = _Lift(storage, device, as_xla=as_xla, rounded=rounded, carried=carried).build()
+    work = _Lift(storage, device, as_xla=as_xla, rounded=rounded, carried=carried)
+    made = work.build()
+    one = joined(made, work.costs.kernel_of)
     # XLA:CPU makes early what it could make just before it is read.
-    return moved(made, late=not (as_xla and BACKENDS[device.platform].fuses_greedily))
+    late = not (as_xla and BACKENDS[device.platform].fuses_greedily)
+    alone = moved(made, late=late)
+    return alone if one is made else moved(one, late=late), alone
 
 
 class _Lift:
