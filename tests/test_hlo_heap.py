@@ -100,6 +100,32 @@ def test_a_reduced_result_leaves_elements_where_they_are() -> None:
     assert not sharing.may_share(view.entry, by_name["p"], (), by_name["f"], (0,))
 
 
+CONVERTED = """HloModule m, is_scheduled=true
+plus { l = f32[] parameter(0)  r = f32[] parameter(1)  ROOT s = f32[] add(l, r) }
+two {
+  x = f32[64,64] parameter(0)
+  y = f32[64,64] parameter(1)
+  sum = f32[64,64] add(x, y)
+  zero = f32[] constant(0)
+  columns = f32[64] reduce(x, zero), dimensions={0}, to_apply=plus
+  narrow = bf16[64] convert(columns)
+  ROOT both = (f32[64,64], bf16[64]) tuple(sum, narrow)
+}
+ENTRY e {
+  p = f32[64,64] parameter(0)
+  a = f32[64,64] sine(p)
+  ROOT f = (f32[64,64], bf16[64]) fusion(a, p), kind=kInput, calls=two
+}"""
+
+
+def test_a_reduction_is_found_behind_a_conversion() -> None:
+    """A drawn network's step was predicted 2 MiB too low, and exceeded its budget by 512 B."""
+    view = graph.read(proto.parse(compat.hlo_of_text(CONVERTED)))
+    by_name = {i.name: i for i in view.entry.by_id.values()}
+    sharing = Sharing(view, BACKENDS["cuda"])
+    assert sharing.may_share(view.entry, by_name["a"], (), by_name["f"], (0,))
+
+
 def test_packing_takes_the_smallest_gap() -> None:
     wall = [_interval(0, 640, 0, 9), _interval(1, 512, 0, 3), _interval(2, 256, 0, 9), _interval(3, 64, 4, 9)]
     layout = pack(wall, 64)

@@ -96,8 +96,14 @@ def is_elementwise(instruction: Instruction, operand: int | None = None) -> bool
 
 
 def _reduction_hero(fused: Computation) -> Instruction | None:
-    """The reduction that XLA's reduction emitter runs first: the first root that is one."""
-    return next((r for r in fused.results() if r.opcode == "reduce"), None)
+    """The reduction that XLA's reduction emitter runs first: that of the first result that is one, or is made
+    of one by operations of one operand, such as a conversion."""
+    for made in fused.results():
+        while len(made.operands) == 1 and (made.opcode in _ELEMENTWISE - {"copy"} or made.opcode in _NO_OP):
+            made = fused.by_id[made.operands[0]]
+        if made.opcode == "reduce":
+            return made
+    return None
 
 
 def _is_transposed(fused: Computation, root: Instruction) -> bool:
