@@ -23,7 +23,8 @@ from passes.jaxpr.primitives import LOOPS
 H200 = DEVICES["h200"]
 SPEC = jax.ShapeDtypeStruct
 # The smallest of drawn networks that were something else than by hand: weights that are updated behind a
-# barrier, biases whose gradients were summed in front of one, and gradients that nothing is donated for.
+# barrier, biases whose gradients were summed in front of one, gradients that nothing is donated for, and two
+# results of one kernel that take the places of two operands, one of them through a tanh.
 NETS = {
     "updated": Net(
         layers=3, width=512, tokens=4096, activation="gelu", bias=False, norm=True, gate=False, master=True,
@@ -31,6 +32,10 @@ NETS = {
     ),
     "biased": Net(
         layers=3, width=512, tokens=4096, activation="relu", bias=True, norm=False, gate=True, master=True,
+        momentum=False,
+    ),
+    "in place": Net(
+        layers=3, width=512, tokens=8192, activation="tanh", bias=True, norm=False, gate=False, master=True,
         momentum=False,
     ),
 }  # fmt: skip

@@ -9,7 +9,7 @@ What several of them read is there until the last has run, and what they make co
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 from passes.ir import BufferId, Op, OpId, Program
@@ -39,15 +39,16 @@ def joined(lifted: LiftedJaxpr, kernel_of: Mapping[int, Group]) -> LiftedJaxpr:
     program, n_ops = lifted.program, len(lifted.program.ops)
     kernels = [ops for node in order if (ops := [op for op in node if op < n_ops])]
     inside = _inside(program, groups)
+    parts = [[program.ops[op] for op in kernel] for kernel in kernels]
     return replace(
         lifted,
         program=Program.build(
             name=program.name,
-            ops=tuple(_one(OpId(k), [program.ops[op] for op in ops]) for k, ops in enumerate(kernels)),
+            ops=tuple(_one(OpId(k), ops, inside) for k, ops in enumerate(parts)),
             buffers=tuple(replace(b, nbytes=0) if b.id in inside else b for b in program.buffers),
             outputs=program.outputs,
         ),
-        bodies=tuple(_body([lifted.bodies[op] for op in ops]) for ops in kernels),
+        bodies=tuple(_body([lifted.bodies[op] for op in kernel]) for kernel in kernels),
     )
 
 
@@ -97,12 +98,21 @@ def _order(needs: Mapping[int, set[int]], groups: Sequence[list[int]]) -> list[l
     return order if len(order) == len(nodes) else None
 
 
-def _one(op_id: OpId, ops: Sequence[Op]) -> Op:
-    """One op that does what several do."""
+def _one(op_id: OpId, ops: Sequence[Op], inside: Set[BufferId]) -> Op:
+    """One op that does what several do; what only it reads lends the place that it may take to its reader."""
     last = ops[-1]
     if len(ops) == 1:
         return replace(last, id=op_id)
     made = {b for op in ops for b in op.outputs}
+    places = {result: operand for op in ops for result, operand in op.may_share}
+    for result, operand in list(places.items()):
+        taken: BufferId | None = operand
+        while taken in made:
+            taken = places.get(taken)
+        if taken is None:
+            del places[result]
+        else:
+            places[result] = taken
     return replace(
         last,
         id=op_id,
@@ -112,5 +122,5 @@ def _one(op_id: OpId, ops: Sequence[Op]) -> Op:
         energy_pj=sum(op.energy_pj for op in ops),
         workspace_bytes=max(op.workspace_bytes for op in ops),
         recomputable=all(op.recomputable for op in ops),
-        may_share=tuple(pair for op in ops for pair in op.may_share if pair[1] not in made),
+        may_share=tuple(pair for pair in places.items() if pair[0] not in inside),
     )
