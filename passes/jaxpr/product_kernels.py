@@ -74,7 +74,7 @@ class ProductKernels:
         self.ends = set[Var]()
         computed = set[Var]()
         for i, eqn in enumerate(graph.eqns):
-            if _is_for_triton(eqn):
+            if is_for_triton(eqn):
                 summed, _ = eqn.params["dimension_numbers"]
                 self.reads[i] = [
                     u
@@ -204,7 +204,7 @@ class ProductKernels:
         return name in _APART or (self._graph.kinds[i] not in INSIDE and not name.startswith("cum"))
 
 
-def _is_for_triton(eqn: JaxprEqn) -> bool:
+def is_for_triton(eqn: JaxprEqn) -> bool:
     """True for a product of two matrices of floats, or of many."""
     if eqn.primitive.name != "dot_general":
         return False

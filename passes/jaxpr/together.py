@@ -24,7 +24,8 @@ from operator import or_
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of
 from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
-from passes.jaxpr.primitives import SLICING, Kind
+from passes.jaxpr.primitives import SLICING, Kind, is_expensive
+from passes.jaxpr.product_kernels import is_for_triton
 
 _Alike = tuple[Kind, int, int, Var]
 # Where a part of a value starts and stops, in every dimension.
@@ -76,6 +77,7 @@ class Together:
         # Which kernels every variable follows from, as bits; of the equations so far.
         self._follows: dict[Var, int] = {}
         self._passed = self._n_groups = 0
+        self._of_triton: set[Var] = set()
         # What a kernel of several parts has at hand, by the parts that may join it.
         self._siblings: dict[_Alike, list[Group]] = {}
         self._made_with: dict[Var, Group] = {}
@@ -106,12 +108,21 @@ class Together:
             own = {v for i in body for v in self._eqns[i].outvars}
             every = (v for i in body for v in compat.variables(self._eqns[i].invars))
             read = dict.fromkeys(v for v in every if v not in own)
-            parts = {v: self._part(v, body) for v in read if array_of(v).size > 1}
+            shared = [v for v in read if array_of(v).size > 1 and v not in self._of_triton]
+            shared += [
+                v
+                for i in body
+                if i != root and is_expensive(self._eqns[i].primitive.name)
+                for v in self._eqns[i].outvars
+            ]
+            parts = {v: self._part(v, body) for v in shared}
             alike = [(kind, size if kind is Kind.REDUCTION else result, result, v) for v in parts]
             found = self._maker(read, size, follows) or self._sibling(alike, parts, follows)
         group = self._new() if found is None else found
         group.follows |= follows
         self._follows.update(dict.fromkeys(eqn.outvars, group.follows | group.place))
+        if of_product and any(is_for_triton(self._eqns[i]) for i in body):
+            self._of_triton.update(eqn.outvars)
         if not joins:
             return dict(reads), body, None, False
         alone = {v: nbytes for v, nbytes in reads.items() if v not in group.at_hand}
