@@ -26,11 +26,13 @@ def written_over(
     buffer_of: Mapping[Var, BufferId],
     *,
     in_any_layout: bool,
+    most: int = 1,
 ) -> tuple[tuple[BufferId, BufferId], ...]:
     """Pairs (result, operand of its shape and type), of operands that are `free` to be written over.
 
     Args:
         in_any_layout: whether a result with the dimensions of an operand in another order lies as that does.
+        most: how many operands are named for a result.
     """
 
     def form(v: Var) -> object:
@@ -39,7 +41,7 @@ def written_over(
 
     pairs = []
     for v in outvars:
-        pairs += [(buffer_of[v], b) for leaf, b in free.items() if form(leaf) == form(v)][:1]
+        pairs += [(buffer_of[v], b) for leaf, b in free.items() if form(leaf) == form(v)][:most]
     return tuple(pairs)
 
 

@@ -104,15 +104,13 @@ def _one(op_id: OpId, ops: Sequence[Op], inside: Set[BufferId]) -> Op:
     if len(ops) == 1:
         return replace(last, id=op_id)
     made = {b for op in ops for b in op.outputs}
-    places = {result: operand for op in ops for result, operand in op.may_share}
-    for result, operand in list(places.items()):
-        taken: BufferId | None = operand
-        while taken in made:
-            taken = places.get(taken)
-        if taken is None:
-            del places[result]
-        else:
-            places[result] = taken
+    operands: dict[BufferId, list[BufferId]] = {}
+    for op in ops:
+        for result, operand in op.may_share:
+            # What is made inside names what it may take the place of itself.
+            operands.setdefault(result, []).extend(
+                operands.get(operand, []) if operand in made else [operand]
+            )
     return replace(
         last,
         id=op_id,
@@ -122,5 +120,5 @@ def _one(op_id: OpId, ops: Sequence[Op], inside: Set[BufferId]) -> Op:
         energy_pj=sum(op.energy_pj for op in ops),
         workspace_bytes=max(op.workspace_bytes for op in ops),
         recomputable=all(op.recomputable for op in ops),
-        may_share=tuple(pair for pair in places.items() if pair[0] not in inside),
+        may_share=tuple((b, operand) for b in operands if b not in inside for operand in operands[b]),
     )

@@ -33,6 +33,7 @@ class KernelCosts:
         self._device = device
         self._in_parts = in_parts
         self._together = together
+        self.joins = together is not None
         self.kernel_of: dict[int, Group] = {}
         self._vector_flops = list(map(vector_work, storage.jaxpr.eqns, storage.kinds))
 

@@ -307,7 +307,9 @@ class _Lift:
         free = {v: b for v in self.storage.eqn_reads(root) if v not in kept and (b := buffer_of[v]) in leaves}
         free = dict(sorted(free.items(), key=lambda item: self.last_read[item[1]]))
         in_any_layout = BACKENDS[self.device.platform].sharing == "emitters"
-        return written_over(outvars, free, buffer_of, in_any_layout=in_any_layout)
+        # Several parts of one kernel share its operands out among them.
+        most = len(free) if self.costs.joins else 1
+        return written_over(outvars, free, buffer_of, in_any_layout=in_any_layout, most=most)
 
     def _workspace(self, eqn: JaxprEqn) -> int:
         """The inner peak of control flow: of its largest body, beside the results of a branch; the parts of a

@@ -22,9 +22,9 @@ from functools import reduce
 from operator import or_
 
 from passes.jaxpr import compat
-from passes.jaxpr.avals import array_of
+from passes.jaxpr.avals import array_of, dtype_name
 from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
-from passes.jaxpr.primitives import SLICING, Kind, is_expensive
+from passes.jaxpr.primitives import SLICING, Kind, is_dear_to_xla
 from passes.jaxpr.product_kernels import is_for_triton
 
 _Alike = tuple[Kind, int, int, Var]
@@ -112,8 +112,9 @@ class Together:
             shared += [
                 v
                 for i in body
-                if i != root and is_expensive(self._eqns[i].primitive.name)
+                if i != root
                 for v in self._eqns[i].outvars
+                if is_dear_to_xla(self._eqns[i].primitive.name, dtype_name(v))
             ]
             parts = {v: self._part(v, body) for v in shared}
             alike = [(kind, size if kind is Kind.REDUCTION else result, result, v) for v in parts]
