@@ -46,6 +46,8 @@ from passes.validate import validate
 BUDGETS = (0.7, 0.5, 0.4, 0.3, 0.2)
 HOST_BYTES = 64 * 10**9
 WIDTHS = (768, 1024, 2048, 4096, 8192)
+# Of so small a vocabulary recompute alone costs what it cost a prototype (docs/paging.md).
+PROTOTYPES = (4096, 8192)
 RELATIVE = (0.25, 0.5, 1.0, 2.0)
 
 
@@ -55,6 +57,11 @@ def programs(device: DeviceModel = DEVICES["h200"]) -> dict[str, Callable[[], Pr
         Transformer(width=width).name: lambda width=width: transformer(Transformer(width=width), device)
         for width in WIDTHS
     }
+    for width in PROTOTYPES:
+        small = Transformer(width=width, seq=1024, vocab=1024)
+        found[f"{small.name}, vocabulary 1024"] = lambda small=small: replace(
+            transformer(small, device), name=f"{small.name}, vocabulary 1024"
+        )
     bert = Transformer(width=1024, layers=24, seq=512, batch=32, head=64, vocab=30_522, flash=False)
     found["bert large b32"] = lambda: replace(transformer(bert, device), name="bert large b32")
     for depth in (18, 50, 101):
