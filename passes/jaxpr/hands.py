@@ -32,6 +32,8 @@ from passes.jaxpr.values import ConstraintUnsupported
 AS_IT_IS = "everything_saveable"
 # How many blocks are deep is looked for by interpolation: mostly the first or the second number is it.
 _MOST_COUNTS = 4
+# By how much more all blocks may need than all but the last.
+_MOST_FOR_THE_LAST = 1.25
 # What is made of a jaxpr holds it, so that it would live for ever.
 _kept = functools.partial(compat.cached_by_jaxpr, most=256)
 
@@ -102,15 +104,20 @@ class Hands:
         return [replace(as_is, policy=AS_IT_IS), *self.whole]
 
     def _around(self, nbytes: int) -> tuple[Candidate, Candidate] | None:
-        """The neighbours on the lower convex hull of bytes and times, the larger one first."""
+        """The neighbours on the lower convex hull of bytes and times, the larger one first. All blocks but
+        the last may need less than all: that one would be run again while the most is alive."""
         hull: list[Candidate] = []
         for made in sorted(self._all(), key=lambda made: (-made.peak_bytes, made.cost_ns)):
             while hull and _is_above(hull[-2:], made):
                 hull.pop()
             hull.append(made)
-        for mild, deep in itertools.pairwise(hull):
-            if deep.peak_bytes <= nbytes < mild.peak_bytes and mild.cost_ns < deep.cost_ns:
+        pairs = [(mild, deep) for mild, deep in itertools.pairwise(hull) if mild.cost_ns < deep.cost_ns]
+        for mild, deep in pairs:
+            if deep.peak_bytes <= nbytes < mild.peak_bytes:
                 return mild, deep
+        if pairs and nbytes < pairs[-1][1].peak_bytes <= _MOST_FOR_THE_LAST * nbytes:
+            last = self._with(self._count - 1, *pairs[-1])
+            return pairs[-1] if last is not None and last.peak_bytes <= nbytes else None
         return None
 
     @staticmethod
@@ -119,15 +126,18 @@ class Hands:
         share = (mild[1] - nbytes) / max(mild[1] - deep[1], 1)
         return min(max(mild[0] + math.ceil(share * (deep[0] - mild[0])), mild[0] + 1), deep[0] - 1)
 
+    def _with(self, count: int, mild: Candidate, deep: Candidate) -> Candidate | None:
+        """The first so many blocks deep; None where a policy asks for what cannot be run twice."""
+        names = (deep.policy,) * count + (mild.policy,) * (self._count - count)
+        return _under_each(self._jaxpr, names, *self._asked)
+
     def _mixed(self, mild: Candidate, deep: Candidate, nbytes: int) -> Candidate:
         above, below, found = (0, mild.peak_bytes), (self._count, deep.peak_bytes), deep
         for _ in range(_MOST_COUNTS):
             if below[0] - above[0] <= 1:
                 break
             count = self._interpolated(nbytes, above, below)
-            names = (deep.policy,) * count + (mild.policy,) * (self._count - count)
-            made = _under_each(self._jaxpr, names, *self._asked)
-            if made is None:
+            if (made := self._with(count, mild, deep)) is None:
                 break
             if made.peak_bytes <= nbytes:
                 below, found = (count, made.peak_bytes), made

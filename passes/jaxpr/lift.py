@@ -181,7 +181,7 @@ class _Lift:
         self.in_parts = read_in_parts(self.storage, roots, self.device)
         # A planner may run each kernel again alone.
         joins = self.as_xla and BACKENDS[self.device.platform].reads_together
-        together = Together(self.jaxpr, self.kinds, self.stacks) if joins else None
+        together = Together(self.jaxpr, self.kinds, self.storage.stored, self.stacks) if joins else None
         self.costs = KernelCosts(self.storage, self.device, self.in_parts, together)
         buffer_of: dict[Var, BufferId] = {}
         var_of: list[Var] = []

@@ -16,6 +16,7 @@ estimated at 15 to 48 % more time than those that XLA made, with it at 8 % less 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -24,12 +25,15 @@ from operator import or_
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of, dtype_name
 from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
-from passes.jaxpr.primitives import SLICING, Kind, is_dear_to_xla
+from passes.jaxpr.primitives import INSIDE, SLICING, Kind, is_dear_to_xla
 from passes.jaxpr.product_kernels import is_for_triton
+from passes.jaxpr.storage import MOST_INSIDE
 
 _Alike = tuple[Kind, int, int, Var]
 # Where a part of a value starts and stops, in every dimension.
 _Part = tuple[tuple[int, int], ...]
+# Of a reduction along columns; longer ones XLA splits: `ReductionIsRaceFree` of openxla/xla.
+_LONGEST_COLUMN = 4096
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -65,14 +69,19 @@ class Group:
 class Together:
     """What the kernels of a program read that no kernel before them reads with them; asked in their order."""
 
-    def __init__(self, jaxpr: Jaxpr, kinds: Sequence[Kind], alone: Collection[Var] = ()) -> None:
+    def __init__(
+        self, jaxpr: Jaxpr, kinds: Sequence[Kind], stored: Collection[Var], alone: Collection[Var] = ()
+    ) -> None:
         """
         Args:
             jaxpr: the program.
             kinds: what each equation is to the fusion model.
+            stored: what kernels make.
             alone: what is written by kernels of their own.
         """
         self._eqns, self._kinds = jaxpr.eqns, kinds
+        self._summed_at = _summed_at(jaxpr.eqns, kinds, stored)
+        self._dear: set[Var] = set()
         self._alone = frozenset(alone)
         # Which kernels every variable follows from, as bits; of the equations so far.
         self._follows: dict[Var, int] = {}
@@ -118,7 +127,9 @@ class Together:
             ]
             parts = {v: self._part(v, body) for v in shared}
             alike = [(kind, size if kind is Kind.REDUCTION else result, result, v) for v in parts]
-            found = self._maker(read, size, follows) or self._sibling(alike, parts, follows)
+            if kind is Kind.FUSIBLE or _is_summed_in_parts(eqn):
+                found = self._maker(root, body, read, size, follows)
+            found = found or self._sibling(alike, parts, follows)
         group = self._new() if found is None else found
         group.follows |= follows
         self._follows.update(dict.fromkeys(eqn.outvars, group.follows | group.place))
@@ -138,6 +149,12 @@ class Together:
         if kind is Kind.FUSIBLE:
             group.at_hand.update(eqn.outvars)
             self._made_with.update(dict.fromkeys(eqn.outvars, group))
+            is_dear = any(
+                is_dear_to_xla(self._eqns[i].primitive.name, dtype_name(v))
+                for i in body
+                for v in self._eqns[i].outvars
+            )
+            self._dear.update(eqn.outvars if is_dear else ())
         return alone, new, group, found is not None
 
     def _new(self) -> Group:
@@ -166,6 +183,22 @@ class Together:
                     return group
         return None
 
+    def _is_beside_a_sum(self, v: Var, root: int, body: Sequence[int]) -> bool:
+        """True for a value that is dear to make, and that a kernel with a sum reads, or one that becomes part
+        of such a kernel: XLA does not make it in that one."""
+        place = self._summed_at.get(v)
+        if v not in self._dear or place is None:
+            return False
+        if place in body:
+            return True
+        if not root < place <= root + MOST_INSIDE:
+            return False
+        following = {*self._eqns[root].outvars}
+        for eqn in self._eqns[root + 1 : place + 1]:
+            if not following.isdisjoint(compat.variables(eqn.invars)):
+                following.update(eqn.outvars)
+        return following.isdisjoint(self._eqns[place].outvars)
+
     def _part(self, v: Var, body: Sequence[int]) -> _Part | None:
         """The part of a value that a kernel reads, if it reads no other."""
         readers = [self._eqns[i] for i in body if v in self._eqns[i].invars]
@@ -185,11 +218,13 @@ class Together:
         whole = [(0, n) for n in array_of(v).shape]
         return (*whole[:axis], (start, start + sizes[shown[0]]), *whole[axis + 1 :])
 
-    def _maker(self, read: Collection[Var], size: int, follows: int) -> Group | None:
+    def _maker(
+        self, root: int, body: Sequence[int], read: Collection[Var], size: int, follows: int
+    ) -> Group | None:
         """The elementwise kernel that makes some of `read`, if nothing else of these follows from it."""
         for v in read:
             made_with = self._made_with.get(v)
-            if made_with is None or array_of(v).size != size:
+            if made_with is None or array_of(v).size != size or self._is_beside_a_sum(v, root, body):
                 continue
             others = (self._follows.get(u, 0) for u in read if self._made_with.get(u) is not made_with)
             if not any(other & made_with.place for other in others):
@@ -202,3 +237,31 @@ def _are_apart(one: _Part | None, other: _Part | None) -> bool:
     if one is None or other is None:
         return False
     return any(b <= c or d <= a for (a, b), (c, d) in zip(one, other, strict=True))
+
+
+def _is_summed_in_parts(eqn: JaxprEqn) -> bool:
+    """True for a reduction that enough threads share, so that XLA computes what it reads beside it: along
+    rows, or along columns that are so long that it splits them in parts."""
+    axes, operand = eqn.params.get("axes"), array_of(eqn.invars[0])
+    if not axes or operand.ndim - 1 in axes:
+        return True
+    return bool(math.prod(operand.shape[axis] for axis in axes) > _LONGEST_COLUMN)
+
+
+def _summed_at(eqns: Sequence[JaxprEqn], kinds: Sequence[Kind], stored: Collection[Var]) -> dict[Var, int]:
+    """For what elementwise kernels read whose results are summed beside them: the first place."""
+    summed: set[Var] = set()
+    found: dict[Var, int] = {}
+    for i in reversed(range(len(eqns))):
+        eqn, kind = eqns[i], kinds[i]
+        read = compat.variables(eqn.invars)
+        if kind is Kind.REDUCTION and _is_summed_in_parts(eqn):
+            summed.update(read)
+        if kind not in INSIDE:
+            continue
+        for v in eqn.outvars:
+            if v not in stored and v in summed:
+                summed.update(read)
+            if v in (summed if v in stored else found):
+                found.update(dict.fromkeys(read, i))
+    return found
