@@ -51,7 +51,7 @@ class TriesConfig:
     ratios: tuple[float, ...] = (0.84, 0.63, 0.49, 0.34, 0.24, 0.15, 0.08, 0.0)
     cheaper_ratio: float = 0.999
     missed_ratio: float = 1.15
-    policy_ratio: float = 0.97
+    policy_ratio: float = 0.98
     counted_ratio: float = 0.95
     most_looks: int = 3
     most_looks_if_kept: int = 1

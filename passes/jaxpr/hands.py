@@ -32,6 +32,8 @@ from passes.jaxpr.values import ConstraintUnsupported
 AS_IT_IS = "everything_saveable"
 # How many blocks are deep is looked for by interpolation: mostly the first or the second number is it.
 _MOST_COUNTS = 4
+# Values that are no part of an estimate, as a share of all.
+_SMALL = 0.002
 # By how much more all blocks may need than all but the last.
 _MOST_FOR_THE_LAST = 1.25
 # What is made of a jaxpr holds it, so that it would live for ever.
@@ -76,17 +78,26 @@ class Hands:
         cost_ns = mild.cost_ns + (deep.cost_ns - mild.cost_ns) * count // self._count
         return Promise(policy=_name(deep, mild), peak_bytes=nbytes, cost_ns=cost_ns)
 
-    def cheapest(self, nbytes: int, most_bytes: int) -> Promise | None:
-        """The least time promised for some bytes; all under one policy may be expected to need `most_bytes`,
-        since estimates may be off."""
+    def cheapest(self, budget_bytes: int, nbytes: int, most_bytes: int) -> Promise | None:
+        """The least time promised for a budget. Estimates may be off: some may be expected to need `nbytes`,
+        all under one policy `most_bytes`."""
         near = [
             Promise(policy=made.policy, peak_bytes=made.peak_bytes, cost_ns=made.cost_ns)
             for made in self.whole
             if made.peak_bytes <= most_bytes
         ]
-        if (between := self.between(nbytes)) is not None:
+        between = self.between(nbytes)
+        if between is not None and not self._is_for(near, between, budget_bytes):
             near.append(between)
         return min(near, key=lambda made: (made.cost_ns, made.peak_bytes), default=None)
+
+    def _is_for(self, whole: Sequence[Promise], between: Promise, budget_bytes: int) -> bool:
+        """True for a budget that is what one policy needs, where some need no less: small values decide."""
+        least_bytes, most_bytes = budget_bytes * (1 - _SMALL), budget_bytes * (1 + _SMALL)
+        if not any(least_bytes <= made.peak_bytes <= most_bytes for made in whole):
+            return False
+        some = self.under(between.policy, int(most_bytes))
+        return some is None or some.peak_bytes >= least_bytes
 
     def under(self, policy: str, nbytes: int) -> Candidate | None:
         """The blocks under a policy, or under the two of a promise, within some bytes if they can be; None if

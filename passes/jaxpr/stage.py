@@ -234,7 +234,7 @@ def _beside_policies(outcome: StageOutcome, hands: Hands, request: JaxprRequest)
     """With the cheapest of what is under ready policies and may keep the budget, if anything may."""
     known, unknown = STRUCTURED.known_ratio, STRUCTURED.unknown_ratio
     nbytes = request.temp_budget_bytes
-    best = hands.cheapest(int(known * nbytes), int(unknown * nbytes))
+    best = hands.cheapest(nbytes, int(known * nbytes), int(unknown * nbytes))
     if best is None:
         return outcome
     return replace(outcome, policy=best.policy, policy_ns=best.cost_ns)

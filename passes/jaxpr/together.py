@@ -25,7 +25,7 @@ from operator import or_
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of, dtype_name
 from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
-from passes.jaxpr.primitives import INSIDE, SLICING, Kind, is_dear_to_xla
+from passes.jaxpr.primitives import FUSING, INSIDE, SLICING, Kind, is_dear_to_xla
 from passes.jaxpr.product_kernels import is_for_triton
 from passes.jaxpr.storage import MOST_INSIDE
 
@@ -34,6 +34,10 @@ _Alike = tuple[Kind, int, int, Var]
 _Part = tuple[tuple[int, int], ...]
 # Of a reduction along columns; longer ones XLA splits: `ReductionIsRaceFree` of openxla/xla.
 _LONGEST_COLUMN = 4096
+# Of what is reduced along its columns: XLA gives 32 of them to each core, and weighs time by the cores that
+# have work. Compiled for an H200, 512 to 4096 rows: 4096 columns of float32 and 8192 of bfloat16 are enough,
+# half of that is not.
+_BUSY_ROW_BYTES = 16 * 1024
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -82,6 +86,12 @@ class Together:
         self._eqns, self._kinds = jaxpr.eqns, kinds
         self._summed_at = _summed_at(jaxpr.eqns, kinds, stored)
         self._dear: set[Var] = set()
+        pairs = list(zip(jaxpr.eqns, kinds, strict=True))
+        inside, whole = (
+            {v for eqn, kind in pairs if (kind in FUSING) is fuses for v in compat.variables(eqn.invars)}
+            for fuses in (True, False)
+        )
+        self._read_inside = inside - whole
         self._alone = frozenset(alone)
         # Which kernels every variable follows from, as bits; of the equations so far.
         self._follows: dict[Var, int] = {}
@@ -127,7 +137,7 @@ class Together:
             ]
             parts = {v: self._part(v, body) for v in shared}
             alike = [(kind, size if kind is Kind.REDUCTION else result, result, v) for v in parts]
-            if kind is Kind.FUSIBLE or _is_summed_in_parts(eqn):
+            if kind is Kind.FUSIBLE or _is_summed_beside(eqn):
                 found = self._maker(root, body, read, size, follows)
             found = found or self._sibling(alike, parts, follows)
         group = self._new() if found is None else found
@@ -154,7 +164,7 @@ class Together:
                 for i in body
                 for v in self._eqns[i].outvars
             )
-            self._dear.update(eqn.outvars if is_dear else ())
+            self._dear.update(self._read_inside.intersection(eqn.outvars) if is_dear else ())
         return alone, new, group, found is not None
 
     def _new(self) -> Group:
@@ -184,8 +194,8 @@ class Together:
         return None
 
     def _is_beside_a_sum(self, v: Var, root: int, body: Sequence[int]) -> bool:
-        """True for a value that is dear to make, and that a kernel with a sum reads, or one that becomes part
-        of such a kernel: XLA does not make it in that one."""
+        """True for a value that is dear to make, that only such kernels read, and that one with a sum reads,
+        or what becomes part of that one: XLA does not make it there."""
         place = self._summed_at.get(v)
         if v not in self._dear or place is None:
             return False
@@ -239,13 +249,15 @@ def _are_apart(one: _Part | None, other: _Part | None) -> bool:
     return any(b <= c or d <= a for (a, b), (c, d) in zip(one, other, strict=True))
 
 
-def _is_summed_in_parts(eqn: JaxprEqn) -> bool:
-    """True for a reduction that enough threads share, so that XLA computes what it reads beside it: along
-    rows, or along columns that are so long that it splits them in parts."""
+def _is_summed_beside(eqn: JaxprEqn) -> bool:
+    """True for a reduction that keeps a GPU busy, so that XLA computes what it reads in its kernel: along
+    rows, or along columns that are many, or so long that it splits them in parts."""
     axes, operand = eqn.params.get("axes"), array_of(eqn.invars[0])
     if not axes or operand.ndim - 1 in axes:
         return True
-    return bool(math.prod(operand.shape[axis] for axis in axes) > _LONGEST_COLUMN)
+    rows = math.prod(operand.shape[axis] for axis in axes)
+    row_bytes = operand.size * operand.dtype.itemsize // max(rows, 1)
+    return bool(rows > _LONGEST_COLUMN or row_bytes >= _BUSY_ROW_BYTES)
 
 
 def _summed_at(eqns: Sequence[JaxprEqn], kinds: Sequence[Kind], stored: Collection[Var]) -> dict[Var, int]:
@@ -255,7 +267,7 @@ def _summed_at(eqns: Sequence[JaxprEqn], kinds: Sequence[Kind], stored: Collecti
     for i in reversed(range(len(eqns))):
         eqn, kind = eqns[i], kinds[i]
         read = compat.variables(eqn.invars)
-        if kind is Kind.REDUCTION and _is_summed_in_parts(eqn):
+        if kind is Kind.REDUCTION and _is_summed_beside(eqn):
             summed.update(read)
         if kind not in INSIDE:
             continue
