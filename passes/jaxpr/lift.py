@@ -12,7 +12,7 @@ What it does not do: control flow is one opaque kernel whose inner peak counts a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from passes.backend import BACKENDS
@@ -52,7 +52,7 @@ from passes.jaxpr.split_dots import split_bytes
 from passes.jaxpr.split_sums import read_in_parts
 from passes.jaxpr.storage import Storage
 from passes.jaxpr.stored import read_rounded, stored_bytes
-from passes.jaxpr.together import Together
+from passes.jaxpr.together import Group, Together
 from passes.reach import reached
 from passes.simulate import Timeline, simulate
 
@@ -88,12 +88,16 @@ def lift_known(
     rounded: bool = False,
 ) -> LiftedJaxpr:
     """As `lift`, of what `as_known` returns."""
-    lifted, alone = _lift(jaxpr, device, as_xla, rounded)
+    built, kernel_of = _lift(jaxpr, device, as_xla, rounded)
+    lifted = _in_order(built, device, as_xla)
     if not as_xla:
-        return alone
-    if (merged := _as_seen(jaxpr, device)) is not jaxpr:
-        lifted, _ = _lift(merged, device, as_xla, rounded)
-    return alone if lifted is alone else replace(alone, merged=lifted.program)
+        return lifted
+    if (seen := _as_seen(jaxpr, device)) is not jaxpr:
+        built, kernel_of = _lift(seen, device, as_xla, rounded)
+    one = joined(built, kernel_of)
+    if one is built and seen is jaxpr:
+        return lifted
+    return replace(lifted, as_seen=_in_order(one, device, as_xla))
 
 
 def lift_seen(
@@ -105,7 +109,8 @@ def lift_seen(
         carried: of a scan's body how many of its inputs are constants, and carried. Its other results are
             slices of stacks, which take memory until they are copied there.
     """
-    return _lift(_as_seen(as_known(jaxpr, device), device), device, True, rounded, carried)[0]
+    seen = _as_seen(as_known(jaxpr, device), device)
+    return _in_order(joined(*_lift(seen, device, True, rounded, carried)), device, as_xla=True)
 
 
 def as_known(jaxpr: Jaxpr, device: DeviceModel) -> Jaxpr:
@@ -143,15 +148,16 @@ def _lift(
     as_xla: bool,
     rounded: bool,
     carried: tuple[int, int] | None = None,
-) -> tuple[LiftedJaxpr, LiftedJaxpr]:
+) -> tuple[LiftedJaxpr, Mapping[int, Group]]:
+    """Kernels in the order of the program, and which are made one, by their last equations."""
     storage = Storage(jaxpr, device, as_xla=as_xla, carried=carried)
     work = _Lift(storage, device, as_xla=as_xla, rounded=rounded, carried=carried)
-    made = work.build()
-    one = joined(made, work.costs.kernel_of)
-    # XLA:CPU makes early what it could make just before it is read.
-    late = not (as_xla and BACKENDS[device.platform].fuses_greedily)
-    alone = moved(made, late=late)
-    return alone if one is made else moved(one, late=late), alone
+    return work.build(), work.costs.kernel_of
+
+
+def _in_order(lifted: LiftedJaxpr, device: DeviceModel, as_xla: bool) -> LiftedJaxpr:
+    """XLA:CPU makes early what it could make just before it is read."""
+    return moved(lifted, late=not (as_xla and BACKENDS[device.platform].fuses_greedily))
 
 
 class _Lift:

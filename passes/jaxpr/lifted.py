@@ -19,7 +19,8 @@ class LiftedJaxpr:
         leaves: for every equation the buffers that it reads, through virtual values, sorted.
         buffer_of: the buffer of every stored variable.
         var_of: the variable of every buffer.
-        merged: the program with what it computes twice computed once, as XLA does; None if that is `program`.
+        as_seen: what XLA makes of it: what is computed twice is computed once, and the parts of a kernel are
+            one op; None if that is `program`.
     """
 
     program: Program
@@ -28,9 +29,9 @@ class LiftedJaxpr:
     leaves: tuple[tuple[BufferId, ...], ...]
     buffer_of: dict[Var, BufferId]
     var_of: tuple[Var, ...]
-    merged: Program | None = None
+    as_seen: LiftedJaxpr | None = None
 
     @property
     def seen(self) -> Program:
         """What XLA makes of the program, for what it is expected to need."""
-        return self.program if self.merged is None else self.merged
+        return self.program if self.as_seen is None else self.as_seen.program

@@ -57,13 +57,13 @@ _kept = functools.partial(compat.cached_by_jaxpr, most=256)
 def as_it_is(as_is: LiftedJaxpr, fresh: frozenset[int] = frozenset()) -> Candidate:
     """A program without recomputes; `fresh` as in `JaxprRequest`."""
     seen = as_is.seen
-    timeline = simulate(seen)
+    timeline, free = simulate(seen), rooms(as_is.as_seen or as_is, fresh)
     return Candidate(
         lifted=as_is,
         steps=as_is.program.order,
         config=EmitConfig(),
         emitted=as_is.jaxpr,
-        peak_bytes=timeline.peak_bytes - in_results_bytes(seen, timeline, rooms(as_is, fresh)),
+        peak_bytes=timeline.peak_bytes - in_results_bytes(seen, timeline, free),
         cost_ns=seen.cost_ns,
         energy_pj=seen.energy_pj,
     )
