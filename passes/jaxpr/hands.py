@@ -78,9 +78,9 @@ class Hands:
         cost_ns = mild.cost_ns + (deep.cost_ns - mild.cost_ns) * count // self._count
         return Promise(policy=_name(deep, mild), peak_bytes=nbytes, cost_ns=cost_ns)
 
-    def cheapest(self, budget_bytes: int, nbytes: int, most_bytes: int) -> Promise | None:
-        """The least time promised for a budget. Estimates may be off: some may be expected to need `nbytes`,
-        all under one policy `most_bytes`."""
+    def cheapest(self, budget_bytes: int, nbytes: int, most_bytes: int, *, but: str = "") -> Promise | None:
+        """The least time promised for a budget `but` by one. Estimates may be off: some may be expected to
+        need `nbytes`, all under one policy `most_bytes`."""
         near = [
             Promise(policy=made.policy, peak_bytes=made.peak_bytes, cost_ns=made.cost_ns)
             for made in self.whole
@@ -89,7 +89,8 @@ class Hands:
         between = self.between(nbytes)
         if between is not None and not self._is_for(near, between, budget_bytes):
             near.append(between)
-        return min(near, key=lambda made: (made.cost_ns, made.peak_bytes), default=None)
+        others = (made for made in near if made.policy != but)
+        return min(others, key=lambda made: (made.cost_ns, made.peak_bytes), default=None)
 
     def _is_for(self, whole: Sequence[Promise], between: Promise, budget_bytes: int) -> bool:
         """True for a budget that is what one policy needs, where some need no less: small values decide."""

@@ -224,17 +224,18 @@ def plan(as_is: LiftedJaxpr, request: JaxprRequest, by_hand: Callable[[], Hands]
     outcome = _outcome(as_is, before_bytes, candidate, request)
     if candidate.changed and not request.inside:
         outcome = replace(outcome, kernels_ns=_kernels_ns(as_is, before_bytes, request))
-        if not candidate.policy and hands is not None:
-            outcome = _beside_policies(outcome, hands, request)
+        if hands is not None and not request.policy:
+            outcome = _beside_policies(outcome, hands, candidate.policy, request)
     _dump(jaxpr, candidate, outcome)
     return Planned(candidate=candidate, outcome=replace(outcome, seconds=time.perf_counter() - started))
 
 
-def _beside_policies(outcome: StageOutcome, hands: Hands, request: JaxprRequest) -> StageOutcome:
-    """With the cheapest of what is under ready policies and may keep the budget, if anything may."""
+def _beside_policies(outcome: StageOutcome, hands: Hands, taken: str, request: JaxprRequest) -> StageOutcome:
+    """With the cheapest of what is under ready policies, but for what is `taken`, and may keep the budget, if
+    anything may."""
     known, unknown = STRUCTURED.known_ratio, STRUCTURED.unknown_ratio
     nbytes = request.temp_budget_bytes
-    best = hands.cheapest(nbytes, int(known * nbytes), int(unknown * nbytes))
+    best = hands.cheapest(nbytes, int(known * nbytes), int(unknown * nbytes), but=taken)
     if best is None:
         return outcome
     return replace(outcome, policy=best.policy, policy_ns=best.cost_ns)
