@@ -48,6 +48,13 @@ def _interval(key: int, nbytes: int, start: int, end: int, group: int | None = N
     return Interval(key=key, nbytes=nbytes, start=start, end=end, group=group, leads=group == key)
 
 
+def shares_first(text: str, operand: str) -> bool:
+    """Whether the first result of fusion "f" of a module may take the place of an operand on a GPU."""
+    view = graph.read(proto.parse(compat.hlo_of_text(text)))
+    by_name = {i.name: i for i in view.entry.by_id.values()}
+    return Sharing(view, BACKENDS["cuda"]).may_share(view.entry, by_name[operand], (), by_name["f"], (0,))
+
+
 TRANSPOSED = """HloModule m, is_scheduled=true
 two {
   x = f32[64,64] parameter(0)
@@ -67,10 +74,7 @@ ENTRY e {
 @pytest.mark.parametrize(("read", "shares"), [("turned", False), ("y", True)])
 def test_no_result_takes_the_place_of_what_a_transposed_result_reads_too(read: str, shares: bool) -> None:
     """XLA:GPU's transpose emitter: TinyLlama (penzai) for an H200 was predicted 519 MiB too low."""
-    view = graph.read(proto.parse(compat.hlo_of_text(TRANSPOSED.replace("READ", read))))
-    by_name = {i.name: i for i in view.entry.by_id.values()}
-    sharing = Sharing(view, BACKENDS["cuda"])
-    assert sharing.may_share(view.entry, by_name["a"], (), by_name["f"], (0,)) is shares
+    assert shares_first(TRANSPOSED.replace("READ", read), "a") is shares
 
 
 REDUCED = """HloModule m, is_scheduled=true
@@ -93,11 +97,8 @@ ENTRY e {
 
 def test_a_reduced_result_leaves_elements_where_they_are() -> None:
     """XLA:GPU's reduction emitter comes before its transpose emitter: a MAML was predicted 1 MiB too low."""
-    view = graph.read(proto.parse(compat.hlo_of_text(REDUCED)))
-    by_name = {i.name: i for i in view.entry.by_id.values()}
-    sharing = Sharing(view, BACKENDS["cuda"])
-    assert sharing.may_share(view.entry, by_name["a"], (), by_name["f"], (0,))
-    assert not sharing.may_share(view.entry, by_name["p"], (), by_name["f"], (0,))
+    assert shares_first(REDUCED, "a")
+    assert not shares_first(REDUCED, "p")
 
 
 CONVERTED = """HloModule m, is_scheduled=true
@@ -120,10 +121,7 @@ ENTRY e {
 
 def test_a_reduction_is_found_behind_a_conversion() -> None:
     """A drawn network's step was predicted 2 MiB too low, and exceeded its budget by 512 B."""
-    view = graph.read(proto.parse(compat.hlo_of_text(CONVERTED)))
-    by_name = {i.name: i for i in view.entry.by_id.values()}
-    sharing = Sharing(view, BACKENDS["cuda"])
-    assert sharing.may_share(view.entry, by_name["a"], (), by_name["f"], (0,))
+    assert shares_first(CONVERTED, "a")
 
 
 def test_packing_takes_the_smallest_gap() -> None:

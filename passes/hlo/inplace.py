@@ -26,6 +26,7 @@ _ELEMENTWISE = frozenset(
         "shift-right-arithmetic", "shift-right-logical", "stochastic-convert", "select", "clamp",
     }
 )  # fmt: skip
+_BEHIND_A_REDUCTION = (_ELEMENTWISE - {"copy"}) | _NO_OP
 
 
 def in_place_pairs(module: Module, instruction: Instruction) -> list[Pair]:
@@ -99,7 +100,7 @@ def _reduction_hero(fused: Computation) -> Instruction | None:
     """The reduction that XLA's reduction emitter runs first: that of the first result that is one, or is made
     of one by operations of one operand, such as a conversion."""
     for made in fused.results():
-        while len(made.operands) == 1 and (made.opcode in _ELEMENTWISE - {"copy"} or made.opcode in _NO_OP):
+        while len(made.operands) == 1 and made.opcode in _BEHIND_A_REDUCTION:
             made = fused.by_id[made.operands[0]]
         if made.opcode == "reduce":
             return made

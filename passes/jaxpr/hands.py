@@ -106,11 +106,12 @@ class Hands:
         for deep in self.whole:
             if deep.policy == policy:
                 return deep
-            for mild in self._all():
+            for mild in self._all:
                 if _name(deep, mild) == policy:
                     return self._mixed(mild, deep, nbytes)
         return None
 
+    @functools.cached_property
     def _all(self) -> list[Candidate]:
         as_is = as_it_is(lift_as_xla(self._jaxpr, self._asked[0]), self._asked[2])
         return [replace(as_is, policy=AS_IT_IS), *self.whole]
@@ -119,7 +120,7 @@ class Hands:
         """The neighbours on the lower convex hull of bytes and times, the larger one first. All blocks but
         the last may need less than all: that one would be run again while the most is alive."""
         hull: list[Candidate] = []
-        for made in sorted(self._all(), key=lambda made: (-made.peak_bytes, made.cost_ns)):
+        for made in sorted(self._all, key=lambda made: (-made.peak_bytes, made.cost_ns)):
             while hull and _is_above(hull[-2:], made):
                 hull.pop()
             hull.append(made)
