@@ -5,7 +5,8 @@ waits for it all the while; the zeros in which a loop will add up may be made at
 never hurt. An op that frees a value and takes next to nothing, since it writes over an argument or into a
 result, goes to just behind the last other reader of the value, and what little it needs besides, such as a
 learning rate, comes with it. So does one that takes nothing though others will read the value: of the two
-moments that a gradient goes into neither frees it alone. An op that frees nothing, since all that it reads
+moments that a gradient goes into neither frees it alone. And so may one that leaves less than it frees: of
+attention's weights, once they were multiplied, a small product is left. An op that frees nothing, since all that it reads
 is there anyway until its result is read, goes to just before that. Every kernel stays as it is.
 
 Such an op may be the last of several that run one after the other. XLA:GPU splits a matrix product along its
@@ -35,6 +36,7 @@ class Reorder:
     Attributes:
         needs: for every op those that must run before it.
         overwriters: for every op those that must run after it; its deadline alone if not given.
+        most_left: how much what is hoisted may leave of what it frees, as a share.
         order: op ids.
         place: of every op in `order`.
         moved: True once something was moved.
@@ -43,9 +45,10 @@ class Reorder:
 
     def __init__(
         self, program: Program, movable: list[bool], needs: Sequence[Collection[OpId]],
-        overwriters: Sequence[Collection[OpId]] | None = None,
+        overwriters: Sequence[Collection[OpId]] | None = None, most_left: float = NEXT_TO_NOTHING,
     ) -> None:  # fmt: skip
         self.program = program
+        self.most_left = most_left
         self.movable = movable
         self.needs = needs
         self.needed_by: dict[OpId, list[OpId]] = {}
@@ -103,7 +106,8 @@ class Reorder:
         if self.place[op] == target + 1:
             return
         group = self._with_late_producers((), {op}, target)
-        while group is not None and self._bytes_of(left := self._left_by(group)) > next_to_nothing:
+        most_left = self.most_left * self._nbytes(freed)
+        while group is not None and self._bytes_of(left := self._left_by(group)) > most_left:
             readers = {r for b in left for r in self.readers.get(b, ())}.difference(group)
             may_follow = (
                 len(readers) == 1 and self.kept.isdisjoint(left) and all(self.movable[r] for r in readers)
@@ -129,7 +133,8 @@ class Reorder:
             read = [b for b in ops[producer].outputs if any(r != op for r in self.readers.get(b, ()))]
             return not self.movable[producer] or self._bytes_of(read) > next_to_nothing
 
-        return max([target, *(self.place[producer] for producer in self.needs[op] if stays(producer))])
+        later = ((self.place[producer], producer) for producer in self.needs[op])
+        return max([target, *(place for place, producer in later if place > target and stays(producer))])
 
     def _room(self, target: int, place: int) -> int:
         """By how much less is alive at a place than at some time from there to a later one."""

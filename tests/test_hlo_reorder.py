@@ -27,9 +27,9 @@ def _program(*ops: dict[str, Any], nbytes: list[int], outputs: tuple[int, ...]) 
     )
 
 
-def _order(program: Program, movable: list[bool] | None = None) -> list[int]:
+def _order(program: Program, movable: list[bool] | None = None, **config: float) -> list[int]:
     made_by = [[p for b in op.inputs if (p := program.producer[b]) is not None] for op in program.ops]
-    work = Reorder(program, movable or [True] * len(program.ops), made_by)
+    work = Reorder(program, movable or [True] * len(program.ops), made_by, **config)
     work.run()
     before = simulate(program)
     assert simulate(program, work.order).peak_bytes <= before.peak_bytes
@@ -81,6 +81,24 @@ def test_nothing_overwrites_what_others_still_read() -> None:
 def test_what_takes_more_than_it_frees_stays() -> None:
     program = _program(*UPDATE, nbytes=[100, 50, 50, 1, 100, 0], outputs=(2, 4))
     assert _order(program, GRADIENT_STAYS) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("most_left", "taken_bytes", "order"),
+    [(0.9, 0, [0, 3, 1, 2, 4]), (0.9, 120, [0, 1, 2, 3, 4]), (1 / 64, 0, [0, 1, 2, 3, 4])],
+)
+def test_what_leaves_less_than_it_frees_runs_early_if_that_finds_room(
+    most_left: float, taken_bytes: int, order: list[int]
+) -> None:
+    ops = (
+        {"inputs": (), "outputs": (0,), "workspace_bytes": taken_bytes},
+        {"inputs": (), "outputs": (1,)},
+        {"inputs": (1,), "outputs": (2,)},
+        {"inputs": (0,), "outputs": (3,)},
+        {"inputs": (2, 3), "outputs": (4,)},
+    )
+    program = _program(*ops, nbytes=[100, 60, 50, 80, 0], outputs=(4,))
+    assert _order(program, [False, False, False, True, False], most_left=most_left) == order
 
 
 def test_what_may_not_move_holds_its_readers() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -24,6 +25,12 @@ def _name_of(dtype: Any) -> str:
 def dtype_name(atom: Atom) -> str:
     """The name of an array's dtype, such as "float32"."""
     return _name_of(array_of(atom).dtype)
+
+
+def size_of(atom: Atom) -> int:
+    """The number of elements of an array; 0 of what is none, such as a token."""
+    shape = getattr(atom.aval, "shape", None)
+    return 0 if shape is None else math.prod(shape)
 
 
 def form_of(atom: Atom) -> tuple[tuple[int, ...] | None, Any]:

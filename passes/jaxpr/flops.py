@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from passes.cost import ASSUMED_ITERATIONS, EXPENSIVE_FLOPS, is_unaligned
 from passes.jaxpr import compat
-from passes.jaxpr.avals import array_of
+from passes.jaxpr.avals import array_of, size_of
 from passes.jaxpr.compat import JaxprEqn
 from passes.jaxpr.primitives import CONTROL_FLOW, Kind, is_expensive
 
@@ -83,7 +83,7 @@ def vector_work(eqn: JaxprEqn, kind: Kind) -> int:
 
 def largest_size(values: Sequence[compat.Var]) -> int:
     """Elements of the largest; 0 of what has none, such as a token."""
-    return max((int(getattr(v.aval, "size", 0)) for v in values), default=0)
+    return max(map(size_of, values), default=0)
 
 
 def flops_per_element(eqn: JaxprEqn) -> int:

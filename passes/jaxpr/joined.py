@@ -59,7 +59,8 @@ def _inside(program: Program, groups: Sequence[Sequence[int]]) -> set[BufferId]:
         for b in op.inputs:
             readers.setdefault(b, set()).add(op.id)
     made = ((b, group) for group in groups for k in group for b in program.ops[k].outputs)
-    return {b for b, group in made if b not in program.outputs and readers.get(b, {-1}).issubset(group)}
+    results = {*program.outputs}
+    return {b for b, group in made if b not in results and readers.get(b, {-1}).issubset(group)}
 
 
 def _body(bodies: Sequence[Sequence[int]]) -> tuple[int, ...]:

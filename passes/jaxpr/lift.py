@@ -180,6 +180,7 @@ class _Lift:
         kept = () if carried is None else compat.variables(self.jaxpr.outvars[: carried[1]])
         self.stacked = {*stacks}.difference(kept)
         self.stacks = frozenset(stacks)
+        self.kept = storage.fixed | self.results
 
     def build(self) -> LiftedJaxpr:
         roots = [i for i in range(len(self.jaxpr.eqns)) if self._is_root(i)]
@@ -187,7 +188,7 @@ class _Lift:
         self.in_parts = read_in_parts(self.storage, roots, self.device)
         # A planner may run each kernel again alone.
         joins = self.as_xla and BACKENDS[self.device.platform].reads_together
-        together = Together(self.jaxpr, self.kinds, self.storage.stored, self.stacks) if joins else None
+        together = Together(self.storage.graph, self.storage.stored, self.stacks) if joins else None
         self.costs = KernelCosts(self.storage, self.device, self.in_parts, together)
         buffer_of: dict[Var, BufferId] = {}
         var_of: list[Var] = []
@@ -302,15 +303,15 @@ class _Lift:
         if any(v in self.storage.inside_softmax for i in body for v in self.jaxpr.eqns[i].outvars):
             return ()
         eqn = self.jaxpr.eqns[root]
-        kept = self.storage.fixed | self.results
         if eqn.primitive.name == "scan":
-            return carries_shared(eqn, buffer_of, kept)
+            return carries_shared(eqn, buffer_of, self.kept)
         if self.kinds[root] is Kind.FOREIGN:
-            return aliased(eqn, buffer_of, kept)
+            return aliased(eqn, buffer_of, self.kept)
         if self.kinds[root] is not Kind.FUSIBLE and eqn.primitive.name not in IN_PLACE:
             return ()
-        kept |= self.storage.reads.keys() - self.rounded if self.rounded & {*outvars} else self.rounded
-        free = {v: b for v in self.storage.eqn_reads(root) if v not in kept and (b := buffer_of[v]) in leaves}
+        rounds = not self.rounded.isdisjoint(outvars)
+        read = [v for v in self.storage.eqn_reads(root) if (v in self.rounded) is rounds and v not in self.kept]
+        free = {v: b for v in read if (b := buffer_of[v]) in leaves}
         free = dict(sorted(free.items(), key=lambda item: self.last_read[item[1]]))
         in_any_layout = BACKENDS[self.device.platform].sharing == "emitters"
         # Several parts of one kernel share its operands out among them.

@@ -10,10 +10,11 @@ XLA chooses the number of parts by a cost with fitted weights (openxla/xla, 2026
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from math import prod
 
-from passes.cost import DeviceModel, kernel_ns
+from passes.cost import DeviceModel, SplitWeights, kernel_ns
 from passes.jaxpr.avals import array_of
 from passes.jaxpr.compat import JaxprEqn
 
@@ -71,8 +72,14 @@ def split_bytes(eqn: JaxprEqn, device: DeviceModel) -> int:
     product = Product.of(eqn)
     if not product.parts_bytes(1) or array_of(eqn.invars[0]).dtype.kind in "iub":
         return 0
-    parts = min(_PARTS, key=lambda n: _cost(product, n, device))
+    parts = _fewest(product, device.split, device.cores)
     return product.parts_bytes(parts) if parts > 1 else 0
+
+
+@functools.lru_cache(maxsize=1024)  # layers of a network repeat their products
+def _fewest(product: Product, weights: SplitWeights, cores: int) -> int:
+    """The number of parts that XLA takes."""
+    return min(_PARTS, key=lambda n: _cost(product, n, weights, cores))
 
 
 def sum_ns(eqn: JaxprEqn, device: DeviceModel, n_readers: int = 0) -> int:
@@ -90,13 +97,11 @@ def sum_ns(eqn: JaxprEqn, device: DeviceModel, n_readers: int = 0) -> int:
     return round(1e9 * n_readers * (parts_bytes - result_bytes) / device.bytes_per_second)
 
 
-def _cost(product: Product, parts: int, device: DeviceModel) -> float:
+def _cost(product: Product, parts: int, weights: SplitWeights, cores: int) -> float:
     """XLA's cost of a product in parts, of no unit."""
-    assert device.split is not None
-    weights = device.split
     rows, columns = min(product.rows, _TILE), min(product.columns, _TILE)
     tiles = parts * product.batch * -(-product.rows // _TILE) * -(-product.columns // _TILE)
-    waves = max(1.0, tiles * rows * columns / (device.cores * _TILE * _TILE))
+    waves = max(1.0, tiles * rows * columns / (cores * _TILE * _TILE))
     computed = weights.flop * _FLOPS * rows * columns * -(-product.depth // parts) * waves
     moved = weights.byte * (product.operand_bytes + product.parts_bytes(parts))
     if parts == 1:

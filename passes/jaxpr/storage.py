@@ -52,6 +52,7 @@ class Storage:
 
     Attributes:
         jaxpr: open.
+        graph: who makes and who reads its values.
         kinds: what each equation is to the fusion model.
         producer: for every result the equation that makes it.
         readers: for every variable the equations that read it, in order.
@@ -73,9 +74,9 @@ class Storage:
         n_consts, n_carry = carried or (0, 0)
         self.jaxpr = jaxpr
         self.kinds: list[Kind] = [kernel_kind(eqn, device.platform) for eqn in jaxpr.eqns]
-        self._graph = DataflowGraph.of(jaxpr, self.kinds)
-        self.producer, self.readers = self._graph.producer, self._graph.readers
-        self.operands = self._graph.operands
+        self.graph = DataflowGraph.of(jaxpr, self.kinds)
+        self.producer, self.readers = self.graph.producer, self.graph.readers
+        self.operands = self.graph.operands
         self.results: set[Var] = set(compat.variables(jaxpr.outvars))
         self.fixed = {*jaxpr.constvars, *jaxpr.invars} - {*jaxpr.invars[n_consts : n_consts + n_carry]}
         self.original: dict[Var, Var] = {}
@@ -86,14 +87,14 @@ class Storage:
         needed = self._needed_in_memory({})
         self.inside_softmax = set[Var]()
         if self._backend.fuses_normalisation:
-            self.inside_softmax = inside_softmax(self._graph, self.results, needed)
+            self.inside_softmax = inside_softmax(self.graph, self.results, needed)
         # What kernels that are foreseen do not store, and what they store instead.
         self._inner: Set[Var] = set[Var]()
         self._ends: Set[Var] = set[Var]()
         if self._backend.fuses_products:
             given = {*jaxpr.constvars, *jaxpr.invars[: n_consts + n_carry if carried else None]}
             products = ProductKernels(
-                self._graph, device, results=self.results, given=given, apart=self.inside_softmax
+                self.graph, device, results=self.results, given=given, apart=self.inside_softmax
             )
             self._inner, self._ends = products.inner, products.ends
             needed = self._needed_in_memory(products.reads)
@@ -101,7 +102,7 @@ class Storage:
         self.slices = set[Var]()
         if as_xla and self._backend.fuses_greedily:
             self.slices = needed.intersection(jaxpr.invars[n_consts + n_carry :] if carried else ())
-            self._greedy = GreedyFusion(self._graph, self.results, needed)
+            self._greedy = GreedyFusion(self.graph, self.results, needed)
             self._inner, self._ends = self._greedy.inner, self._greedy.stored
         self._kernels = self._reading_kernels(needed) if self._greedy is None else {}
         self._several = set[Var]()
@@ -182,9 +183,11 @@ class Storage:
             eqn = self.jaxpr.eqns[i]
             joins = self.kinds[i] in INSIDE or self.inside_softmax & {*eqn.outvars}
             own = not joins or any(v in needed or v in self._ends for v in eqn.outvars)
-            reading = [i] if own else sorted({k for v in eqn.outvars for k in kernels.get(v, ())})
+            reading = frozenset([i]) if own else frozenset[int]().union(*(kernels.get(v, ()) for v in eqn.outvars))
             for v in self.operands[i]:
-                kernels[v] = frozenset(sorted({*kernels.get(v, ()), *reading})[:2])
+                others = kernels.get(v)
+                both = reading if others is None or others == reading else others | reading
+                kernels[v] = both if len(both) <= 2 else frozenset(sorted(both)[:2])
         return kernels
 
     def _read_at_several_places(self, needed: set[Var]) -> set[Var]:
@@ -199,9 +202,10 @@ class Storage:
             for v in self.operands[i]:
                 for k, out in enumerate(eqn.outvars):
                     at = frozenset({(i, k)}) if moves else places.get(out, frozenset())
-                    if v in places and len(places[v] | at) > 1:
-                        several.add(v)
-                    places[v] = frozenset(sorted(places.get(v, at) | at)[:2])
+                    if (others := places.get(v)) is not None:
+                        at = at if others == at else others | at
+                        several.update((v,) if len(at) > 1 else ())
+                    places[v] = at if len(at) <= 2 else frozenset(sorted(at)[:2])
         return several
 
     def _walk(self, needed: set[Var]) -> None:
@@ -355,7 +359,7 @@ class Storage:
             return is_dear and array_of(v).size > 1
         nbytes = compat.aval_nbytes(v.aval)
         if is_dear:
-            return traffic > SHARED_RATIO * nbytes or self._graph.row_length(v) is not None
+            return traffic > SHARED_RATIO * nbytes or self.graph.row_length(v) is not None
         is_widened = is_expensive(eqn.primitive.name) and traffic < nbytes
         return is_widened and self._is_of_few_rows(v)
 
@@ -381,7 +385,7 @@ class Storage:
 
         Seen with rows of 128 to 2048 numbers that are converted from bfloat16 (`tests/test_jaxpr_lift.py`).
         """
-        length = self._graph.row_length(v)
+        length = self.graph.row_length(v)
         if length is None:
             return False
         rows, tile = array_of(v).size // length, 1 << (length - 1).bit_length()

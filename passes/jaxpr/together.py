@@ -19,14 +19,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import or_
 
-from passes.jaxpr import compat
-from passes.jaxpr.avals import array_of, dtype_name
-from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
+from passes.jaxpr.avals import array_of, dtype_name, size_of
+from passes.jaxpr.compat import JaxprEqn, Var
 from passes.jaxpr.primitives import FUSING, INSIDE, SLICING, Kind, is_dear_to_xla
 from passes.jaxpr.product_kernels import is_for_triton
+from passes.jaxpr.softmax import DataflowGraph
 from passes.jaxpr.storage import MOST_INSIDE
 
 _Alike = tuple[Kind, int, int, Var]
@@ -74,21 +72,20 @@ class Together:
     """What the kernels of a program read that no kernel before them reads with them; asked in their order."""
 
     def __init__(
-        self, jaxpr: Jaxpr, kinds: Sequence[Kind], stored: Collection[Var], alone: Collection[Var] = ()
+        self, graph: DataflowGraph, stored: Collection[Var], alone: Collection[Var] = ()
     ) -> None:
         """
         Args:
-            jaxpr: the program.
-            kinds: what each equation is to the fusion model.
+            graph: the program.
             stored: what kernels make.
             alone: what is written by kernels of their own.
         """
-        self._eqns, self._kinds = jaxpr.eqns, kinds
-        self._summed_at = _summed_at(jaxpr.eqns, kinds, stored)
+        self._eqns, self._kinds, self._operands = graph.eqns, graph.kinds, graph.operands
+        self._summed_at = _summed_at(graph, stored)
         self._dear: set[Var] = set()
-        pairs = list(zip(jaxpr.eqns, kinds, strict=True))
+        pairs = list(zip(graph.operands, graph.kinds, strict=True))
         inside, whole = (
-            {v for eqn, kind in pairs if (kind in FUSING) is fuses for v in compat.variables(eqn.invars)}
+            {v for operands, kind in pairs if (kind in FUSING) is fuses for v in operands}
             for fuses in (True, False)
         )
         self._read_inside = inside - whole
@@ -115,22 +112,22 @@ class Together:
         """
         self._pass_to(root)
         eqn, kind = self._eqns[root], self._kinds[root]
-        follows = self._before(eqn)
+        follows = self._before(root)
         is_alone = of_product or eqn.primitive.name in SLICING or not self._alone.isdisjoint(eqn.outvars)
         joins = not is_alone and kind in (Kind.FUSIBLE, Kind.REDUCTION)
         found: Group | None = None
         alike: list[_Alike] = []
         parts: dict[Var, _Part | None] = {}
         if joins:
-            result = array_of(eqn.outvars[0]).size
-            size = max([result, *(array_of(v).size for v in compat.variables(eqn.invars))])
+            result = size_of(eqn.outvars[0])
+            size = max([result, *map(size_of, self._operands[root])])
             readers: dict[Var, list[JaxprEqn]] = {}
             for i in body:
-                for v in compat.variables(self._eqns[i].invars):
+                for v in self._operands[i]:
                     readers.setdefault(v, []).append(self._eqns[i])
             own = {v for i in body for v in self._eqns[i].outvars}
             read = [v for v in readers if v not in own]
-            shared = [v for v in read if array_of(v).size > 1 and v not in self._of_triton]
+            shared = [v for v in read if size_of(v) > 1 and v not in self._of_triton]
             shared += self._dear_in(i for i in body if i != root)
             parts = {v: _part(v, readers) for v in shared}
             alike = [(kind, size if kind is Kind.REDUCTION else result, result, v) for v in parts]
@@ -172,15 +169,19 @@ class Together:
         self._n_groups += 1
         return Group(place=1 << self._n_groups)
 
-    def _before(self, eqn: JaxprEqn) -> int:
+    def _before(self, i: int) -> int:
         """The kernels that an equation follows from."""
-        return reduce(or_, (self._follows.get(v, 0) for v in compat.variables(eqn.invars)), 0)
+        follows = 0
+        for v in self._operands[i]:
+            follows |= self._follows.get(v, 0)
+        return follows
 
     def _pass_to(self, root: int) -> None:
         """What lies between two kernels: is computed inside of them, or a barrier."""
-        for eqn in self._eqns[self._passed : root]:
-            if eqn.outvars and eqn.outvars[0] not in self._follows:
-                self._follows.update(dict.fromkeys(eqn.outvars, self._before(eqn)))
+        for i in range(self._passed, root):
+            made = self._eqns[i].outvars
+            if made and made[0] not in self._follows:
+                self._follows.update(dict.fromkeys(made, self._before(i)))
         self._passed = max(self._passed, root)
 
     def _sibling(
@@ -205,9 +206,9 @@ class Together:
         if not root < place <= root + MOST_INSIDE:
             return False
         following = {*self._eqns[root].outvars}
-        for eqn in self._eqns[root + 1 : place + 1]:
-            if not following.isdisjoint(compat.variables(eqn.invars)):
-                following.update(eqn.outvars)
+        for i in range(root + 1, place + 1):
+            if not following.isdisjoint(self._operands[i]):
+                following.update(self._eqns[i].outvars)
         return following.isdisjoint(self._eqns[place].outvars)
 
     def _maker(
@@ -216,7 +217,7 @@ class Together:
         """The elementwise kernel that makes some of `read`, if nothing else of these follows from it."""
         for v in read:
             made_with = self._made_with.get(v)
-            if made_with is None or array_of(v).size != size or self._is_beside_a_sum(v, root, body):
+            if made_with is None or size_of(v) != size or self._is_beside_a_sum(v, root, body):
                 continue
             others = (self._follows.get(u, 0) for u in read if self._made_with.get(u) is not made_with)
             if not any(other & made_with.place for other in others):
@@ -258,13 +259,12 @@ def _is_summed_beside(eqn: JaxprEqn) -> bool:
     return bool(rows > _LONGEST_COLUMN or row_bytes >= _BUSY_ROW_BYTES)
 
 
-def _summed_at(eqns: Sequence[JaxprEqn], kinds: Sequence[Kind], stored: Collection[Var]) -> dict[Var, int]:
+def _summed_at(graph: DataflowGraph, stored: Collection[Var]) -> dict[Var, int]:
     """For what elementwise kernels read whose results are summed beside them: the first place."""
     summed: set[Var] = set()
     found: dict[Var, int] = {}
-    for i in reversed(range(len(eqns))):
-        eqn, kind = eqns[i], kinds[i]
-        read = compat.variables(eqn.invars)
+    for i in reversed(range(len(graph.eqns))):
+        eqn, kind, read = graph.eqns[i], graph.kinds[i], graph.operands[i]
         if kind is Kind.REDUCTION and _is_summed_beside(eqn):
             summed.update(read)
         if kind not in INSIDE:
