@@ -6,8 +6,8 @@ never hurt. An op that frees a value and takes next to nothing, since it writes 
 result, goes to just behind the last other reader of the value, and what little it needs besides, such as a
 learning rate, comes with it. So does one that takes nothing though others will read the value: of the two
 moments that a gradient goes into neither frees it alone. And so may one that leaves less than it frees: of
-attention's weights, once they were multiplied, a small product is left. An op that frees nothing, since all that it reads
-is there anyway until its result is read, goes to just before that. Every kernel stays as it is.
+attention's weights, once they were multiplied, a small product is left. An op that frees nothing, since all
+that it reads is there anyway until its result is read, goes to just before that. Every kernel stays as it is.
 
 Such an op may be the last of several that run one after the other. XLA:GPU splits a matrix product along its
 depth: the parts of a weight's gradient take more than the product's operands, XLA's schedulers leave it to

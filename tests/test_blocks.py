@@ -117,7 +117,8 @@ def test_between_two_policies_time_is_promised_by_the_number_of_blocks() -> None
     assert mixed is not None
     assert mixed.peak_bytes <= least.peak_bytes
     assert mixed.cost_ns < least.cost_ns, "the last block is there anyway when its backward pass begins"
-    beside = hands.cheapest(*[2 * least.peak_bytes] * 3, but=near.policy)
+    some = hands.under(near.policy, 2 * least.peak_bytes)
+    beside = hands.cheapest(*[2 * least.peak_bytes] * 3, than=some)
     assert beside is not None
     names = {made.policy for made in hands.whole}
     assert beside.policy in names, "it is looked at where what was taken turns out larger"

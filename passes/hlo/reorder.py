@@ -21,9 +21,7 @@ MOST_LEFT = 0.9
 
 def reordered(lifted: LiftedModule) -> tuple[OpId, ...] | None:
     """The ops of a lifted computation in the new order; None where nothing moves."""
-    work = Reorder(
-        lifted.program, _movable(lifted), _needs(lifted), lifted.overwriters, most_left=MOST_LEFT
-    )
+    work = Reorder(lifted.program, _movable(lifted), _needs(lifted), lifted.overwriters, most_left=MOST_LEFT)
     work.run()
     return tuple(work.order) if work.moved else None
 

@@ -19,7 +19,7 @@ from passes.jaxpr.compat import JaxprEqn
 from passes.jaxpr.emit import EmitConfig, ready_from_the_start
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.primitives import MATRIX, Kind
-from passes.jaxpr.purity import kernel_kind
+from passes.jaxpr.purity import eqn_kind, kernel_kind
 from passes.liveness import last_readers
 from passes.saved import is_saved
 
@@ -69,7 +69,9 @@ def emit_config(
     own = {body[-1] for body in as_is.bodies}
     saved = {i for i in wanted if _is_saved(lifted.jaxpr.eqns[i])}
     backend = BACKENDS[device.platform]
-    inside = set() if fused else wanted & (_inside(as_is) - _inside(lifted))
+    # Which numbers of a softmax have kernels of their own is left to XLA.
+    summed = {i for i, eqn in enumerate(lifted.jaxpr.eqns) if eqn_kind(eqn) is Kind.REDUCTION}
+    inside = set() if fused else (wanted - summed) & (_inside(as_is) - _inside(lifted))
     apart, held_back = inside | saved, set()
     if backend.fuses_greedily:  # what a library's kernel has inside it is held back by it
         kinds = {i: kernel_kind(lifted.jaxpr.eqns[i], device.platform) for i in inside}
@@ -89,7 +91,7 @@ def emit_config(
         ready = ready_from_the_start(lifted.program)
         held_back = {root for root, op in small.items() if strict or ready.issuperset(op.inputs)}
     return EmitConfig(
-        shared=frozenset(own - wanted),
+        shared=frozenset(own - wanted - summed),
         apart=frozenset(apart),
         held_back=frozenset(held_back),
         free_waits=backend.runs_free_early,

@@ -78,9 +78,13 @@ class Hands:
         cost_ns = mild.cost_ns + (deep.cost_ns - mild.cost_ns) * count // self._count
         return Promise(policy=_name(deep, mild), peak_bytes=nbytes, cost_ns=cost_ns)
 
-    def cheapest(self, budget_bytes: int, nbytes: int, most_bytes: int, *, but: str = "") -> Promise | None:
-        """The least time promised for a budget `but` by one. Estimates may be off: some may be expected to
-        need `nbytes`, all under one policy `most_bytes`."""
+    def cheapest(
+        self, budget_bytes: int, nbytes: int, most_bytes: int, *, than: Candidate | None = None
+    ) -> Promise | None:
+        """The least time promised for a budget; by the policies of a candidate only if it is less `than` its.
+
+        Estimates may be off: some may be expected to need `nbytes`, all under one policy `most_bytes`.
+        """
         near = [
             Promise(policy=made.policy, peak_bytes=made.peak_bytes, cost_ns=made.cost_ns)
             for made in self.whole
@@ -89,7 +93,9 @@ class Hands:
         between = self.between(nbytes)
         if between is not None and not self._is_for(near, between, budget_bytes):
             near.append(between)
-        others = (made for made in near if made.policy != but)
+        others = (
+            near if than is None else [p for p in near if p.policy != than.policy or p.cost_ns < than.cost_ns]
+        )
         return min(others, key=lambda made: (made.cost_ns, made.peak_bytes), default=None)
 
     def _is_for(self, whole: Sequence[Promise], between: Promise, budget_bytes: int) -> bool:

@@ -188,7 +188,10 @@ class _Lift:
         self.in_parts = read_in_parts(self.storage, roots, self.device)
         # A planner may run each kernel again alone.
         joins = self.as_xla and BACKENDS[self.device.platform].reads_together
-        together = Together(self.storage.graph, self.storage.stored, self.stacks) if joins else None
+        together = None
+        if joins:
+            storage = self.storage
+            together = Together(storage.graph, storage.stored, self.stacks, storage.inside_softmax)
         self.costs = KernelCosts(self.storage, self.device, self.in_parts, together)
         buffer_of: dict[Var, BufferId] = {}
         var_of: list[Var] = []
@@ -310,8 +313,8 @@ class _Lift:
         if self.kinds[root] is not Kind.FUSIBLE and eqn.primitive.name not in IN_PLACE:
             return ()
         rounds = not self.rounded.isdisjoint(outvars)
-        read = [v for v in self.storage.eqn_reads(root) if (v in self.rounded) is rounds and v not in self.kept]
-        free = {v: b for v in read if (b := buffer_of[v]) in leaves}
+        alike = (v for v in self.storage.eqn_reads(root) if (v in self.rounded) is rounds)
+        free = {v: b for v in alike if v not in self.kept and (b := buffer_of[v]) in leaves}
         free = dict(sorted(free.items(), key=lambda item: self.last_read[item[1]]))
         in_any_layout = BACKENDS[self.device.platform].sharing == "emitters"
         # Several parts of one kernel share its operands out among them.

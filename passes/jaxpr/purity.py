@@ -18,7 +18,7 @@ import jax
 
 from passes.backend import BACKENDS
 from passes.jaxpr import compat
-from passes.jaxpr.avals import array_of, form_of, is_bitcast
+from passes.jaxpr.avals import array_of, dtype_name, form_of, is_bitcast, size_of
 from passes.jaxpr.compat import Jaxpr, JaxprEqn
 from passes.jaxpr.library_kernels import is_by_windows
 from passes.jaxpr.primitives import CALLS, CONTROL_FLOW, Kind, kind_of
@@ -32,6 +32,10 @@ ONCE = frozenset(
 )  # fmt: skip
 
 
+# One element reduced is that element.
+_REDUCED_TO_ITSELF = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod"})
+
+
 def eqn_kind(eqn: JaxprEqn) -> Kind:
     """The kind of one equation: effects, impure insides and `passes.saved` make it opaque."""
     if has_effect(eqn) or is_saved(compat.checkpoint_name_of(eqn)):
@@ -42,6 +46,8 @@ def eqn_kind(eqn: JaxprEqn) -> Kind:
     kind = kind_of(name)
     if kind is Kind.OPAQUE and is_pure_kernel(eqn):
         return Kind.FOREIGN
+    if kind is Kind.REDUCTION and _reduces_nothing(eqn):
+        return Kind.VIEW
     return Kind.VIEW if kind is Kind.FUSIBLE and returns_its_operand(eqn) else kind
 
 
@@ -57,6 +63,15 @@ def returns_its_operand(eqn: JaxprEqn) -> bool:
         return not any(n for widths in eqn.params["padding_config"] for n in widths)
     shaped = eqn.primitive.name in ("slice", "convert_element_type", "broadcast_in_dim")
     return shaped and form_of(eqn.invars[0]) == form_of(eqn.outvars[0])
+
+
+def _reduces_nothing(eqn: JaxprEqn) -> bool:
+    """True for a reduction along dimensions of one element, of which XLA makes a view: the transpose of what
+    broadcasts, as of each softmax."""
+    if eqn.primitive.name not in _REDUCED_TO_ITSELF:
+        return False
+    operand, result = eqn.invars[0], eqn.outvars[0]
+    return size_of(operand) == size_of(result) and dtype_name(operand) == dtype_name(result)
 
 
 def kernel_kind(eqn: JaxprEqn, platform: str) -> Kind:

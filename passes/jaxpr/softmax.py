@@ -1,14 +1,18 @@
 """Softmaxes of rows, of which XLA:GPU makes one kernel: it reads the rows once and stores no number of a row.
 
-    m = max(x); e = exp(x - m); y = e / sum(e)
+    m = max(x); e = exp(x - m); s = sum(e); y = e / s
 
-If the maximum or the sum is kept for the backward pass, XLA makes several kernels instead, and each of them
-reads the rows.
+A sum that two kernels read, of the forward and of the backward pass, is made and stored by one more, and
+each of the three reads the rows. What a backward pass sums up of such rows is summed in the kernel that reads
+the sum, if one alone does:
+
+    t = sum(dy * e / s ** 2); dx = (dy / s - t) * e
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+import itertools
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from passes.jaxpr import compat
@@ -110,6 +114,36 @@ class DataflowGraph:
         """True if one of the values, or something elementwise of it, is needed in memory."""
         return not needed.isdisjoint(reached(start, self.made_of))
 
+    def has_one_kernel(self, reduced: Sequence[Var], needed: Set[Var], inside: Set[Var]) -> bool:
+        """True if one kernel alone takes rows with what they are reduced to, where only what is `needed` is
+        stored, and kernels sum up what is `inside` of them."""
+        small, met, stack = array_of(reduced[0]).size, set[Var](), [*reduced]
+        while stack:
+            for reader in self.readers.get(stack.pop(), ()):
+                made = self.eqns[reader].outvars
+                is_row = array_of(made[0]).size > small
+                if self.kinds[reader] not in INSIDE or not (is_row or needed.isdisjoint(made)):
+                    return False
+                (met.update if is_row else stack.extend)(made)
+
+        def following(v: Var) -> Iterable[Var]:
+            readers = () if v in needed else self.readers.get(v, ())
+            made = (self.eqns[r].outvars for r in readers if self.kinds[r] in INSIDE)
+            summed = (self.eqns[r].outvars for r in readers if not inside.isdisjoint(self.eqns[r].outvars))
+            return itertools.chain(*made, *summed)
+
+        first, *others = (reached([v], following) for v in met) if met else (set[Var](),)
+        return all(not first.isdisjoint(other) for other in others)
+
+    def is_made_of(self, v: Atom, values: Set[Var], needed: Set[Var]) -> bool:
+        """True if a value is one of others, or what kernels compute of them for themselves."""
+
+        def operands(v: Var) -> Sequence[Var]:
+            i = None if v in needed or v in values else self.producer.get(v)
+            return () if i is None or self.kinds[i] not in INSIDE else self.operands[i]
+
+        return compat.is_variable(v) and not values.isdisjoint(reached([v], operands))
+
     def meetings(self, i: int, primitive: str, results: Set[Var]) -> tuple[set[Var], set[Var]]:
         """Where a primitive takes rows with what they are reduced to, and what else is made of that alone.
 
@@ -132,26 +166,56 @@ class DataflowGraph:
         return (set(), set()) if alone & results else (met, alone)
 
 
-def inside_softmax(graph: DataflowGraph, results: Set[Var], needed: Set[Var]) -> set[Var]:
-    """What maxima and sums of rows make for softmaxes, in variables of an open jaxpr.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Softmaxes:
+    """Those of a program.
+
+    Attributes:
+        inside: what is reduced in the kernels that read it.
+        exponentials: of rows less their maxima.
+    """
+
+    inside: Set[Var] = frozenset()
+    exponentials: Set[Var] = frozenset()
+
+
+def find_softmaxes(graph: DataflowGraph, results: Set[Var], needed: Set[Var], *, as_xla: bool) -> Softmaxes:
+    """The softmaxes of an open jaxpr.
 
     Args:
         graph: who makes and who reads its values.
         results: variables that must be stored.
         needed: variables that some kernel reads from memory: what a kernel computes for itself, such as one
             that sums columns, is no softmax.
+        as_xla: True for what XLA does by itself. A planner keeps no sum: of GPT-2's it made three kernels of
+            each softmax, for +15.9 % of its time; +9.2 without.
     """
     of_softmaxes: set[Var] = set()
     exponentials: set[Var] = set()
+    sums: dict[int, set[Var]] = {}
+    others: list[int] = []
     for i, eqn in enumerate(graph.eqns):
-        if eqn.primitive.name == "reduce_sum" and graph.primitive(graph.rows_of(i)) == "exp":
+        if eqn.primitive.name != "reduce_sum":
+            continue
+        if graph.primitive(graph.rows_of(i)) == "exp":
             normalised, inside = graph.meetings(i, "div", results)
             if graph.leads_to(normalised, needed):
-                of_softmaxes |= inside
+                sums[i] = inside
                 exponentials.update(compat.variables([graph.rows_of(i)]))
+                continue
+        others.append(i)
     for i, eqn in enumerate(graph.eqns):
         if eqn.primitive.name == "reduce_max":
             shifted, inside = graph.meetings(i, "sub", results)
             if any(exponentials & graph.made_of(v) for v in shifted):
                 of_softmaxes |= inside
-    return of_softmaxes
+    for i in others if exponentials and as_xla else ():
+        rows, made, axes = graph.eqns[i].invars[0], graph.eqns[i].outvars, graph.eqns[i].params["axes"]
+        is_of_rows = len(axes) == 1 and graph.is_made_of(rows, exponentials, needed)
+        is_kept = not (results.isdisjoint(made) and graph.has_one_kernel(made, needed, of_softmaxes))
+        if is_of_rows and not is_kept and graph.is_along_rows(rows, axes[0]):
+            of_softmaxes.update(made)
+    for i, inside in sums.items():
+        if not as_xla or graph.has_one_kernel(graph.eqns[i].outvars, needed, of_softmaxes):
+            of_softmaxes |= inside
+    return Softmaxes(inside=of_softmaxes, exponentials=exponentials)

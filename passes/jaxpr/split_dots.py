@@ -79,7 +79,7 @@ def split_bytes(eqn: JaxprEqn, device: DeviceModel) -> int:
 @functools.lru_cache(maxsize=1024)  # layers of a network repeat their products
 def _fewest(product: Product, weights: SplitWeights, cores: int) -> int:
     """The number of parts that XLA takes."""
-    return min(_PARTS, key=lambda n: _cost(product, n, weights, cores))
+    return int(min(_PARTS, key=lambda n: _cost(product, n, weights, cores)))
 
 
 def sum_ns(eqn: JaxprEqn, device: DeviceModel, n_readers: int = 0) -> int:

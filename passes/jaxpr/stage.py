@@ -225,17 +225,19 @@ def plan(as_is: LiftedJaxpr, request: JaxprRequest, by_hand: Callable[[], Hands]
     if candidate.changed and not request.inside:
         outcome = replace(outcome, kernels_ns=_kernels_ns(as_is, before_bytes, request))
         if hands is not None and not request.policy:
-            outcome = _beside_policies(outcome, hands, candidate.policy, request)
+            outcome = _beside_policies(outcome, hands, candidate, request)
     _dump(jaxpr, candidate, outcome)
     return Planned(candidate=candidate, outcome=replace(outcome, seconds=time.perf_counter() - started))
 
 
-def _beside_policies(outcome: StageOutcome, hands: Hands, taken: str, request: JaxprRequest) -> StageOutcome:
+def _beside_policies(
+    outcome: StageOutcome, hands: Hands, taken: Candidate, request: JaxprRequest
+) -> StageOutcome:
     """With the cheapest of what is under ready policies, but for what is `taken`, and may keep the budget, if
     anything may."""
     known, unknown = STRUCTURED.known_ratio, STRUCTURED.unknown_ratio
     nbytes = request.temp_budget_bytes
-    best = hands.cheapest(nbytes, int(known * nbytes), int(unknown * nbytes), but=taken)
+    best = hands.cheapest(nbytes, int(known * nbytes), int(unknown * nbytes), than=taken)
     if best is None:
         return outcome
     return replace(outcome, policy=best.policy, policy_ns=best.cost_ns)

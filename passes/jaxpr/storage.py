@@ -27,7 +27,7 @@ from passes.jaxpr.primitives import (
 )
 from passes.jaxpr.product_kernels import ProductKernels
 from passes.jaxpr.purity import kernel_kind
-from passes.jaxpr.softmax import DataflowGraph, inside_softmax
+from passes.jaxpr.softmax import DataflowGraph, Softmaxes, find_softmaxes
 from passes.jaxpr.split_dots import split_bytes
 
 # A value with several readers is stored if reading its leaves costs more than this many times its own bytes:
@@ -85,9 +85,10 @@ class Storage:
         self._inside_reads: dict[Var, dict[Var, int]] = {}
         self._device, self._backend, self._as_xla = device, BACKENDS[device.platform], as_xla
         needed = self._needed_in_memory({})
-        self.inside_softmax = set[Var]()
+        self._softmaxes = Softmaxes()
         if self._backend.fuses_normalisation:
-            self.inside_softmax = inside_softmax(self.graph, self.results, needed)
+            self._softmaxes = find_softmaxes(self.graph, self.results, needed, as_xla=as_xla)
+        self.inside_softmax = self._softmaxes.inside
         # What kernels that are foreseen do not store, and what they store instead.
         self._inner: Set[Var] = set[Var]()
         self._ends: Set[Var] = set[Var]()
@@ -183,7 +184,8 @@ class Storage:
             eqn = self.jaxpr.eqns[i]
             joins = self.kinds[i] in INSIDE or self.inside_softmax & {*eqn.outvars}
             own = not joins or any(v in needed or v in self._ends for v in eqn.outvars)
-            reading = frozenset([i]) if own else frozenset[int]().union(*(kernels.get(v, ()) for v in eqn.outvars))
+            passed = (kernels.get(v, ()) for v in eqn.outvars)
+            reading = frozenset((i,)) if own else frozenset[int]().union(*passed)
             for v in self.operands[i]:
                 others = kernels.get(v)
                 both = reading if others is None or others == reading else others | reading
@@ -282,7 +284,10 @@ class Storage:
         if v in self.results:
             return True
         if v in self.inside_softmax:
-            return False
+            # Stored exponentials are read by kernels of other kinds.
+            return (
+                self._as_xla and kind is Kind.REDUCTION and not self._softmaxes.exponentials.isdisjoint(reads)
+            )
         if v in self._inner or v in self._ends:
             return v in self._ends
         if kind in (*WHOLE, Kind.REDUCTION):

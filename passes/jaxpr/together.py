@@ -72,13 +72,18 @@ class Together:
     """What the kernels of a program read that no kernel before them reads with them; asked in their order."""
 
     def __init__(
-        self, graph: DataflowGraph, stored: Collection[Var], alone: Collection[Var] = ()
+        self,
+        graph: DataflowGraph,
+        stored: Collection[Var],
+        alone: Collection[Var] = (),
+        of_softmax: Collection[Var] = (),
     ) -> None:
         """
         Args:
             graph: the program.
             stored: what kernels make.
             alone: what is written by kernels of their own.
+            of_softmax: what Triton's kernels of softmaxes make for themselves: XLA joins these with no other.
         """
         self._eqns, self._kinds, self._operands = graph.eqns, graph.kinds, graph.operands
         self._summed_at = _summed_at(graph, stored)
@@ -89,7 +94,7 @@ class Together:
             for fuses in (True, False)
         )
         self._read_inside = inside - whole
-        self._alone = frozenset(alone)
+        self._alone, self._of_softmax = frozenset(alone), of_softmax
         # Which kernels every variable follows from, as bits; of the equations so far.
         self._follows: dict[Var, int] = {}
         self._passed = self._n_groups = 0
@@ -114,6 +119,7 @@ class Together:
         eqn, kind = self._eqns[root], self._kinds[root]
         follows = self._before(root)
         is_alone = of_product or eqn.primitive.name in SLICING or not self._alone.isdisjoint(eqn.outvars)
+        is_alone |= any(v in self._of_softmax for i in body for v in self._eqns[i].outvars)
         joins = not is_alone and kind in (Kind.FUSIBLE, Kind.REDUCTION)
         found: Group | None = None
         alike: list[_Alike] = []
