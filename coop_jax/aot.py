@@ -255,6 +255,9 @@ def lower_for(
 
     Returns:
         What `jax.jit(fn).lower` returns; call `.compile()` on it.
+
+    Raises:
+        UnsupportedError: the function calls Python, and the device is not here.
     """
     jitted = fn if hasattr(fn, "lower") else jax.jit(fn, static_argnums=static_argnums or None)
     if device is None:
@@ -262,7 +265,16 @@ def lower_for(
     where = devices(device)
     placed = sharded_specs(tuple(specs), where, static_argnums=static_argnums)
     with _told_to_kernels(where[0]):
-        return jitted.lower(*placed, **sharded_specs(dict(kwargs or {}), where))
+        try:
+            return jitted.lower(*placed, **sharded_specs(dict(kwargs or {}), where))
+        except RuntimeError as error:
+            if not str(error).startswith("Unknown backend"):
+                raise
+            raise UnsupportedError(
+                "this program calls back into Python (jax.pure_callback, jax.debug.print, the checks of "
+                "Equinox), which JAX lowers only for a device that is here. Leave that out for an absent "
+                "device; Equinox does with EQX_ON_ERROR=nan in the environment."
+            ) from error
 
 
 def donated(

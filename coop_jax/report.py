@@ -242,9 +242,10 @@ class Report(Printable, Fixed):
             return "recomputed: nothing that can be listed, but the program was rewritten for the budget"
         cost = format_ns(sum(r.cost_ns for r in self.recomputed))
         bound = f"{100 * self.lower_bound_ratio:.2f} %" if self.lower_bound_ratio > 0 else "not known"
+        of = "" if self.baseline_cost_ns else " of what was predicted without"
         return (
             f"recomputed: {len(self.recomputed)} ops, estimated {cost}; the program's time "
-            f"{100 * self.overhead_ratio:+.2f} % (lower bound {bound}, {self.status})"
+            f"{100 * self.overhead_ratio:+.2f} %{of} (lower bound {bound}, {self.status})"
         )
 
 

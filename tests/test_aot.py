@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from coop_jax import aot
@@ -125,3 +126,11 @@ def test_the_memory_of_this_machine_is_known() -> None:
     found = aot.device_memory_bytes(jax.devices("cpu")[0])
     assert found is not None
     assert found > 2**28
+
+
+def test_what_calls_python_is_refused_for_a_device_that_is_absent(h200: str) -> None:
+    def checked(x: jax.Array) -> jax.Array:
+        return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    with pytest.raises(UnsupportedError, match="calls back into Python"):
+        aot.lower_for(checked, [jax.ShapeDtypeStruct((8,), "float32")], device=h200)

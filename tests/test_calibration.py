@@ -158,3 +158,13 @@ def test_an_estimate_is_corrected_by_the_nearest_of_its_kind() -> None:
     assert known.expected_ratio(ALONE, 120) == 1.1
     assert known.expected_ratio(ALONE, 800) == 0.9
     assert known.expected_ratio(SEGMENTS, 800, 1.5) == 1.5
+
+
+def test_the_program_as_it_is_is_expected_as_the_largest_of_its_rewritten_scans() -> None:
+    """A step of diffrax in the bytes that it needs as it is was estimated at 1.4 of these, and rewritten for
+    so many: five times as slow, though XLA had made .6 of the plan."""
+    scans = tuple(Trial(recipe=ALONE, estimated_bytes=n, temp_bytes=n // 2) for n in (800, 100))
+    assert UNCALIBRATED.ratio_as_it_is == 1.0
+    assert Calibration(trials=scans).ratio_as_it_is == 0.5
+    as_it_is = Trial(recipe=Recipe(), estimated_bytes=1000, temp_bytes=900)
+    assert Calibration(trials=(*scans, as_it_is)).ratio_as_it_is == 0.9

@@ -157,6 +157,17 @@ def test_nothing_is_said_to_be_proved_of_a_loop_as_one_op() -> None:
     assert not outcome.least_proved
 
 
+def test_a_refusal_names_what_is_alive_inside_of_a_loop() -> None:
+    """Named were two counters of a step that adds up gradients in a scan, of 4 bytes each."""
+    example = _wide_example()
+    _, plain = h.scheduled(example)
+    before = h.totals(plain)
+    outcome = _enforced(example, before["total"] - before["temp"] + 1, "cpu")[1]
+    inside = 512 * 256 * 4
+    assert [value.nbytes for value in outcome.tightest].count(inside) >= 1
+    assert any("while/body" in value.source for value in outcome.tightest)
+
+
 def _training(params: Any, batches: Any) -> Any:
     """Steps in a scan whose updates come last, as XLA:GPU orders them: all cotangents wait for them."""
 

@@ -31,13 +31,13 @@ from passes.hlo.fit import Task, Written, fit
 from passes.hlo.heap import HeapPrediction, packing_saves, predict_assigned
 from passes.hlo.labels import forced_values
 from passes.hlo.lift import LiftedModule, lift
-from passes.hlo.loops import ordered, tightened
+from passes.hlo.loops import ordered, tightened, tightest
 from passes.hlo.reorder import depth_first, reordered
 from passes.interpreter import uncollected
 from passes.ir import OpId, Status
 from passes.liveness import Graph
 from passes.objective import LEAST_TIME, Objective
-from passes.outcome import Recomputed, StageOutcome, paged_by, recomputed_by, tightest_values
+from passes.outcome import Recomputed, StageOutcome, paged_by, recomputed_by
 from passes.planners import PlannerConfig
 from passes.planners.paging.pager import Host, Pager
 from passes.recipe import Recipe
@@ -414,7 +414,7 @@ def _refusal(request: EnforceRequest, found: _Found, before: HeapPrediction) -> 
         outcome,
         status=Status.INFEASIBLE if proved else Status.UNKNOWN,
         recipe=Recipe(recompute=least.plan.planner),
-        tightest=tightest_values(program, least.plan.steps),
+        tightest=tightest(found.task.lifted, least.plan.steps, request.device),
         least_total_bytes=least_bytes,
         least_proved=not loops and least_bytes <= bound,
         unsteered_bytes=unsteered_bytes,

@@ -19,7 +19,7 @@ from passes.hlo.graph import Instruction
 from passes.hlo.lift import LiftedModule, lift
 from passes.hlo.reorder import reordered
 from passes.ir import OpId, Plan, Program
-from passes.outcome import Recomputed, recomputed_by
+from passes.outcome import MAX_TIGHTEST, LiveValue, Recomputed, recomputed_by, tightest_values
 from passes.planners import PlannerConfig, least_peak, plan, working_set_bytes
 from passes.simulate import simulate
 
@@ -50,6 +50,21 @@ def ordered(lifted: LiftedModule, device: DeviceModel) -> LiftedModule:
     work.order_loops(lifted)
     entry = lifted if work.module is lifted.module else work.entry()
     return entry if entry.prediction.total_bytes <= lifted.prediction.total_bytes else lifted
+
+
+def tightest(lifted: LiftedModule, steps: Sequence[OpId], device: DeviceModel) -> tuple[LiveValue, ...]:
+    """The largest values alive at the peak of a computation's steps, inside the loop that runs then, too."""
+    found = tightest_values(lifted.program, steps)
+    loop = _loops(lifted).get(steps[simulate(lifted.program, steps).peak_step])
+    if loop is None:
+        return found
+    scope, _ = loop_parts(lifted.module, loop)
+    body = lift(
+        lifted.module, device, lifted.platform, scope=scope, assigner=lifted.assigner,
+        prediction=lifted.prediction,
+    )  # fmt: skip
+    inside = tightest(body, body.program.order, device)
+    return tuple(sorted((*found, *inside), key=lambda value: -value.nbytes)[:MAX_TIGHTEST])
 
 
 class _Work:

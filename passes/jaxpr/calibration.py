@@ -90,6 +90,15 @@ class Calibration:
         return self._as_they_were()[0]
 
     @property
+    def ratio_as_it_is(self) -> float:
+        """The same for the program as it is: as long as scans were rewritten in all that was compiled, of the
+        largest of that."""
+        if not self.trials or any(t.recipe.scans is Scans.NONE for t in self.trials):
+            return self.bytes_ratio
+        largest = max(self.trials, key=lambda t: t.estimated_bytes)
+        return largest.temp_bytes / max(largest.estimated_bytes, 1)
+
+    @property
     def strict(self) -> bool:
         """True to leave XLA no freedom to merge small dots or to reorder recomputes: every such kernel is
         behind a barrier of its own, which costs time and is for programs that do not fit without."""

@@ -354,7 +354,7 @@ def _fits_as_it_is(peak_bytes: int, request: JaxprRequest) -> bool:
         return False  # that was looked at already
     if request.baseline_total_bytes is not None:
         return request.baseline_total_bytes <= request.budget_bytes
-    return peak_bytes * request.calibration.bytes_ratio <= request.temp_budget_bytes
+    return peak_bytes * request.calibration.ratio_as_it_is <= request.temp_budget_bytes
 
 
 def _scale(peak_bytes: int, request: JaxprRequest) -> float:
