@@ -114,7 +114,7 @@ def test_host_memory_makes_a_budget_cheaper_or_changes_nothing(
 
 def test_the_least_is_not_what_pages_all_that_can_be_paged(v5e: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes back lies in the way of others: a little more is packed into less."""
-    data, _ = h.scheduled(example_of("large mlp", "grad"), "tpu")
+    data, _ = h.scheduled(example_of("large mlp", "step"), "tpu")
     found = least(data, "tpu", HOST_BYTES)
     assert held(data, "tpu", found, HOST_BYTES)[1].status.found
     monkeypatch.setattr(fit, "CONFIG", dataclasses.replace(fit.CONFIG, paged_levels=()))

@@ -85,17 +85,12 @@ class Hands:
 
         Estimates may be off: some may be expected to need `nbytes`, all under one policy `most_bytes`.
         """
-        near = [
-            Promise(policy=made.policy, peak_bytes=made.peak_bytes, cost_ns=made.cost_ns)
-            for made in self.whole
-            if made.peak_bytes <= most_bytes
-        ]
+        near = [_promise(made) for made in self.whole if made.peak_bytes <= most_bytes]
         between = self.between(nbytes)
         if between is not None and not self._is_for(near, between, budget_bytes):
-            near.append(between)
-        others = (
-            near if than is None else [p for p in near if p.policy != than.policy or p.cost_ns < than.cost_ns]
-        )
+            some = self.under(between.policy, nbytes)
+            near += [] if some is None else [_promise(some)]
+        others = [p for p in near if than is None or p.policy != than.policy or p.cost_ns < than.cost_ns]
         return min(others, key=lambda made: (made.cost_ns, made.peak_bytes), default=None)
 
     def _is_for(self, whole: Sequence[Promise], between: Promise, budget_bytes: int) -> bool:
@@ -172,6 +167,10 @@ def as_written(made: Candidate, device: DeviceModel) -> Candidate:
         return made
     lifted = lift_as_xla(made.emitted, device)
     return replace(made, lifted=lifted, steps=lifted.program.order)
+
+
+def _promise(made: Candidate) -> Promise:
+    return Promise(policy=made.policy, peak_bytes=made.peak_bytes, cost_ns=made.cost_ns)
 
 
 def _name(deep: Candidate, mild: Candidate) -> str:
