@@ -58,11 +58,7 @@ def tightest(lifted: LiftedModule, steps: Sequence[OpId], device: DeviceModel) -
     loop = _loops(lifted).get(steps[simulate(lifted.program, steps).peak_step])
     if loop is None:
         return found
-    scope, _ = loop_parts(lifted.module, loop)
-    body = lift(
-        lifted.module, device, lifted.platform, scope=scope, assigner=lifted.assigner,
-        prediction=lifted.prediction,
-    )  # fmt: skip
+    body = _Work(lifted, device, PlannerConfig()).body(loop)
     inside = tightest(body, body.program.order, device)
     return tuple(sorted((*found, *inside), key=lambda value: -value.nbytes)[:MAX_TIGHTEST])
 
@@ -93,9 +89,9 @@ class _Work:
         most_bytes = max((int(n) for op, n in enumerate(live_bytes) if op not in loops), default=0)
         for op, loop in loops.items():
             if live_bytes[op] > most_bytes:
-                before, body = self.module, self._body(loop)
+                before, body = self.module, self.body(loop)
                 self.order_loops(body)
-                self._order(body if self.module is before else self._body(loop))
+                self._order(body if self.module is before else self.body(loop))
 
     def _order(self, body: LiftedModule) -> bool:
         """Put one body in a better order; whether there is one."""
@@ -111,23 +107,23 @@ class _Work:
 
     def _shrink(self, loop: Instruction, excess_bytes: int, iterations: int) -> None:
         """Plan one body for as much less as its loop is over."""
-        body = self._body(loop)
+        body = self.body(loop)
         target_bytes = simulate(body.program).peak_bytes - excess_bytes
         if self._order(body):
-            body = self._body(loop)
+            body = self.body(loop)
         made = self._plan(body.program, target_bytes)
         if made.peak_bytes > target_bytes:
             before = self.module
             self.shrink_loops(body, made, target_bytes, iterations)
             if self.module is not before:
-                body = self._body(loop)
+                body = self.body(loop)
                 made = self._plan(body.program, target_bytes)
         if made.peak_bytes < simulate(body.program).peak_bytes:
             self._write(body, made.steps)
             recomputed = recomputed_by(body.program, made.steps, "hlo")
             self.recomputed += [replace(r, cost_ns=iterations * r.cost_ns) for r in recomputed]
 
-    def _body(self, loop: Instruction) -> LiftedModule:
+    def body(self, loop: Instruction) -> LiftedModule:
         """The body of a loop as it is now."""
         scope, _ = loop_parts(self.module, loop)
         # What the whole module will need is asked of its entry alone.

@@ -206,7 +206,8 @@ class Storage:
                     at = frozenset({(i, k)}) if moves else places.get(out, frozenset())
                     if (others := places.get(v)) is not None:
                         at = at if others == at else others | at
-                        several.update((v,) if len(at) > 1 else ())
+                        if len(at) > 1:
+                            several.add(v)
                     places[v] = at if len(at) <= 2 else frozenset(sorted(at)[:2])
         return several
 
