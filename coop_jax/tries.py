@@ -244,8 +244,8 @@ def by_hand(record: Record, way: Choice | Variant) -> tuple[Wish, int] | None:
     planned = record.jaxpr
     if planned is None or planned.policy_ns is None or record.constraints:
         return None
-    # A plan may come to more than it promised; where all is estimated too long, its promise is so, too.
-    came_to_ns = max(hlo_of(way).run_ns, planned.run_ns)
+    # What was promised by hand, too, was estimated alike.
+    came_to_ns = max(hlo_of(way).run_ns, planned.run_ns * planned.recipe.is_by_hand)
     if hlo_of(way).status.found and planned.policy_ns > TRIES.policy_ratio * came_to_ns:
         return None
     return dataclasses.replace(at_once(record), policy=planned.policy), planned.policy_ns

@@ -22,13 +22,19 @@ class Recipe:
         scans: how scans, or what is inside of control flow, were rewritten.
         bodies: True if bodies of control flow were planned.
         on_host: True if stacks of scans wait in the host's memory.
-        recompute: the planner whose plan runs beside them; None if none does.
+        recompute: the planner whose plan runs beside them, or ready policies that blocks are under; None if
+            none does.
     """
 
     scans: Scans = Scans.NONE
     bodies: bool = False
     on_host: bool = False
     recompute: str | None = None
+
+    @property
+    def is_by_hand(self) -> bool:
+        """True for blocks under ready policies of `jax.checkpoint`; their names end so."""
+        return (self.recompute or "").endswith("_saveable")
 
     def __str__(self) -> str:
         parts = (self.scans.value, "bodies" * self.bodies, "host" * self.on_host, self.recompute or "")
