@@ -211,9 +211,9 @@ def find_softmaxes(graph: DataflowGraph, results: Set[Var], needed: Set[Var], *,
                 of_softmaxes |= inside
     for i in others if exponentials and as_xla else ():
         rows, made, axes = graph.eqns[i].invars[0], graph.eqns[i].outvars, graph.eqns[i].params["axes"]
-        is_of_rows = len(axes) == 1 and graph.is_made_of(rows, exponentials, needed)
-        is_kept = not (results.isdisjoint(made) and graph.has_one_kernel(made, needed, of_softmaxes))
-        if is_of_rows and not is_kept and graph.is_along_rows(rows, axes[0]):
+        if len(axes) != 1 or not results.isdisjoint(made) or not graph.is_along_rows(rows, axes[0]):
+            continue
+        if graph.is_made_of(rows, exponentials, needed) and graph.has_one_kernel(made, needed, of_softmaxes):
             of_softmaxes.update(made)
     for i, inside in sums.items():
         if not as_xla or graph.has_one_kernel(graph.eqns[i].outvars, needed, of_softmaxes):

@@ -72,12 +72,12 @@ def split_bytes(eqn: JaxprEqn, device: DeviceModel) -> int:
     product = Product.of(eqn)
     if not product.parts_bytes(1) or array_of(eqn.invars[0]).dtype.kind in "iub":
         return 0
-    parts = _fewest(product, device.split, device.cores)
+    parts = _cheapest_parts(product, device.split, device.cores)
     return product.parts_bytes(parts) if parts > 1 else 0
 
 
 @functools.lru_cache(maxsize=1024)  # layers of a network repeat their products
-def _fewest(product: Product, weights: SplitWeights, cores: int) -> int:
+def _cheapest_parts(product: Product, weights: SplitWeights, cores: int) -> int:
     """The number of parts that XLA takes."""
     return int(min(_PARTS, key=lambda n: _cost(product, n, weights, cores)))
 
