@@ -157,7 +157,7 @@ WORK += [(case, policy) for case in DOTS for policy in ("nothing", "dots")]
 WORK += [("a batch of matrices", "dots without batch"), ("names around a square", "sin")]
 WORK += [("names that are constants", "y"), ("names that are constants", "no w"), ("two sines", "everything")]
 # A scan's carry is stacked, and what a branch saved for its gradient is kept: less is recomputed.
-LESS = ("scan", "cond", "the same twice")
+LESS = ("scan", "the same twice")
 
 
 def scalar(f: Fn) -> Fn:

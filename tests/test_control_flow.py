@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.extend.core import check_jaxpr
@@ -21,11 +20,9 @@ from coop_jax.remat import remat
 from passes.cost import DEVICES
 from passes.jaxpr import compat
 from passes.jaxpr.bodies import fit_bodies
-from passes.jaxpr.conds import join_conds, recompute_in_second_cond
-from passes.jaxpr.constraints import constrain_program
+from passes.jaxpr.conds import join_conds
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.simplify import without_repeats
-from passes.jaxpr.values import Constraints
 
 KEY = jax.random.key(0)
 W = jax.random.normal(KEY, (32, 32)) / 6
@@ -157,16 +154,6 @@ def opened(f: Callable[..., Any]) -> Any:
     return compat.without_dead_code(compat.open_jaxpr(closed)[0])
 
 
-def test_pairs_of_conds_are_written_anew() -> None:
-    jaxpr = opened(jax.value_and_grad(branching_loss))
-    before = conds(jaxpr)
-    new = recompute_in_second_cond(jaxpr)
-    check_jaxpr(new)
-    assert before[0] > 6
-    assert conds(new) == [1, before[1]]
-    assert recompute_in_second_cond(new) is new
-
-
 def test_bodies_that_nothing_is_won_in_stay() -> None:
     def rolled(w: Any, x: Any) -> Any:
         return lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length=3)[0]
@@ -180,17 +167,6 @@ def test_bodies_that_nothing_is_won_in_stay() -> None:
 
     assert fit_bodies(jaxpr, DEVICES["cpu"], 1, in_vain) is jaxpr
     assert len(asked) == 1
-
-
-def test_conds_that_hold_what_is_kept_stay() -> None:
-    def named(w: Any, x: Any) -> Any:
-        return lax.cond(x.sum() > 0, lambda: checkpoint_name(jnp.tanh(x @ w), "h").sum(), lambda: x.sum())
-
-    closed = inline_calls(jax.make_jaxpr(jax.grad(named))(W, X))
-    held = compat.open_jaxpr(constrain_program(closed, Constraints(save=("h",))))[0]
-    assert recompute_in_second_cond(held) is held
-    jaxpr = compat.open_jaxpr(closed)[0]
-    assert recompute_in_second_cond(jaxpr) is not jaxpr
 
 
 def bounded_loop(w: Any, x: Any, field: Callable[[Any, Any], Any]) -> Any:

@@ -22,7 +22,6 @@ from passes.cost import DEVICES
 from passes.ir import OpId
 from passes.jaxpr import compat, flops, in_place, inline, primitives, purity, simplify, stage, straight
 from passes.jaxpr.candidate import JaxprRequest
-from passes.jaxpr.conds import recompute_in_second_cond
 from passes.jaxpr.emit import MOVES, emit
 from passes.jaxpr.freedom import emit_config, emit_configs
 from passes.jaxpr.lift import lift
@@ -107,20 +106,6 @@ def test_a_barrier_keeps_a_literal_nowhere():
     lifted = lift(compat.open_jaxpr(jax.make_jaxpr(f)(jnp.ones(N)))[0], DEVICES["h200"], as_xla=False)
     assert [len(e.invars) for e in lifted.jaxpr.eqns if e.primitive.name == "optimization_barrier"] == [1]
     assert not compat.is_variable(lifted.jaxpr.outvars[1])
-
-
-def test_conds_of_as_many_branches_only_are_pairs():
-    def f(i: Any, x: Any) -> Any:
-        y = lax.switch(i, [jnp.sin, jnp.cos, jnp.tanh], x)
-        return lax.switch(i, [jnp.exp, lambda y: y @ y], y)
-
-    jaxpr = compat.open_jaxpr(jax.make_jaxpr(f)(1, jnp.ones((N, N))))[0]
-    # Both switches clamp their number; here the second takes the first one's, as equal clamps may become one.
-    first, second = (e for e in jaxpr.eqns if e.primitive.name == "cond")
-    same = second.replace(invars=[first.invars[0], *second.invars[1:]])
-    eqns = [same if e is second else e for e in jaxpr.eqns]
-    jaxpr = compat.rebuild(jaxpr, eqns=eqns, outvars=jaxpr.outvars)
-    assert recompute_in_second_cond(jaxpr) is jaxpr
 
 
 def test_every_named_primitive_exists():

@@ -3,8 +3,7 @@
 To its surroundings control flow is one op with a workspace, the peak of its largest body. Where the program
 is over its target while such an op runs, the body may take what the target leaves beside the values that
 are alive around it, and is planned for that as a program of its own: what is recomputed is recomputed in
-every iteration, in every branch that needs it. What passes from one `cond` to another is first recomputed in
-the second (`passes.jaxpr.conds`).
+every iteration, in every branch that needs it.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections.abc import Callable, Sequence
 
 from passes.cost import DeviceModel
 from passes.jaxpr.compat import Jaxpr, JaxprEqn
-from passes.jaxpr.conds import recompute_in_second_cond
 from passes.jaxpr.inline import with_flat_bodies
 from passes.jaxpr.lift import inner_work, lift, results_bytes
 from passes.jaxpr.primitives import CONTROL_FLOW
@@ -33,7 +31,7 @@ def fit_bodies(jaxpr: Jaxpr, device: DeviceModel, target_bytes: int, plan_body: 
     Returns:
         The same object if no body is changed.
     """
-    lifted = lift(recompute_in_second_cond(jaxpr), device, as_xla=True)
+    lifted = lift(jaxpr, device, as_xla=True)
     live = simulate(lifted.program).live_bytes
     allowed: dict[int, int] = {}
     for op, body, nbytes in zip(lifted.program.ops, lifted.bodies, live, strict=True):

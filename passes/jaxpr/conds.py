@@ -1,15 +1,13 @@
-"""Pairs of conds: one computes values in its branches, a later one with the same predicate reads them.
+"""Conds that are one: what one computes in its branches a later one with the same predicate alone reads.
 
-Differentiation makes such pairs: what the backward branches need of the forward ones comes out of the first
-`cond`, padded to what all branches need together, and is alive in between. Written anew, the second takes the
-first one's operands and runs the first one's branch again before its own, and is then planned as any body of
-control flow (`passes.jaxpr.bodies`). Where nothing else reads the first one, the two are one from the start.
+So it is under `jax.checkpoint`, and where a pair of scans makes again what a cond made. Conds that others
+read, too, are pairs: `passes.jaxpr.scans.branches`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from passes.jaxpr import compat
@@ -24,10 +22,9 @@ from passes.jaxpr.rewrite import consts_as_literals, readers_of, with_equations
 def join_conds(jaxpr: Jaxpr) -> Jaxpr:
     """An open jaxpr where a cond that computes only what a second one reads is a part of it, in bodies, too.
 
-    Under `jax.checkpoint` it is so, and where a pair of scans makes again what a cond made. Nothing runs
-    twice then, and a pair of scans that the two had one half each of (`passes.jaxpr.scans.pairs`) is in one
-    body. As it is where the first one's operands are more than it passes on: they would be kept until the
-    second.
+    The second then takes the first one's operands and runs its branch before its own. Nothing runs twice, and
+    a pair of scans that the two had one half each of (`passes.jaxpr.scans.pairs`) is in one body. As it is
+    where the first one's operands are more than it passes on: they would be kept until the second.
 
     Returns:
         The same object if there is no such pair.
@@ -41,20 +38,6 @@ def join_conds(jaxpr: Jaxpr) -> Jaxpr:
         operand_bytes = sum(compat.aval_nbytes(v.aval) for v in compat.variables(first.invars[1:]))
         return not others and results.isdisjoint(first.outvars) and operand_bytes <= passed_bytes
 
-    joined = _with_second_conds(jaxpr, serves_only)
-    return with_equations(joined, [with_flat_bodies(eqn, join_conds) for eqn in joined.eqns])
-
-
-def recompute_in_second_cond(jaxpr: Jaxpr) -> Jaxpr:
-    """An open jaxpr whose pairs of conds pass nothing on that the second can compute from operands.
-
-    Returns:
-        The same object if there is no such pair.
-    """
-    return _with_second_conds(jaxpr, lambda first, second: True)
-
-
-def _with_second_conds(jaxpr: Jaxpr, wanted: Callable[[JaxprEqn, JaxprEqn], bool]) -> Jaxpr:
     producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     elsewhere = _read_elsewhere(jaxpr)
     eqns = list(jaxpr.eqns)
@@ -64,13 +47,15 @@ def _with_second_conds(jaxpr: Jaxpr, wanted: Callable[[JaxprEqn, JaxprEqn], bool
         sources = {producer[v] for v in second.invars if compat.is_variable(v) and v in producer}
         for i in sorted(sources):
             first = jaxpr.eqns[i]
-            if first.primitive.name == "cond" and _same_choice(first, second) and wanted(first, second):
+            is_pair = first.primitive.name == "cond" and runs_same_branch(first, second)
+            if is_pair and serves_only(first, second):
                 eqns[j] = _joined(first, eqns[j], elsewhere)
     new = with_equations(jaxpr, eqns)
-    return jaxpr if new is jaxpr else compat.without_dead_code(new)
+    joined = jaxpr if new is jaxpr else compat.without_dead_code(new)
+    return with_equations(joined, [with_flat_bodies(eqn, join_conds) for eqn in joined.eqns])
 
 
-def _same_choice(first: JaxprEqn, second: JaxprEqn) -> bool:
+def runs_same_branch(first: JaxprEqn, second: JaxprEqn) -> bool:
     """True if both always run branches of the same number."""
     same_index = compat.is_variable(first.invars[0]) and first.invars[0] is second.invars[0]
     return same_index and len(first.params["branches"]) == len(second.params["branches"])

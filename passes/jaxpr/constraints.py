@@ -3,13 +3,13 @@
 A value to be kept, on the device or on the host, passes through a `name` equation of ours that no planner
 runs again (`passes.saved`), and all its readers read the result. A value not to be kept is computed once
 more, behind a barrier, just before the first equation of the backward pass that needs it: in straight-line
-code here, for pairs of scans by choosing what the first one stacks (`passes.jaxpr.scans.emit`). What it is
-computed from is kept or not as the planners see fit.
+code here, for pairs of scans, or of conds, by choosing what the first one passes on
+(`passes.jaxpr.scans.emit`). What it is computed from is kept or not as the planners see fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
@@ -20,10 +20,12 @@ from passes.jaxpr.inline import with_flat_bodies
 from passes.jaxpr.primitives import Kind
 from passes.jaxpr.purity import eqn_kind
 from passes.jaxpr.rewrite import defined, with_equations
-from passes.jaxpr.scans.choice import Choice
+from passes.jaxpr.scans.branch_bodies import places_for
+from passes.jaxpr.scans.branches import find_cond_pairs
+from passes.jaxpr.scans.choice import Choice, InBranches
 from passes.jaxpr.scans.cut import joined_body
 from passes.jaxpr.scans.emit import rewrite_groups, with_inner
-from passes.jaxpr.scans.pairs import ScanPair, find_pairs
+from passes.jaxpr.scans.pairs import Paired, ScanPair, find_pairs
 from passes.jaxpr.values import Constraints, Policy, Values
 from passes.outcome import RECOMPUTE_SCOPE
 from passes.reach import reached
@@ -195,15 +197,15 @@ def _kept(value: Atom, result: Var, mark: str, like: JaxprEqn) -> list[JaxprEqn]
 
 
 def _with_fewer_stacks(halves: _Halves, constraints: Constraints) -> _Halves:
-    """Pairs of scans, forward and backward, whose first one does not stack what is not to be kept."""
+    """Pairs of scans or conds, forward and backward, whose first one does not pass on what is not to be
+    kept."""
     if not constraints.recompute and not constraints.offload and constraints.policy is None:
         return halves
-    choices = []
-    for pair in find_pairs(halves.jaxpr):
-        if halves.backward[pair.first] or not halves.backward[pair.second]:
-            continue
-        if (choice := _choice(pair, constraints)) is not None:
-            choices.append(choice)
+
+    def is_across(pair: Paired) -> bool:
+        return not halves.backward[pair.first] and halves.backward[pair.second]
+
+    choices = _choices(halves.jaxpr, constraints, is_across)
     if not choices:
         return halves
     groups, rename = rewrite_groups(halves.jaxpr, choices)
@@ -211,12 +213,27 @@ def _with_fewer_stacks(halves: _Halves, constraints: Constraints) -> _Halves:
     return _with_eqns(halves, [eqn for group in groups for eqn in group], flags, rename)
 
 
-def _choice(pair: ScanPair, constraints: Constraints) -> Choice | None:
-    """What is stacked instead of what must not be, in pairs inside the bodies, too; None for no change."""
+def _choices(
+    jaxpr: Jaxpr, constraints: Constraints, is_across: Callable[[Paired], bool]
+) -> list[Choice | InBranches]:
+    """What passes in some pairs instead of what must not be kept, where that is another thing."""
+    choices: list[Choice | InBranches] = []
+    for pair in filter(is_across, find_pairs(jaxpr)):
+        choice, is_other = _choice(pair, constraints)
+        if is_other:
+            choices.append(choice)
+    for conds in filter(is_across, find_cond_pairs(jaxpr)):
+        branches, are_others = zip(*(_choice(pair, constraints) for pair in conds.branches), strict=True)
+        if any(are_others):
+            choices.append(InBranches(pair=conds, branches=branches, places=places_for(branches)))
+    return choices
+
+
+def _choice(pair: ScanPair, constraints: Constraints) -> tuple[Choice, bool]:
+    """What passes in one pair, and in those inside its bodies; and whether that is another thing."""
     boundary = len(pair.producer.jaxpr.eqns)
     joined = joined_body(pair)
-    across = [p for p in find_pairs(joined) if p.first < boundary <= p.second]
-    inner = tuple(c for p in across if (c := _choice(p, constraints)) is not None)
+    inner = tuple(_choices(joined, constraints, lambda p: p.first < boundary <= p.second))
     if inner:
         pair = with_inner(pair, joined, inner)
     producer, consumer = pair.producer.jaxpr, pair.consumer.jaxpr
@@ -224,15 +241,14 @@ def _choice(pair: ScanPair, constraints: Constraints) -> Choice | None:
     read = [v for eqn in consumer.eqns for v in eqn.invars] + list(consumer.outvars)
     demanded = dict.fromkeys(v for v in read if compat.is_variable(v) and v in own)
     values = Values(producer.eqns, [False] * len(producer.eqns), constraints, list(demanded))
-    if not inner and not any(map(values.is_dropped, demanded)):
-        return None
+    is_other = bool(inner) or any(map(values.is_dropped, demanded))
 
     def sources(v: Var) -> list[Var]:
         return compat.variables(producer.eqns[values.place[v]].invars) if values.is_dropped(v) else []
 
     kept = {v for v in reached(demanded, sources) if not values.is_dropped(v)}
     stacked = tuple(v for v in defined(producer) if v in kept)
-    return Choice(pair=pair, kept=stacked, stacked_bytes=0, recomputed=(), inner=inner)
+    return Choice(pair=pair, kept=stacked, stacked_bytes=0, recomputed=(), inner=inner), is_other
 
 
 def _without_dead_code(halves: _Halves) -> _Halves:

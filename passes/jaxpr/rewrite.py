@@ -83,6 +83,12 @@ def reads_input(closed: ClosedJaxpr, i: int) -> bool:
     return any(v is jaxpr.invars[i] for eqn in jaxpr.eqns for v in eqn.invars)
 
 
+def is_needed(closed: ClosedJaxpr, i: int) -> bool:
+    """True if `closed` returns its input `i`, or reads it."""
+    jaxpr, _ = compat.open_jaxpr(closed)
+    return any(v is jaxpr.invars[i] for v in jaxpr.outvars) or reads_input(closed, i)
+
+
 def bodies_of(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...]:
     """The closed bodies of a `scan`, `cond` or `while` that may be rewritten."""
     name, params = eqn.primitive.name, eqn.params

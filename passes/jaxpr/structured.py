@@ -16,7 +16,7 @@ from passes.jaxpr.compat import Jaxpr
 from passes.jaxpr.lift import lift
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.scans.host_choice import sent_to_host
-from passes.jaxpr.scans.levels import Levels, Rewritten, by_hand, in_segments, on_frontier, with_conds_joined
+from passes.jaxpr.scans.levels import Levels, Rewritten, by_hand, in_segments, on_frontier
 from passes.jaxpr.scans.pairs import with_open_pairs
 from passes.jaxpr.straight import as_it_is, lift_as_xla, search
 from passes.objective import Price
@@ -87,13 +87,6 @@ def search_structured(
     frontiers = [on_frontier(opened, request.device, least) for least in weighed_by]
     looks = [look for levels in frontiers for look in look_at(levels, WAYS)]
     looks += search_for.alone(by_hand(opened, request.device))
-    for least, levels in zip(weighed_by, frontiers, strict=True):
-        while all(look.over for look in looks):
-            below = with_conds_joined(levels, request.device, least)
-            if below is None:
-                break
-            looks += look_at(below, WAYS)
-            levels = below
     if all(look.over for look in looks):
         for least in weighed_by:
             looks += look_at(in_segments(opened, request.device, least), (ALONE, RECOMPUTES))

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from passes.jaxpr.compat import Var
+from jax.core import ShapedArray
+
+from passes.jaxpr.compat import Var, aval_nbytes
 from passes.jaxpr.flops import iterations_of
 from passes.jaxpr.rewrite import defined
+from passes.jaxpr.scans.branches import CondPair
 from passes.jaxpr.scans.loops import Loop
 from passes.jaxpr.scans.pairs import Enclosure, ScanPair
 from passes.jaxpr.scans.segments import Segments
@@ -142,6 +145,37 @@ class Inside:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InBranches:
+    """What passes from the branches of one cond to those of a second one.
+
+    Attributes:
+        pair: the conds.
+        branches: what is chosen for each branch.
+        places: abstract values of what is kept; each branch has something for some of them, and nothing for
+            the others.
+    """
+
+    pair: CondPair
+    branches: tuple[Choice, ...]
+    places: tuple[ShapedArray, ...]
+
+    @property
+    def stacked_bytes(self) -> int:
+        """Bytes of all that is kept."""
+        return sum(map(aval_nbytes, self.places))
+
+    @property
+    def in_segments(self) -> bool:
+        """True if some pair inside runs in segments."""
+        return any(branch.in_segments for branch in self.branches)
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """Tells different choices for the same conds apart."""
+        return tuple(branch.signature for branch in self.branches)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MadeInside:
     """What a loop makes in every iteration of what it reads.
 
@@ -164,7 +198,7 @@ class MadeInside:
         return self.stacked_bytes, self.kept
 
 
-Site = Choice | InParts | Inside | MadeInside
+Site = Choice | InParts | InBranches | Inside | MadeInside
 Level = tuple[Site, ...]
 
 
@@ -172,6 +206,8 @@ def all_recomputed(choice: Site) -> tuple[Recomputed, ...]:
     """What a choice and those inside it recompute; costs of all iterations."""
     if isinstance(choice, Choice | InParts):
         return tuple(r for part in map(_in_steps, choice.parts, choice.turns) for r in part)
+    if isinstance(choice, InBranches):
+        return tuple(r for branch in choice.branches for r in _in_branch(branch))
     if isinstance(choice, Inside):
         return _inside(choice.inner, choice.enclosure.iterations)
     eqn = choice.loop.eqn
@@ -182,6 +218,11 @@ def all_recomputed(choice: Site) -> tuple[Recomputed, ...]:
 def _in_steps(part: Choice, steps: range) -> tuple[Recomputed, ...]:
     own = tuple(_in_iterations(r, len(steps) * part.step, "a scan") for r in part.recomputed)
     return own + _inside(part.inner, len(steps))
+
+
+def _in_branch(branch: Choice) -> tuple[Recomputed, ...]:
+    own = tuple(replace(r, op=f"{r.op} in a branch") for r in branch.recomputed)
+    return own + _inside(branch.inner, 1)
 
 
 def _inside(level: Level, iterations: int) -> tuple[Recomputed, ...]:

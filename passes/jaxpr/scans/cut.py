@@ -185,6 +185,8 @@ def _prices(pair: ScanPair, values: list[Var], weight: Weight) -> tuple[list[int
         nbytes.append(size if priced else 0)
         # A slice is written to its stack by a kernel of its own.
         launch = weight.of_launch * (passes > SLICE_PASSES)
+        if not pair.stacks:
+            launch, passes = 0, passes // SLICE_PASSES
         traffic.append(round(weight.of_byte * passes * size) + launch)
     return nbytes, traffic
 

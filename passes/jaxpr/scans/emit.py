@@ -14,8 +14,9 @@ from dataclasses import replace
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.rewrite import defined, leading_to, with_bodies
+from passes.jaxpr.scans import branch_bodies
 from passes.jaxpr.scans.bodies import without
-from passes.jaxpr.scans.choice import Choice, InParts, Inside, MadeInside, Site
+from passes.jaxpr.scans.choice import Choice, InBranches, InParts, Inside, MadeInside, Site
 from passes.jaxpr.scans.pairs import Body, ScanPair
 from passes.jaxpr.scans.parts import Written, write_first
 from passes.jaxpr.scans.sink import with_moved
@@ -49,7 +50,7 @@ def with_inner(pair: ScanPair, joined: Jaxpr, choices: Sequence[Site]) -> ScanPa
 def _without_lost(body: Jaxpr) -> Jaxpr:
     """A body with nothing in the place of slices that were passed to the second half, and are no more."""
     there = set(defined(body))
-    kept = (v if v in there or not compat.is_variable(v) else compat.literal(0) for v in body.outvars)
+    kept = (v if not compat.is_variable(v) or v in there else compat.literal(0) for v in body.outvars)
     return compat.rebuild(body, outvars=list(kept))
 
 
@@ -58,6 +59,10 @@ def rewrite_groups(jaxpr: Jaxpr, choices: Sequence[Site]) -> tuple[list[list[Jax
     insides = {choice.enclosure.place: choice for choice in choices if isinstance(choice, Inside)}
     loops = {choice.loop.place: choice for choice in choices if isinstance(choice, MadeInside)}
     pairs = [choice for choice in choices if isinstance(choice, Choice | InParts)]
+    conds = [choice for choice in choices if isinstance(choice, InBranches)]
+    first_conds = {choice.pair.first: choice for choice in conds}
+    second_conds = {choice.pair.second: choice for choice in conds}
+    kept: dict[int, tuple[JaxprEqn, list[Var]]] = {}
     firsts = {choice.pair.first: choice for choice in pairs}
     seconds = {choice.pair.second: choice for choice in pairs}
     rename: dict[Var, Atom] = {}
@@ -77,6 +82,13 @@ def rewrite_groups(jaxpr: Jaxpr, choices: Sequence[Site]) -> tuple[list[list[Jax
             eqns, results = written[seconds[i].pair.first](eqn)
             _rename_all(rename, eqn.outvars, results)
             groups.append(eqns)
+        elif i in first_conds:
+            new, made = branch_bodies.write_first(first_conds[i], eqn)
+            kept[i] = eqn, made
+            groups.append([new])
+        elif i in second_conds:
+            choice = second_conds[i]
+            groups.append([branch_bodies.write_second(choice, *kept[choice.pair.first], eqn)])
         elif i in insides:
             groups.append([_with_inside(insides[i], eqn)])
         else:

@@ -1,14 +1,14 @@
-"""The frontier of a program with scans: choices from fast to small, at rising prices of a byte.
+"""The frontier of a program with scans or conds: choices from fast to small, at rising prices of a byte.
 
-One price holds for all pairs of scans of a program and for those inside their bodies, so that bytes are
-given up where they cost least. Below the lowest level there are segments (`passes.jaxpr.scans.segments`).
+One price holds for all pairs of a program and for those inside their bodies, so that bytes are given up where
+they cost least. Below the lowest level there are segments (`passes.jaxpr.scans.segments`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,10 +17,12 @@ import jax
 
 from passes.cost import DeviceModel
 from passes.jaxpr import compat
-from passes.jaxpr.compat import Jaxpr
+from passes.jaxpr.compat import Jaxpr, Var
 from passes.jaxpr.primitives import Kind
 from passes.jaxpr.purity import eqn_kind
-from passes.jaxpr.scans.choice import Choice, InParts, Inside, Level, MadeInside, Site
+from passes.jaxpr.scans.branch_bodies import places_for
+from passes.jaxpr.scans.branches import CondPair, find_cond_pairs
+from passes.jaxpr.scans.choice import Choice, InBranches, InParts, Inside, Level, MadeInside, Site
 from passes.jaxpr.scans.cut import (
     TILT_RATIO,
     Iteration,
@@ -190,13 +192,22 @@ def _in_segments(pair: ScanPair, iterations: int, device: DeviceModel, least: st
     ]
 
 
-def _sites(jaxpr: Jaxpr, weight: Weight) -> list[Place]:
-    """The places of an open jaxpr where something is chosen: (how, of one iteration) -> what is chosen."""
-    pairs = find_pairs(jaxpr)
+def _sites(
+    jaxpr: Jaxpr, weight: Weight, dropped: Collection[Var] = (), *, stacks: bool = False
+) -> list[Place]:
+    """The places of an open jaxpr where something is chosen: (how, of one iteration) -> what is chosen.
+
+    Args:
+        dropped, stacks: see `passes.jaxpr.scans.branches.find_cond_pairs`.
+    """
+    pairs, conds = find_pairs(jaxpr, dropped), find_cond_pairs(jaxpr, dropped, stacks=stacks)
     sites = [_pair_site(pair, weight) for pair in pairs]
+    for cond in conds:
+        branches = [_pair_site(branch, weight) for branch in cond.branches]
+        sites.append(partial(_choose_branches, cond, branches))
     for loop in find_loops(jaxpr, {place for pair in pairs for place in (pair.first, pair.second)}):
         sites.append(_site_of(iteration_of_loop(loop, weight)))
-    for enclosure in find_enclosures(jaxpr, pairs):
+    for enclosure in find_enclosures(jaxpr, [*pairs, *conds]):
         inner = [_sites(body, weight) for body in enclosure.bodies]
         if any(inner):
             sites.append(partial(_choose_inside, enclosure, inner))
@@ -204,7 +215,7 @@ def _sites(jaxpr: Jaxpr, weight: Weight) -> list[Place]:
 
 
 def _pair_site(pair: ScanPair, weight: Weight) -> Place:
-    inner = _sites(joined_body(pair, passed=False), weight)
+    inner = _sites(joined_body(pair, passed=False), weight, pair.dropped, stacks=pair.stacks)
     if inner:
         return partial(_choose_nested, _Nested(pair, weight), inner)
     return _site_of(iteration_of(pair, weight))
@@ -212,6 +223,15 @@ def _pair_site(pair: ScanPair, weight: Weight) -> Place:
 
 def _site_of(iteration: Iteration) -> Place:
     return lambda choose_one: choose_one(iteration)
+
+
+def _choose_branches(conds: CondPair, sites: Sequence[Place], choose_one: Choose) -> InBranches:
+    branches = []
+    for site in sites:
+        choice = site(choose_one)
+        assert isinstance(choice, Choice), "a branch is a pair"
+        branches.append(choice)
+    return InBranches(pair=conds, branches=tuple(branches), places=places_for(branches))
 
 
 def _choose_inside(enclosure: Enclosure, sites: Sequence[Sequence[Place]], choose_one: Choose) -> Inside:

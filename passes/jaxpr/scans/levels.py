@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from passes.cost import DeviceModel
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Jaxpr
-from passes.jaxpr.conds import join_conds
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.scans.choice import Level
 from passes.jaxpr.scans.emit import rewrite
 from passes.jaxpr.scans.frontier import frontier, hand_levels, segment_frontier
-from passes.jaxpr.scans.pairs import with_open_pairs
 from passes.jaxpr.scans.parts import between
 from passes.jaxpr.straight import lift_as_xla
 
@@ -30,8 +28,8 @@ class Rewritten:
 class Levels:
     """A program on the levels of a frontier, each rewritten when it is first looked at."""
 
-    def __init__(self, jaxpr: Jaxpr, levels: Sequence[Level], device: DeviceModel, above: Level = ()) -> None:
-        self._jaxpr, self._levels, self._device, self._above = jaxpr, levels, device, above
+    def __init__(self, jaxpr: Jaxpr, levels: Sequence[Level], device: DeviceModel) -> None:
+        self._jaxpr, self._levels, self._device = jaxpr, levels, device
         self._made: dict[int, Rewritten] = {}
 
     def __len__(self) -> int:
@@ -41,11 +39,6 @@ class Levels:
         if k not in self._made:
             self._made[k] = self._rewritten(self._levels[k])
         return self._made[k]
-
-    @property
-    def lowest(self) -> Rewritten:
-        """That of fewest bytes."""
-        return self[len(self) - 1]
 
     def between(self, k: int, share: float) -> Rewritten | None:
         """Level `k` with that share of the iterations on the level above it; None where that is level `k`."""
@@ -57,7 +50,7 @@ class Levels:
     def _rewritten(self, level: Level) -> Rewritten:
         program = rewrite(self._jaxpr, level) if level else self._jaxpr
         lifted = lift_as_xla(program, self._device)
-        return Rewritten(level=(*self._above, *level), program=program, lifted=lifted)
+        return Rewritten(level=level, program=program, lifted=lifted)
 
 
 @compat.cached_by_jaxpr
@@ -70,17 +63,6 @@ def _frontier(jaxpr: Jaxpr, device: DeviceModel, least: str) -> tuple[Level, ...
 def on_frontier(jaxpr: Jaxpr, device: DeviceModel, least: str) -> Levels:
     """The program on every level of its frontier."""
     return Levels(jaxpr, _frontier(jaxpr, device, least), device)
-
-
-@compat.cached_by_jaxpr
-def with_conds_joined(levels: Levels, device: DeviceModel, least: str) -> Levels | None:
-    """Levels below the lowest: what it makes again of conds stands in the conds that read it, where pairs of
-    scans may be; None where there is no such cond."""
-    program = levels.lowest.program
-    if join_conds(program) is program:
-        return None
-    opened = with_open_pairs(program)
-    return Levels(opened, _frontier(opened, device, least), device, above=levels.lowest.level)
 
 
 @compat.cached_by_jaxpr

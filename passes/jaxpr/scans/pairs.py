@@ -18,8 +18,9 @@ indexed by i.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
@@ -72,7 +73,8 @@ class Body:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScanPair:
-    """Two scans of one program, where the second reads stacks of the first.
+    """Two scans of one program, where the second reads stacks of the first; or one branch of two conds, which
+    is as a scan of one iteration (`passes.jaxpr.scans.branches`).
 
     Attributes:
         first, second: their places among the program's equations.
@@ -80,6 +82,7 @@ class ScanPair:
             its stacks.
         only: indices of `producer`'s stacks that `consumer` reads and nothing else.
         at_hand: for every sliced operand of `producer` whether its stack is there for `consumer` at no price.
+        stacks: False for a branch of conds in no loop, of which what passes is in no stack.
     """
 
     first: int
@@ -88,11 +91,31 @@ class ScanPair:
     consumer: Body
     only: frozenset[int]
     at_hand: tuple[bool, ...]
+    stacks: bool = True
 
     @property
     def length(self) -> int:
         """The number of iterations."""
         return self.producer.length
+
+    @property
+    def dropped(self) -> frozenset[Var]:
+        """Inputs of the first body that the second has only if they are kept for it."""
+        carry = self.producer.jaxpr.invars[self.producer.n_consts :][: self.producer.n_carry]
+        slices = zip(self.producer.x_vars, self.at_hand, strict=True)
+        return frozenset([*carry, *(v for v, there in slices if not there)])
+
+
+class Paired(Protocol):
+    """What has two places among a program's equations."""
+
+    @property
+    def first(self) -> int:
+        """The earlier one."""
+
+    @property
+    def second(self) -> int:
+        """The later one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +133,7 @@ class Enclosure:
     iterations: int
 
 
-def find_enclosures(jaxpr: Jaxpr, pairs: Sequence[ScanPair]) -> list[Enclosure]:
+def find_enclosures(jaxpr: Jaxpr, pairs: Iterable[Paired]) -> list[Enclosure]:
     """The control flow of an open jaxpr, calls inlined, that is in none of `pairs` and has some inside."""
     paired = {place for pair in pairs for place in (pair.first, pair.second)}
     enclosures = []
@@ -118,32 +141,73 @@ def find_enclosures(jaxpr: Jaxpr, pairs: Sequence[ScanPair]) -> list[Enclosure]:
         has_refs = any(compat.is_ref(v.aval) for v in eqn.invars)
         if i in paired or eqn.primitive.name not in CONTROL_FLOW or has_refs:
             continue
-        bodies = tuple(map(_flat, bodies_of(eqn)))
+        bodies = tuple(map(flat, bodies_of(eqn)))
         if any(inner.primitive.name in CONTROL_FLOW for body in bodies for inner in body.eqns):
             enclosures.append(Enclosure(place=i, bodies=bodies, iterations=iterations_of(eqn)))
     return enclosures
 
 
-def find_pairs(jaxpr: Jaxpr) -> list[ScanPair]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Around:
+    """What a pair's program says of values.
+
+    Attributes:
+        readers: for every variable the places of the equations that read it.
+        results: what the program returns.
+        there: its inputs, but for those that are dropped before the second scan.
+    """
+
+    readers: dict[Var, list[int]]
+    results: set[Var]
+    there: set[Var]
+
+
+def seen_around(jaxpr: Jaxpr, dropped: Collection[Var]) -> Around:
+    """What an open jaxpr says of its values.
+
+    Args:
+        dropped: inputs that are there for its first half only.
+    """
+    return Around(
+        readers=readers_of(jaxpr.eqns),
+        results={*compat.variables(jaxpr.outvars)},
+        there={*jaxpr.constvars, *jaxpr.invars}.difference(dropped),
+    )
+
+
+def find_pairs(jaxpr: Jaxpr, dropped: Collection[Var] = ()) -> list[ScanPair]:
     """Pairs of an open jaxpr, calls inlined, in the order of their second scan; no scan is in two.
 
-    Of the pairs that could be, those that pass most bytes come first.
+    Args:
+        dropped: see `seen_around`.
     """
     producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-    readers, results = readers_of(jaxpr.eqns), {*compat.variables(jaxpr.outvars)}
-    possible = [
-        (nbytes, second, first)
+    places = most_passing(
+        (nbytes, first, second)
         for second, eqn in enumerate(jaxpr.eqns)
         if _is_plain_scan(eqn)
         for first, nbytes in _sources(jaxpr, second, producer).items()
-    ]
+    )
+    around = seen_around(jaxpr, dropped)
+    bodies = (
+        (first, second, body_of(jaxpr.eqns[first]), body_of(jaxpr.eqns[second])) for first, second in places
+    )
+    return [pair_of(*of_pair, around) for of_pair in bodies]
+
+
+def most_passing(possible: Iterable[tuple[int, int, int]]) -> list[tuple[int, int]]:
+    """Pairs of places (first, second), in the order of the second; no place is in two.
+
+    Args:
+        possible: (bytes that pass, first, second); those that pass most come first.
+    """
     chosen: dict[int, int] = {}
     used: set[int] = set()
-    for _, second, first in sorted(possible, key=lambda p: (-p[0], p[1], -p[2])):
+    for _, first, second in sorted(possible, key=lambda p: (-p[0], p[2], -p[1])):
         if not used & {first, second}:
             used |= {first, second}
             chosen[second] = first
-    return [_pair(jaxpr, chosen[second], second, readers, results) for second in sorted(chosen)]
+    return [(chosen[second], second) for second in sorted(chosen)]
 
 
 def _is_plain_scan(eqn: JaxprEqn) -> bool:
@@ -171,7 +235,7 @@ def body_of(eqn: JaxprEqn) -> Body:
     n_consts, n_carry = compat.scan_sizes(eqn)
     return Body(
         eqn=eqn,
-        jaxpr=renewed(_flat(eqn.params["jaxpr"])),
+        jaxpr=renewed(flat(eqn.params["jaxpr"])),
         n_consts=n_consts,
         n_carry=n_carry,
         length=int(eqn.params["length"]),
@@ -186,15 +250,13 @@ def with_open_pairs(jaxpr: Jaxpr) -> Jaxpr:
     return sink_into_scans(view_inside_scans(join_conds(jaxpr)))
 
 
-def _flat(body: Jaxpr) -> Jaxpr:
+def flat(body: Jaxpr) -> Jaxpr:
     """A closed body as an open jaxpr, calls inlined, constants written in, with open pairs."""
     return with_open_pairs(flat_body(body))
 
 
-def _pair(
-    jaxpr: Jaxpr, first: int, second: int, readers: dict[Var, list[int]], results: set[Var]
-) -> ScanPair:
-    producer, consumer = body_of(jaxpr.eqns[first]), body_of(jaxpr.eqns[second])
+def pair_of(first: int, second: int, producer: Body, consumer: Body, around: Around) -> ScanPair:
+    """The pair of the equations at two places, with these bodies."""
     place = {v: k for k, v in enumerate(producer.ys)}
     known, passed = {}, []
     for operand, variable in zip(consumer.xs, consumer.x_vars, strict=True):
@@ -207,16 +269,15 @@ def _pair(
     only = frozenset(
         k
         for k in passed
-        if set(readers[producer.ys[k]]) == {second}
-        and producer.ys[k] not in results
+        if set(around.readers[producer.ys[k]]) == {second}
+        and producer.ys[k] not in around.results
         and producer.ys[k] not in whole
     )
-    arguments = {*jaxpr.constvars, *jaxpr.invars}
     at_hand = tuple(
         not compat.is_variable(v)
-        or v in arguments
-        or v in results
-        or any(reader >= second for reader in readers.get(v, []))
+        or v in around.there
+        or v in around.results
+        or any(reader >= second for reader in around.readers.get(v, []))
         for v in producer.xs
     )
     return ScanPair(

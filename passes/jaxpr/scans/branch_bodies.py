@@ -1,0 +1,147 @@
+"""A pair of conds as it is written for one choice; what a branch does not keep, the second one makes.
+
+What is kept has the same types in all branches: values of one type share a place, and a branch that has
+nothing for a place has zeros there, as what JAX's own derivative of a cond keeps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray
+
+from passes.jaxpr import compat
+from passes.jaxpr.avals import array_of
+from passes.jaxpr.compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from passes.jaxpr.rewrite import consts_as_literals, is_needed, with_bodies, without_inputs
+from passes.jaxpr.scans.bodies import first_body, second_body
+from passes.jaxpr.scans.choice import Choice, InBranches
+from passes.jaxpr.scans.pairs import ScanPair
+
+
+def places_for(branches: Sequence[Choice]) -> tuple[ShapedArray, ...]:
+    """Abstract values of as many places as hold what each of these branches keeps for the second cond."""
+    most: Counter[ShapedArray] = Counter()
+    for choice in branches:
+        most |= Counter(map(_strong, first_body(choice).added))
+    return tuple(most.elements())
+
+
+def write_first(choice: InBranches, eqn: JaxprEqn) -> tuple[JaxprEqn, list[Var]]:
+    """The first cond, whose results are those that stay and what is in the places; and the latter.
+
+    Args:
+        eqn: the first cond as it is.
+    """
+    only = choice.pair.branches[0].only
+    bodies = [_first_branch(branch, choice.places) for branch in choice.branches]
+    results = compat.open_jaxpr(bodies[0])[0].outvars
+    made = [compat.fresh_var(v) for v in results[len(results) - len(choice.places) :]]
+    staying = (v for k, v in enumerate(eqn.outvars) if k not in only)
+    return compat.replaced(with_bodies(eqn, bodies), outvars=[*staying, *made]), made
+
+
+def write_second(choice: InBranches, first: JaxprEqn, made: Sequence[Var], eqn: JaxprEqn) -> JaxprEqn:
+    """The second cond; it reads the first one's operands, too, where it makes something again.
+
+    Args:
+        first: the first cond as it is.
+        made: what is in the places.
+        eqn: the second cond as it is.
+    """
+    pair = choice.pair.branches[0]
+    staying = {k: v for k, v in enumerate(first.outvars) if k not in pair.only}
+    read = [k for k, v in staying.items() if not isinstance(v, compat.DropVar)]
+    own = _own_operands(pair)
+    bodies = [_second_branch(branch, choice.places, read, own) for branch in choice.branches]
+    known = [*first.invars[1:], *(staying[k] for k in read), *made]
+    operands = [*known, *(eqn.invars[k] for k in own)]
+    unread = [i for i in range(len(operands)) if not any(is_needed(body, i) for body in bodies)]
+    branches = tuple(without_inputs(body, unread, []) for body in bodies)
+    invars = [eqn.invars[0], *(v for i, v in enumerate(operands) if i not in unread)]
+    return compat.replaced(eqn, invars=invars, params={**eqn.params, "branches": branches})
+
+
+def _own_operands(pair: ScanPair) -> list[int]:
+    """Which operands of the second cond, its index aside, are no results that the first passes to it only."""
+    passed = {v for k, v in enumerate(pair.producer.ys) if k in pair.only}
+    operands = enumerate(pair.consumer.xs)
+    return [k for k, v in operands if k and (not compat.is_variable(v) or v not in passed)]
+
+
+def _first_branch(choice: Choice, places: Sequence[ShapedArray]) -> ClosedJaxpr:
+    """Operands -> (results that stay, what is in each of the places)."""
+    first, operands = first_body(choice), choice.pair.producer.x_vars
+    place, n_staying = _in_places(first.added, places), len(first.staying)
+
+    def run(*given: Any) -> list[Any]:
+        results = _evaluated(first.jaxpr, operands, dict(zip(operands[1:], given, strict=True)))
+        added = {place[v]: x for v, x in zip(first.added, results[n_staying:], strict=True)}
+        kept = (added[k] if k in added else _nothing(aval) for k, aval in enumerate(places))
+        return [*results[:n_staying], *kept]
+
+    return _traced(run, [v.aval for v in operands[1:]])
+
+
+def _second_branch(
+    choice: Choice, places: Sequence[ShapedArray], read: Sequence[int], own: Sequence[int]
+) -> ClosedJaxpr:
+    """(The first cond's operands, its results `read`, what is in the places, operands `own`) -> results."""
+    pair, second = choice.pair, second_body(choice, choice.kept)
+    producer, consumer = pair.producer, pair.consumer
+    place = {k: v for v, k in _in_places(first_body(choice).added, places).items()}
+    names: list[Atom | None] = [
+        *producer.x_vars[1:],
+        *(producer.y_vars[k] for k in read),
+        *(place.get(k) for k in range(len(places))),
+        *(consumer.x_vars[k] for k in own),
+    ]
+    avals = [
+        *(v.aval for v in producer.x_vars[1:]), *(producer.y_vars[k].aval for k in read), *places,
+        *(consumer.x_vars[k].aval for k in own),
+    ]  # fmt: skip
+
+    def run(*given: Any) -> list[Any]:
+        at_hand: dict[Var, Any] = {}
+        for v, x in zip(names, given, strict=True):
+            if v is not None and compat.is_variable(v):
+                at_hand.setdefault(v, x)
+        operands = [*second.slices, *(consumer.x_vars[k] for k in second.others)]
+        return _evaluated(second.jaxpr, operands, at_hand)
+
+    return _traced(run, avals)
+
+
+def _evaluated(jaxpr: Jaxpr, operands: Sequence[Var], at_hand: Mapping[Var, Any]) -> list[Any]:
+    """Results of an open jaxpr, which does not read those of its operands that are not at hand."""
+    values = [at_hand[v] if v in at_hand else _nothing(array_of(v)) for v in operands]
+    return compat.evaluate(compat.close_jaxpr(jaxpr, []), values)
+
+
+def _in_places(kept: Sequence[Var], places: Sequence[ShapedArray]) -> dict[Var, int]:
+    free = list(range(len(places)))
+    place = {}
+    for v in kept:
+        place[v] = next(k for k in free if places[k] == _strong(v))
+        free.remove(place[v])
+    return place
+
+
+def _strong(v: Var) -> ShapedArray:
+    """The abstract value of `v`, not weakly typed."""
+    strong: ShapedArray = array_of(v).update(weak_type=False)
+    return strong
+
+
+def _nothing(aval: ShapedArray) -> Any:
+    is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+    return jax.lax.full(aval.shape, 0, dtype=aval.dtype) if is_key else compat.zeros(aval)
+
+
+def _traced(run: Callable[..., list[Any]], avals: Sequence[Any]) -> ClosedJaxpr:
+    traced = consts_as_literals(compat.trace(run, avals))
+    return compat.close_jaxpr(compat.without_dead_code(traced), [])

@@ -1,0 +1,189 @@
+"""Pairs of conds: what passes from the branches of one to those of a second one, kept or made again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import check_jaxpr
+
+from coop_jax import aot
+from coop_jax.remat import remat
+from passes.cost import DEVICES
+from passes.jaxpr import compat
+from passes.jaxpr.constraints import constrain_program
+from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.scans.branches import find_cond_pairs
+from passes.jaxpr.scans.emit import rewrite
+from passes.jaxpr.scans.frontier import frontier
+from passes.jaxpr.scans.pairs import with_open_pairs
+from passes.jaxpr.values import Constraints
+
+KEY = jax.random.key(0)
+L, N = 6, 16
+WS = jax.random.normal(KEY, (L, N, N)) / 4
+X = jax.random.normal(KEY, (64, N))
+KINDS = jnp.arange(L) % 3
+
+
+def dense(w: Any, x: Any) -> Any:
+    return jnp.tanh(jnp.tanh(x @ w) @ w.T)
+
+
+def elementwise(w: Any, x: Any) -> Any:
+    return jnp.sin(jnp.sin(x) * x)
+
+
+def dropout(w: Any, x: Any) -> Any:
+    keys = jax.random.split(jax.random.key(w[0, 0].astype(int)), 2)
+    return jax.nn.gelu(x @ w) * jax.random.bernoulli(keys[1], 0.9, x.shape)
+
+
+def nothing(w: Any, x: Any) -> Any:
+    return x
+
+
+def mixed(ws: Any, x: Any, kinds: Any) -> Any:
+    """A scanned model whose layers are of three kinds."""
+
+    def layer(h: Any, w_and_kind: Any) -> Any:
+        w, kind = w_and_kind
+        return h + lax.switch(kind, [dense, elementwise, dropout], w, h), None
+
+    return (lax.scan(layer, x, (ws, kinds))[0] ** 2).mean()
+
+
+def in_line(ws: Any, x: Any, kinds: Any) -> Any:
+    """Layers of which each runs or does not, beside which one of them is read for something else."""
+    read = 0.0
+    for w, kind in zip(ws, kinds, strict=True):
+        x, h = lax.cond(kind > 0, lambda w, x: (dense(w, x), x @ w), lambda w, x: (x, x), w, x)
+        read = read + (h**2).mean()
+    return read + (x**2).mean()
+
+
+def in_conds(ws: Any, x: Any, kinds: Any) -> Any:
+    """Conds inside of conds, with a scan in the inner one."""
+
+    def inner(x: Any) -> Any:
+        return lax.cond(
+            kinds[1] > 0, lambda x: lax.scan(lambda h, w: (dense(w, h), None), x, ws)[0], jnp.sin, x
+        )
+
+    return (lax.cond(kinds[2] > 0, inner, lambda x: x, x) ** 2).mean()
+
+
+def opened(f: Callable[..., Any], *args: Any) -> tuple[compat.Jaxpr, list[Any]]:
+    jaxpr, consts = compat.open_jaxpr(inline_calls(jax.make_jaxpr(f)(*args)))
+    return with_open_pairs(compat.without_dead_code(jaxpr)), list(consts)
+
+
+def passed_bytes(jaxpr: compat.Jaxpr) -> int:
+    """What the conds of a program have as results, also of those in its scans."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            total += passed_bytes(compat.open_jaxpr(eqn.params["jaxpr"])[0])
+        elif eqn.primitive.name == "cond":
+            total += sum(compat.aval_nbytes(v.aval) for v in eqn.outvars)
+    return total
+
+
+@pytest.mark.parametrize("device", ["cpu", "h200"])
+@pytest.mark.parametrize("f", [mixed, in_line, in_conds])
+def test_every_level_computes_the_same(f: Callable[..., Any], device: str) -> None:
+    gradient = jax.value_and_grad(f, argnums=(0, 1))
+    jaxpr, consts = opened(gradient, WS, X, KINDS)
+    expected = jax.tree.leaves(gradient(WS, X, KINDS))
+    levels = frontier(jaxpr, DEVICES[device])
+    written = [rewrite(jaxpr, level) for level in levels]
+    for new in written:
+        check_jaxpr(new)
+        found = compat.evaluate(compat.close_jaxpr(new, consts), [WS, X, KINDS])
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert passed_bytes(written[-1]) < passed_bytes(jaxpr)
+    assert sum(site.stacked_bytes for site in levels[-1]) < sum(site.stacked_bytes for site in levels[0])
+
+
+def test_bytes_fall_as_their_price_rises() -> None:
+    jaxpr, _ = opened(jax.grad(mixed), WS, X, KINDS)
+    nbytes = [sum(site.stacked_bytes for site in level) for level in frontier(jaxpr, DEVICES["h200"])]
+    assert len(nbytes) > 2
+    assert nbytes == sorted(nbytes, reverse=True)
+
+
+def test_what_a_branch_must_keep_is_kept() -> None:
+    def named(w: Any, x: Any) -> Any:
+        return lax.cond(x.sum() > 0, lambda: checkpoint_name(jnp.tanh(x @ w), "h").sum(), lambda: x.sum())
+
+    closed = inline_calls(jax.make_jaxpr(jax.grad(named))(WS[0], X))
+    held = compat.open_jaxpr(constrain_program(closed, Constraints(save=("h",))))[0]
+    free = compat.open_jaxpr(closed)[0]
+    kept, made = (passed_bytes(rewrite(j, frontier(j, DEVICES["cpu"])[-1])) for j in (held, free))
+    assert kept >= X.nbytes > made
+
+
+def test_conds_of_as_many_branches_only_are_pairs() -> None:
+    def f(i: Any, x: Any) -> Any:
+        y = lax.switch(i, [jnp.sin, jnp.cos, jnp.tanh], x)
+        return lax.switch(i, [jnp.exp, lambda y: y @ y], y)
+
+    jaxpr = compat.open_jaxpr(jax.make_jaxpr(f)(1, jnp.ones((N, N))))[0]
+    # Both switches clamp their number; here the second takes the first one's, as equal clamps may become one.
+    first, second = (e for e in jaxpr.eqns if e.primitive.name == "cond")
+    same = second.replace(invars=[first.invars[0], *second.invars[1:]])
+    eqns = [same if e is second else e for e in jaxpr.eqns]
+    assert find_cond_pairs(compat.rebuild(jaxpr, eqns=eqns, outvars=jaxpr.outvars)) == []
+
+
+def test_what_an_iteration_carries_is_not_there_for_its_second_half() -> None:
+    # Of a wide state the field reads a narrow part, which is what is to be stacked: not the state.
+    def field(w: Any, y: Any) -> Any:
+        return jnp.tanh(jnp.tanh(y @ w) @ w.T)
+
+    def stages(w: Any, x: Any, n: Any) -> Any:
+        def stage(state: Any, i: Any) -> Any:
+            y = state.sum(0)
+            new = lax.cond(i < n, lambda y: field(w, y), jnp.zeros_like, y)
+            return state.at[i].set(new), None
+
+        return lax.scan(stage, jnp.zeros((7, *x.shape)).at[0].set(x), jnp.arange(1, 7))[0].sum()
+
+    jaxpr, _ = opened(jax.grad(stages), WS[0], X, 5)
+    assert sum(site.stacked_bytes for site in frontier(jaxpr, DEVICES["h200"])[-1]) <= 6 * X.nbytes + 1024
+
+
+@pytest.mark.parametrize("device", [None, "h200"])
+def test_layers_of_two_kinds_cost_no_more_than_by_hand(device: str | None) -> None:
+    width, rows = 256, 2048
+    ws = jax.ShapeDtypeStruct((4, width, width), jnp.float32)
+    kinds = jax.ShapeDtypeStruct((4,), jnp.bool_)
+    x = jax.ShapeDtypeStruct((rows, width), jnp.float32)
+
+    def net(decorate: Callable[..., Any]) -> Callable[..., Any]:
+        def layer(h: Any, w_and_kind: Any) -> Any:
+            w, kind = w_and_kind
+            wide = lax.cond(kind, lambda: jax.nn.gelu(h @ w) @ w, lambda: jnp.tanh(jnp.sin(h @ w)))
+            return h + jax.nn.gelu(wide @ w), None
+
+        def step(ws: Any, kinds: Any, x: Any) -> Any:
+            return jax.grad(lambda ws: (lax.scan(decorate(layer), x, (ws, kinds))[0] ** 2).mean())(ws)
+
+        return step
+
+    def compiled(step: Callable[..., Any]) -> Any:
+        return aot.lower_for(step, (ws, kinds, x), device=device).compile()
+
+    hand = compiled(net(jax.checkpoint))
+    budget = aot.memory(hand).total_bytes
+    planned = compiled(remat(net(lambda layer: layer), budget=budget))
+    assert aot.memory(planned).total_bytes <= budget
+    cost = DEVICES[device or "cpu"]
+    assert aot.run_ns(planned, cost) <= 1.01 * aot.run_ns(hand, cost)
