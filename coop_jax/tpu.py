@@ -24,7 +24,8 @@ _ENVIRONMENT = {
     "TPU_WORKER_ID": "0",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-_OUT_OF_MEMORY = re.compile(r"CompileTimeHbmOom.*?temporaries \((\d+(?:\.\d+)?)([KMG]?)\)", re.DOTALL)
+# Before JAX 0.12 without the name of the error, CompileTimeHbmOom.
+_OUT_OF_MEMORY = re.compile(r"Ran out of memory on HBM.*?temporaries \((\d+(?:\.\d+)?)([KMG]?)\)", re.DOTALL)
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SHAPE = re.compile(r"\d+(x\d+){1,2}")
 
