@@ -21,6 +21,7 @@ from coop_jax import aot, callback, mark, tpu
 from coop_jax.callback import check_total
 from coop_jax.errors import BudgetExceededError, InfeasibleBudgetError, UnsupportedError
 from passes.cost import DEVICES
+from passes.jaxpr import compat
 from tests.models import SMALL
 
 IN_HBM = {"xla_msa_enable": "DISABLED"}
@@ -68,7 +69,10 @@ def test_a_budget_is_kept(v5e: str, device: str, model: str, form: str) -> None:
     found = coop.report(compiled)
     assert found.compiled_total_bytes <= budget < plain.total_bytes
     assert found.compiled_total_bytes == aot.memory(compiled).total_bytes
-    assert found.planned_total_bytes == found.compiled_total_bytes
+    # A v6e's table of two pointers takes 32 B where 512 are expected. Before JAX 0.12 the heap ends with one;
+    # since then XLA gathers on sparse cores there, and the heap ends with their scratch memory.
+    spare = 480 if compat.OLD_RULES and device == "v6e" else 0
+    assert found.planned_total_bytes == found.compiled_total_bytes + spare
     assert found.changed
     assert found.device_name == device
 
