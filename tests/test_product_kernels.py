@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 
 from passes.cost import DEVICES
+from passes.jaxpr import compat
 from passes.jaxpr.inline import flat_body
 from passes.jaxpr.straight import lift_as_xla
 from tests.hlo_support import kernels_for
@@ -69,10 +70,14 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]] = {
     ),
 }  # fmt: skip
 
+# Before JAX 0.12 nothing is added in a product's kernel that another kernel makes.
+SINCE_0_12 = ("with another product", "with what another kernel makes", "residual")
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_as_many_kernels_as_xla_makes(h200: str, name: str) -> None:
     function, specs, kernels = CASES[name]
+    kernels += compat.OLD_RULES and name in SINCE_0_12
     found = lift_as_xla(flat_body(jax.make_jaxpr(function)(*specs)), DEVICES["h200"])
     assert len(found.program.ops) == kernels, [op.name for op in found.program.ops]
     made = kernels_for(h200, function, specs)

@@ -55,8 +55,8 @@ from jax.extend.core import ClosedJaxpr as ClosedJaxpr
 
 _REPORTING_FRAMES = 6
 
-# Before 0.12 XLA's total of a program counts the scalars of its reducers (a few bytes), and asynchronous
-# values live from their own instruction on, not from the one that starts them.
+# Before 0.12 XLA's total counts the scalars of reducers (a few bytes), asynchronous values live from their
+# own instruction on, not the one that starts them, and products and library kernels go on differently.
 OLD_RULES = jax.__version_info__ < (0, 12)
 
 # Primitives of functions with derivative rules, those of JAX's higher-level primitives included.

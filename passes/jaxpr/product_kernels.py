@@ -6,9 +6,9 @@ way out.
 An operand is computed there if each of its steps reads hardly more than it makes, or reads an argument or a
 number that is spread; a step that others read, too, is computed twice. What is joined is computed there
 unless the product sums over the joined dimension. The result goes on as long as it has one reader, and that
-reads nothing else that could be computed there: arguments, and what other kernels make. Not so a product that
-is split in parts, which another kernel adds. Source: `GemmFusion` of openxla/xla; that all elementwise steps
-may follow, beside anything in memory, was seen in what it compiles to.
+reads nothing else that could be computed there: arguments, and, from JAX 0.12 on, what other kernels make.
+Not so a product that is split in parts, which another kernel adds. Source: `GemmFusion` of openxla/xla; that
+all elementwise steps may follow, beside anything in memory, was seen in what it compiles to.
 """
 
 from __future__ import annotations
@@ -180,11 +180,11 @@ class ProductKernels:
         source = self._handed_on(v)
         return compat.is_variable(source) and source in self._given
 
-    def _handed_on(self, v: Atom) -> Atom:
+    def _handed_on(self, v: Atom, *, by_barriers: bool = True) -> Atom:
         """What barriers and reshapes hand on as `v`."""
         while compat.is_variable(v) and (i := self._graph.producer.get(v)) is not None:
             eqn = self._graph.eqns[i]
-            if self._graph.kinds[i] is Kind.BARRIER:
+            if by_barriers and self._graph.kinds[i] is Kind.BARRIER:
                 v = eqn.invars[eqn.outvars.index(v)]
             elif eqn.primitive.name in RESHAPES:
                 v = eqn.invars[0]
@@ -193,13 +193,16 @@ class ProductKernels:
         return v
 
     def _is_whole(self, v: Atom) -> bool:
-        """True for numbers, arguments and what other kernels make, spread or not."""
-        v = self._handed_on(self._source(v))
-        if not compat.is_variable(v) or array_of(v).size == 1 or v in self._given or v in self.ends:
+        """True for numbers, arguments and what other kernels make, spread or not; before JAX 0.12 for nothing
+        that a kernel or a barrier makes."""
+        v = self._handed_on(self._source(v), by_barriers=not compat.OLD_RULES)
+        if not compat.is_variable(v) or array_of(v).size == 1 or v in self._given:
             return True
         i = self._graph.producer.get(v)
-        if i is None:
+        if compat.OLD_RULES or i is None:
             return False
+        if v in self.ends:
+            return True
         name = self._graph.eqns[i].primitive.name
         return name in _APART or (self._graph.kinds[i] not in INSIDE and not name.startswith("cum"))
 
