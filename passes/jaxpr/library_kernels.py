@@ -31,7 +31,7 @@ _OF_ANY_SIZE = "broadcast_in_dim copy dot_general name reshape squeeze stop_grad
 _NAMES = frozenset(_COMPUTES.split())
 _NAMES_OF_ANY_SIZE = frozenset(_OF_ANY_SIZE.split())
 _LEAST_SIZE = 4096
-# Spread out by whoever reads it: the last step of no kernel.
+# Spread out by whoever reads it: the last step of no kernel, from JAX 0.12 on.
 SPREADS = "broadcast_in_dim"
 # The reader of a program's results.
 _END = -1
@@ -83,7 +83,7 @@ class LibraryKernels:
                 if below:
                     roots.append(i)
                 found.extend(self._below(i, seen) if below else self._above((i,), kernel, seen))
-        while self._eqns[roots[-1]].primitive.name == SPREADS:
+        while not compat.OLD_RULES and self._eqns[roots[-1]].primitive.name == SPREADS:
             kernel.remove(i := roots.pop())
             self.members.remove(i)
         return roots[-1], kernel
