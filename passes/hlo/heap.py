@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from passes.hlo import graph
 from passes.hlo.assign import Assigner
 from passes.hlo.graph import HOST
+from passes.hlo.inplace import is_elementwise
 from passes.hlo.liverange import Range
 from passes.offsets.tight import live_bound, pack_tight
 from passes.offsets.xla_heap import PACKERS, HeapLayout, Interval
+
+_Local = tuple[graph.Computation, graph.Instruction]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,11 +165,11 @@ def _concatenate(sizes: list[tuple[int, bool]], alignment: int) -> tuple[int, di
     return total, starts
 
 
-def _local_values(module: graph.Module, reachable: list[int]) -> list[graph.Instruction]:
+def _local_values(module: graph.Module, reachable: list[int]) -> list[_Local]:
     """What reducers and the like define: never temporaries, but they take part in the order."""
     known = set(reachable)
     return [
-        i
+        (c, i)
         for c in module.computations.values()
         if c.id not in known and not c.fused
         for i in c.by_id.values()
@@ -224,8 +227,7 @@ def predict_assigned(assigner: Assigner) -> HeapPrediction:
     row = _row(assigner)
     tables = sum(a.nbytes for a in assigner.allocations if a.is_temp)
     kinds = {"argument": 0, "donated": 0, "constant": 0, "output": 0}
-    counted = (i for i in row.local if assigner.old_rules or i.opcode == "constant")
-    kinds["constant"] += sum(i.shape.nbytes for i in counted)
+    kinds["constant"] += sum(i.shape.nbytes for c, i in row.local if _is_counted(assigner, c, i))
     for a in assigner.allocations:
         if a.space == HOST:
             continue
@@ -240,6 +242,14 @@ def predict_assigned(assigner: Assigner) -> HeapPrediction:
         alias_bytes=kinds["donated"], constant_bytes=kinds["constant"], total_bytes=fixed + row.nbytes,
         live_bytes=sum(row.peaks) + tables, host_bytes=_host_bytes(assigner),
     )  # fmt: skip
+
+
+def _is_counted(assigner: Assigner, computation: graph.Computation, instruction: graph.Instruction) -> bool:
+    """True if XLA's total counts what a reducer or the like defines; none in the memory of scalars."""
+    if instruction.opcode == "constant" or not assigner.old_rules:
+        return instruction.opcode == "constant"
+    is_inside = instruction.id != computation.root and is_elementwise(instruction)
+    return not (is_inside and assigner.backend.scalar_space)
 
 
 def _host_bytes(assigner: Assigner) -> int:
@@ -270,14 +280,14 @@ class _Row:
         tables: index of an allocation of the assigner -> where it starts.
         heaps: memory space, where its heap starts, and the heap.
         peaks: largest sum of bytes alive at once in each heap.
-        local: what reducers and the like define.
+        local: what reducers and the like define, and where.
     """
 
     nbytes: int
     tables: dict[int, int]
     heaps: list[tuple[int, int, HeapLayout]]
     peaks: list[int]
-    local: list[graph.Instruction]
+    local: list[_Local]
 
 
 def _row(assigner: Assigner) -> _Row:
@@ -287,7 +297,7 @@ def _row(assigner: Assigner) -> _Row:
     first = len(order)
     order += [(heap.size, True) for heap, _ in layouts]
     local = _local_values(assigner.module, assigner.flow.reachable)
-    order += [(i.shape.nbytes, False) for i in local]
+    order += [(i.shape.nbytes, False) for _, i in local]
     nbytes, starts = _concatenate(order, assigner.backend.alignment)
     heaps = [
         (space, starts[first + n], heap)
