@@ -217,6 +217,7 @@ def _gathers(x: Any, y: Any, at: Any, weight: Any) -> Any:
     return jnp.sum(first * second)
 
 
+@pytest.mark.skipif(compat.OLD_RULES, reason="before JAX 0.12 XLA gathers these on no sparse core")
 @pytest.mark.parametrize("chip", ["v6e", "v5p"])
 def test_two_gathers_of_sparse_cores_share_scratch_and_have_tables_of_their_own(
     v5e: str, monkeypatch: pytest.MonkeyPatch, chip: str
@@ -246,7 +247,13 @@ def _as_predicted(seed: int) -> bool:
     return bool(found.total_bytes == stats.total_allocation_bytes)
 
 
-@pytest.mark.parametrize("seed", [2032, 2055, 2063, 2073])
+IN_A_BRANCH = "JAX 0.11.2 writes a copy in a branch that XLA drops: 16 KiB too many (passes/hlo/copies.py)"
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [2032, 2055, 2063, pytest.param(2073, marks=pytest.mark.skipif(compat.OLD_RULES, reason=IN_A_BRANCH))],
+)
 def test_tables_and_heap_are_assigned_in_the_order_in_which_they_begin(v5e: str, seed: int) -> None:
     """Branches without results have tables of no bytes, for which 16 KiB were predicted, up to 64 in all."""
     assert _as_predicted(seed)
