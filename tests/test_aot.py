@@ -10,6 +10,7 @@ import pytest
 from coop_jax import aot
 from coop_jax.errors import UnsupportedError
 from passes.cost import DEVICES
+from passes.jaxpr import compat
 
 F32 = jnp.float32
 
@@ -72,7 +73,9 @@ def test_a_jitted_function_keeps_its_donation(h200: str) -> None:
     memory = aot.memory(aot.lower_for(jitted, (spec,), device=h200).compile())
     assert memory.alias_bytes == 256 * 256 * 4
     assert memory.fixed_bytes == 256 * 256 * 4
-    assert memory.total_bytes == memory.fixed_bytes + memory.temp_bytes
+    # Before JAX 0.12 XLA counts the scalars of the two reducers that add the parts of the products, too.
+    scalar_bytes = 2 * 3 * 4 if compat.OLD_RULES else 0
+    assert memory.total_bytes == memory.fixed_bytes + memory.temp_bytes + scalar_bytes
 
 
 def test_memory_is_what_xla_says() -> None:
