@@ -9,7 +9,10 @@ import hlo_support as h
 import numpy as np
 import pytest
 
-from passes.hlo.heap import HeapPrediction
+from passes.hlo import graph
+from passes.hlo.assign import Assigner
+from passes.hlo.graph import HOST
+from passes.hlo.heap import layout
 from passes.hlo.pages import Moments
 from passes.ir import BufferId, Page
 
@@ -21,17 +24,25 @@ def host_bytes(compiled: Any) -> int:
     return int(held + m.host_temp_size_in_bytes)
 
 
-def is_predicted(prediction: HeapPrediction, compiled: Any, platform: str) -> bool:
+def idle_bytes(found: h.Paged, platform: str) -> int:
+    """What of the host's heap is between its values where most of it is taken."""
+    _, live_bytes = layout(Assigner(graph.read(found.module), platform, old_rules=h.OLD_RULES), HOST)
+    return found.prediction.host_bytes - live_bytes
+
+
+def is_predicted(found: h.Paged, platform: str) -> bool:
     """True if both memories have the bytes that were predicted."""
-    total = h.totals(compiled)["total"]
-    return prediction.total_bytes == total and prediction.host_bytes == host_bytes(compiled)
+    prediction, counted = found.prediction, host_bytes(found.compiled)
+    if h.OLD_RULES and platform == "tpu":  # before JAX 0.12 XLA:TPU counts twice what is idle on the host
+        counted -= idle_bytes(found, platform)
+    return (prediction.total_bytes, prediction.host_bytes) == (h.totals(found.compiled)["total"], counted)
 
 
 @pytest.mark.parametrize("model", ["mlp", "lstm", "scan"])
 def test_pages_and_re_runs_on_a_gpu_take_the_predicted_bytes(h200: str, model: str) -> None:
     found = h.with_pages(h.example(model, "grad"), "cuda", seed=1, again=0.1)
     assert h.predicted(found.prediction) == h.totals(found.compiled)
-    assert is_predicted(found.prediction, found.compiled, "cuda")
+    assert is_predicted(found, "cuda")
     seen = h.replayed(found.compiled)
     assert not seen.problems
     assert len(found.pages) >= seen.from_host >= seen.to_host > 0
@@ -40,7 +51,7 @@ def test_pages_and_re_runs_on_a_gpu_take_the_predicted_bytes(h200: str, model: s
 @pytest.mark.parametrize("model", ["mlp", "gpt", "conv", "lstm", "scan", "cond"])
 def test_pages_and_re_runs_on_a_tpu_take_the_predicted_bytes(v5e: str, model: str) -> None:
     found = h.with_pages(h.example(model, "grad"), "tpu", seed=2, again=0.1)
-    assert is_predicted(found.prediction, found.compiled, "tpu")
+    assert is_predicted(found, "tpu")
     seen = h.replayed_module(found.module, "tpu")
     assert not seen.problems
     assert len(found.pages) >= seen.from_host >= seen.to_host > 0
