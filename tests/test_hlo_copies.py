@@ -23,9 +23,6 @@ from tests.nightly_pages import example_of
 
 # `again` copies a copy, `before` is read when its source is overwritten, `both` beside its source.
 COPIES = """HloModule jit_program, is_scheduled=true
-add { x = f32[] parameter(0)
-  y = f32[] parameter(1)
-  ROOT z = f32[] add(x, y) }
 ENTRY e {
   p = f32[8,128]{1,0:T(8,128)} parameter(0)
   row = f32[1,128]{1,0:T(1,128)} parameter(1)
