@@ -314,7 +314,7 @@ class Search:
             if least is None or is_proved or most_bytes <= refused_bytes:
                 break
             asked_bytes = min(least.sure_bytes, most_bytes)
-            if self.is_met(asked_bytes, refused):
+            if self.is_met(asked_bytes, refused, least.wish):
                 met_bytes, most_bytes = asked_bytes, int(asked_bytes * TRIES.asked_ratio)
                 continue
             refused_bytes = asked_bytes
@@ -331,12 +331,16 @@ class Search:
             return met_bytes if least is None else max(met_bytes, least.counted_bytes or 0)
         return None if least is None else least.sure_bytes
 
-    def is_met(self, budget_bytes: int, refused: StageOutcome) -> bool:
-        """Whether a request for a budget is met in a process that knows nothing."""
+    def is_met(self, budget_bytes: int, refused: StageOutcome, known: Wish) -> bool:
+        """Whether a request for a budget is met in a process that knows nothing; `known`: by what it is known
+        to be."""
         record = dataclasses.replace(self.record, jaxpr=None, budget_bytes=budget_bytes)
         request = dataclasses.replace(self, record=record, seen=set(), kept=[], looks=0, asked=0)
         request.steering = "trusted"  # what is named is counted
-        request.explore(refused)
+        if known in tries.own_kernels(record):
+            request._look(known, known=True)  # every request looks at it in the end
+        else:
+            request.explore(refused)
         self.looks += request.looks
         return bool(request.kept)
 

@@ -179,7 +179,10 @@ class _Deepening:
             made, candidate = self.depths.plan(level), self.depths.candidate(level, self._way)
             if best is None or self._rank(candidate) < self._rank(best):
                 best = candidate
-            if candidate.peak_bytes <= self._target_bytes or made.peak_bytes > made.budget_bytes:
+            if made.peak_bytes > made.budget_bytes:
+                # No plan goes that deep: this one is what there is from its own level on.
+                below = max(self._level_of(made.peak_bytes), 1 + above[0] if above else 0), candidate
+            elif candidate.peak_bytes <= self._target_bytes:
                 below = level, candidate
             elif candidate.cost_ns >= most_ns:
                 break
