@@ -331,13 +331,13 @@ class Search:
             return met_bytes if least is None else max(met_bytes, least.counted_bytes or 0)
         return None if least is None else least.sure_bytes
 
-    def is_met(self, budget_bytes: int, refused: StageOutcome, known: Wish) -> bool:
+    def is_met(self, budget_bytes: int, refused: StageOutcome, known: Wish | None = None) -> bool:
         """Whether a request for a budget is met in a process that knows nothing; `known`: by what it is known
         to be."""
         record = dataclasses.replace(self.record, jaxpr=None, budget_bytes=budget_bytes)
         request = dataclasses.replace(self, record=record, seen=set(), kept=[], looks=0, asked=0)
         request.steering = "trusted"  # what is named is counted
-        if known in tries.own_kernels(record):
+        if known is not None and known in tries.own_kernels(record):
             request._look(known, known=True)  # every request looks at it in the end
         else:
             request.explore(refused)
