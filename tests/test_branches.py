@@ -79,6 +79,19 @@ def in_conds(ws: Any, x: Any, kinds: Any) -> Any:
     return (lax.cond(kinds[2] > 0, inner, lambda x: x, x) ** 2).mean()
 
 
+def read_twice(ws: Any, x: Any, kinds: Any) -> Any:
+    """What one cond makes two others read, of which one passes it to nothing else."""
+    index = (x[0, 0] > 0).astype(int)
+    a, b = lax.switch(index, [lambda: (x, x), lambda: (x @ ws[0], x + 1)])
+    both = lax.switch(index, [lambda: jnp.sin(a) - b, lambda: a + jnp.tanh(b)])
+    return (both + lax.switch(index, [lambda: b, lambda: b * 2])).mean()
+
+
+def under_checkpoint(ws: Any, x: Any, kinds: Any) -> Any:
+    """A cond of which only the second half of a gradient reads something."""
+    return jax.checkpoint(in_conds)(ws, x, kinds)
+
+
 def opened(f: Callable[..., Any], *args: Any) -> tuple[compat.Jaxpr, list[Any]]:
     jaxpr, consts = compat.open_jaxpr(inline_calls(jax.make_jaxpr(f)(*args)))
     return with_open_pairs(compat.without_dead_code(jaxpr)), list(consts)
@@ -96,7 +109,7 @@ def passed_bytes(jaxpr: compat.Jaxpr) -> int:
 
 
 @pytest.mark.parametrize("device", ["cpu", "h200"])
-@pytest.mark.parametrize("f", [mixed, in_line, in_conds])
+@pytest.mark.parametrize("f", [mixed, in_line, in_conds, read_twice, under_checkpoint])
 def test_every_level_computes_the_same(f: Callable[..., Any], device: str) -> None:
     gradient = jax.value_and_grad(f, argnums=(0, 1))
     jaxpr, consts = opened(gradient, WS, X, KINDS)

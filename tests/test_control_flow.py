@@ -12,7 +12,6 @@ import pytest
 from jax import lax
 from jax.experimental import io_callback
 from jax.experimental import pallas as pl
-from jax.extend.core import check_jaxpr
 from jax.sharding import PartitionSpec
 
 from coop_jax import aot
@@ -20,9 +19,7 @@ from coop_jax.remat import remat
 from passes.cost import DEVICES
 from passes.jaxpr import compat
 from passes.jaxpr.bodies import fit_bodies
-from passes.jaxpr.conds import join_conds
 from passes.jaxpr.inline import inline_calls
-from passes.jaxpr.simplify import without_repeats
 
 KEY = jax.random.key(0)
 W = jax.random.normal(KEY, (32, 32)) / 6
@@ -144,11 +141,6 @@ def test_a_gradient_outside_passes_nothing_between_the_branches() -> None:
         np.testing.assert_allclose(limited(W, sign * X), plain(W, sign * X), rtol=0, atol=1e-6)
 
 
-def conds(jaxpr: Any) -> list[int]:
-    """How many results each `cond` has."""
-    return [len(eqn.outvars) for eqn in jaxpr.eqns if eqn.primitive.name == "cond"]
-
-
 def opened(f: Callable[..., Any]) -> Any:
     closed = inline_calls(jax.make_jaxpr(f)(W, X))
     return compat.without_dead_code(compat.open_jaxpr(closed)[0])
@@ -203,40 +195,3 @@ def test_scans_in_two_halves_of_conds_are_pairs() -> None:
     budget = aot.memory(hand).total_bytes
     limited = jax.jit(remat(jax.grad(lambda w, x: bounded_loop(w, x, field)), budget=budget))
     np.testing.assert_allclose(limited(W, X), plain(W, X), rtol=1e-5, atol=1e-3)
-
-
-def test_conds_are_joined_where_nothing_runs_twice() -> None:
-    def under_checkpoint(w: Any, x: Any) -> Any:
-        return jax.checkpoint(branching_loss)(w, x)
-
-    jaxpr = opened(jax.grad(under_checkpoint))
-    joined = join_conds(jaxpr)
-    check_jaxpr(joined)
-    assert len(conds(jaxpr)) == 2
-    assert len(conds(joined)) == 1
-    assert join_conds(joined) is joined
-    # The value comes of the first one: it would run twice.
-    outside = opened(jax.value_and_grad(branching_loss))
-    assert join_conds(outside) is outside
-
-
-def test_conds_stay_apart_where_the_first_serves_another_too() -> None:
-    def shared(w: Any, x: Any) -> Any:
-        index = (x[0, 0] > 0).astype(int)
-        a, b = lax.switch(index, [lambda: (x, x), lambda: (x @ w, x + 1)])
-        both = lax.switch(index, [lambda: a - b, lambda: a + b])
-        return both + lax.switch(index, [lambda: b, lambda: b * 2])
-
-    jaxpr = without_repeats(opened(shared))
-    assert len(conds(jaxpr)) == 3
-    assert join_conds(jaxpr) is jaxpr
-
-
-def test_conds_stay_apart_where_operands_are_more_than_what_is_passed_on() -> None:
-    def narrow(w: Any, x: Any) -> Any:
-        index = (x[0, 0] > 0).astype(int)
-        rows = lax.switch(index, [lambda: x.max(0), lambda: x.sum(0)])
-        return lax.switch(index, [lambda: rows, lambda: w @ rows])
-
-    jaxpr = without_repeats(opened(narrow))
-    assert join_conds(jaxpr) is jaxpr

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
-from passes.jaxpr.conds import runs_same_branch
 from passes.jaxpr.purity import has_effect
 from passes.jaxpr.rewrite import bodies_of, renewed
 from passes.jaxpr.scans.pairs import Around, Body, ScanPair, flat, most_passing, pair_of, seen_around
@@ -64,9 +63,15 @@ def _sources(jaxpr: Jaxpr, second: int, producer: dict[Var, int]) -> dict[int, i
     nbytes: dict[int, int] = {}
     for v in dict.fromkeys(compat.variables(eqn.invars[1:])):
         i = producer.get(v)
-        if i is not None and _may_be_written(jaxpr.eqns[i]) and runs_same_branch(jaxpr.eqns[i], eqn):
+        if i is not None and _may_be_written(jaxpr.eqns[i]) and _runs_same_branch(jaxpr.eqns[i], eqn):
             nbytes[i] = nbytes.get(i, 0) + compat.aval_nbytes(v.aval)
     return nbytes
+
+
+def _runs_same_branch(first: JaxprEqn, second: JaxprEqn) -> bool:
+    """True if both always run branches of the same number."""
+    same_index = compat.is_variable(first.invars[0]) and first.invars[0] is second.invars[0]
+    return same_index and len(bodies_of(first)) == len(bodies_of(second))
 
 
 def _pair(jaxpr: Jaxpr, first: int, second: int, around: Around, stacks: bool) -> CondPair:

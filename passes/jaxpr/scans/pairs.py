@@ -24,7 +24,6 @@ from typing import Protocol
 
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
-from passes.jaxpr.conds import join_conds
 from passes.jaxpr.flops import iterations_of
 from passes.jaxpr.inline import flat_body
 from passes.jaxpr.primitives import CONTROL_FLOW
@@ -245,9 +244,9 @@ def body_of(eqn: JaxprEqn) -> Body:
 def with_open_pairs(jaxpr: Jaxpr) -> Jaxpr:
     """An open jaxpr, calls inlined, where nothing stands between the scans of a pair.
 
-    Conds that hold one half each are one, views of stacks are inside, what comes from little is sunk.
+    Views of stacks are inside, what comes from little is sunk.
     """
-    return sink_into_scans(view_inside_scans(join_conds(jaxpr)))
+    return sink_into_scans(view_inside_scans(jaxpr))
 
 
 def flat(body: Jaxpr) -> Jaxpr:
