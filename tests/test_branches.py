@@ -97,6 +97,14 @@ def opened(f: Callable[..., Any], *args: Any) -> tuple[compat.Jaxpr, list[Any]]:
     return with_open_pairs(compat.without_dead_code(jaxpr)), list(consts)
 
 
+def with_one_index(jaxpr: compat.Jaxpr) -> compat.Jaxpr:
+    """Both switches clamp their number; here the second takes the first one's: equal clamps may become one."""
+    first, second = (e for e in jaxpr.eqns if e.primitive.name == "cond")
+    same = second.replace(invars=[first.invars[0], *second.invars[1:]])
+    eqns = [same if e is second else e for e in jaxpr.eqns]
+    return compat.rebuild(jaxpr, eqns=eqns, outvars=jaxpr.outvars)
+
+
 def passed_bytes(jaxpr: compat.Jaxpr) -> int:
     """What the conds of a program have as results, also of those in its scans."""
     total = 0
@@ -125,6 +133,20 @@ def test_every_level_computes_the_same(f: Callable[..., Any], device: str) -> No
     assert sum(site.stacked_bytes for site in levels[-1]) < sum(site.stacked_bytes for site in levels[0])
 
 
+def test_what_nobody_read_the_second_cond_may_read() -> None:
+    def f(x: Any) -> Any:
+        index = (x[0, 0] > 0).astype(int)
+        a, _, _ = lax.switch(index, [lambda: (x @ x.T,) * 3, lambda: (jnp.sin(x @ x.T),) * 3])
+        return lax.switch(index, [lambda: jnp.cos(a), lambda: a])
+
+    jaxpr = with_one_index(compat.open_jaxpr(inline_calls(jax.make_jaxpr(f)(X)))[0])
+    for level in frontier(jaxpr, DEVICES["h200"]):
+        new = rewrite(jaxpr, level)
+        check_jaxpr(new)
+        (found,) = compat.evaluate(compat.close_jaxpr(new, []), [X])
+        np.testing.assert_allclose(found, f(X), rtol=1e-5)
+
+
 def test_bytes_fall_as_their_price_rises() -> None:
     jaxpr, _ = opened(jax.grad(mixed), WS, X, KINDS)
     nbytes = [sum(site.stacked_bytes for site in level) for level in frontier(jaxpr, DEVICES["h200"])]
@@ -149,11 +171,7 @@ def test_conds_of_as_many_branches_only_are_pairs() -> None:
         return lax.switch(i, [jnp.exp, lambda y: y @ y], y)
 
     jaxpr = compat.open_jaxpr(jax.make_jaxpr(f)(1, jnp.ones((N, N))))[0]
-    # Both switches clamp their number; here the second takes the first one's, as equal clamps may become one.
-    first, second = (e for e in jaxpr.eqns if e.primitive.name == "cond")
-    same = second.replace(invars=[first.invars[0], *second.invars[1:]])
-    eqns = [same if e is second else e for e in jaxpr.eqns]
-    assert find_cond_pairs(compat.rebuild(jaxpr, eqns=eqns, outvars=jaxpr.outvars)) == []
+    assert find_cond_pairs(with_one_index(jaxpr)) == []
 
 
 def test_what_an_iteration_carries_is_not_there_for_its_second_half() -> None:

@@ -31,35 +31,31 @@ def places_for(branches: Sequence[Choice]) -> tuple[ShapedArray, ...]:
     return tuple(most.elements())
 
 
-def write_first(choice: InBranches, eqn: JaxprEqn) -> tuple[JaxprEqn, list[Var]]:
-    """The first cond, whose results are those that stay and what is in the places; and the latter.
+def write_first(choice: InBranches, eqn: JaxprEqn) -> JaxprEqn:
+    """The first cond, whose results are those that stay and what is in the places.
 
     Args:
         eqn: the first cond as it is.
     """
     only = choice.pair.branches[0].only
     bodies = [_first_branch(branch, choice.places) for branch in choice.branches]
-    results = compat.open_jaxpr(bodies[0])[0].outvars
-    made = [compat.fresh_var(v) for v in results[len(results) - len(choice.places) :]]
-    staying = (v for k, v in enumerate(eqn.outvars) if k not in only)
-    return compat.replaced(with_bodies(eqn, bodies), outvars=[*staying, *made]), made
+    results = iter(compat.open_jaxpr(bodies[0])[0].outvars)
+    staying = [(v, next(results)) for k, v in enumerate(eqn.outvars) if k not in only]
+    # What nobody read the second one may read now.
+    outvars = [compat.fresh_var(new) if isinstance(v, compat.DropVar) else v for v, new in staying]
+    return compat.replaced(with_bodies(eqn, bodies), outvars=[*outvars, *map(compat.fresh_var, results)])
 
 
-def write_second(choice: InBranches, first: JaxprEqn, made: Sequence[Var], eqn: JaxprEqn) -> JaxprEqn:
+def write_second(choice: InBranches, first: JaxprEqn, eqn: JaxprEqn) -> JaxprEqn:
     """The second cond; it reads the first one's operands, too, where it makes something again.
 
     Args:
-        first: the first cond as it is.
-        made: what is in the places.
+        first: the first cond as it was written.
         eqn: the second cond as it is.
     """
-    pair = choice.pair.branches[0]
-    staying = {k: v for k, v in enumerate(first.outvars) if k not in pair.only}
-    read = [k for k, v in staying.items() if not isinstance(v, compat.DropVar)]
-    own = _own_operands(pair)
-    bodies = [_second_branch(branch, choice.places, read, own) for branch in choice.branches]
-    known = [*first.invars[1:], *(staying[k] for k in read), *made]
-    operands = [*known, *(eqn.invars[k] for k in own)]
+    own = _own_operands(choice.pair.branches[0])
+    bodies = [_second_branch(branch, choice.places, own) for branch in choice.branches]
+    operands = [*first.invars[1:], *first.outvars, *(eqn.invars[k] for k in own)]
     unread = [i for i in range(len(operands)) if not any(is_needed(body, i) for body in bodies)]
     branches = tuple(without_inputs(body, unread, []) for body in bodies)
     invars = [eqn.invars[0], *(v for i, v in enumerate(operands) if i not in unread)]
@@ -87,39 +83,34 @@ def _first_branch(choice: Choice, places: Sequence[ShapedArray]) -> ClosedJaxpr:
     return _traced(run, [v.aval for v in operands[1:]])
 
 
-def _second_branch(
-    choice: Choice, places: Sequence[ShapedArray], read: Sequence[int], own: Sequence[int]
-) -> ClosedJaxpr:
-    """(The first cond's operands, its results `read`, what is in the places, operands `own`) -> results."""
-    pair, second = choice.pair, second_body(choice, choice.kept)
-    producer, consumer = pair.producer, pair.consumer
-    place = {k: v for v, k in _in_places(first_body(choice).added, places).items()}
+def _second_branch(choice: Choice, places: Sequence[ShapedArray], own: Sequence[int]) -> ClosedJaxpr:
+    """(The first cond's operands, its results as it is written, the second one's operands `own`) ->
+    results."""
+    pair, first, second = choice.pair, first_body(choice), second_body(choice, choice.kept)
+    operands, read = pair.producer.x_vars[1:], [pair.consumer.x_vars[k] for k in own]
+    place = {k: v for v, k in _in_places(first.added, places).items()}
     names: list[Atom | None] = [
-        *producer.x_vars[1:],
-        *(producer.y_vars[k] for k in read),
-        *(place.get(k) for k in range(len(places))),
-        *(consumer.x_vars[k] for k in own),
-    ]
-    avals = [
-        *(v.aval for v in producer.x_vars[1:]), *(producer.y_vars[k].aval for k in read), *places,
-        *(consumer.x_vars[k].aval for k in own),
+        *operands, *first.staying, *(place.get(k) for k in range(len(places))), *read
     ]  # fmt: skip
+    avals = [*(v.aval for v in (*operands, *first.staying)), *places, *(v.aval for v in read)]
 
     def run(*given: Any) -> list[Any]:
         at_hand: dict[Var, Any] = {}
         for v, x in zip(names, given, strict=True):
             if v is not None and compat.is_variable(v):
                 at_hand.setdefault(v, x)
-        operands = [*second.slices, *(consumer.x_vars[k] for k in second.others)]
-        return _evaluated(second.jaxpr, operands, at_hand)
+        others = [pair.consumer.x_vars[k] for k in second.others]
+        return _evaluated(second.jaxpr, [*second.slices, *others], at_hand)
 
     return _traced(run, avals)
 
 
 def _evaluated(jaxpr: Jaxpr, operands: Sequence[Var], at_hand: Mapping[Var, Any]) -> list[Any]:
     """Results of an open jaxpr, which does not read those of its operands that are not at hand."""
-    values = [at_hand[v] if v in at_hand else _nothing(array_of(v)) for v in operands]
-    return compat.evaluate(compat.close_jaxpr(jaxpr, []), values)
+    closed = compat.close_jaxpr(jaxpr, [])
+    missing = [i for i, v in enumerate(operands) if v not in at_hand]
+    assert not any(is_needed(closed, i) for i in missing), "what a branch reads is at hand"
+    return compat.evaluate(closed, [at_hand[v] if v in at_hand else _nothing(array_of(v)) for v in operands])
 
 
 def _in_places(kept: Sequence[Var], places: Sequence[ShapedArray]) -> dict[Var, int]:

@@ -62,7 +62,6 @@ def rewrite_groups(jaxpr: Jaxpr, choices: Sequence[Site]) -> tuple[list[list[Jax
     conds = [choice for choice in choices if isinstance(choice, InBranches)]
     first_conds = {choice.pair.first: choice for choice in conds}
     second_conds = {choice.pair.second: choice for choice in conds}
-    kept: dict[int, tuple[JaxprEqn, list[Var]]] = {}
     firsts = {choice.pair.first: choice for choice in pairs}
     seconds = {choice.pair.second: choice for choice in pairs}
     rename: dict[Var, Atom] = {}
@@ -83,12 +82,11 @@ def rewrite_groups(jaxpr: Jaxpr, choices: Sequence[Site]) -> tuple[list[list[Jax
             _rename_all(rename, eqn.outvars, results)
             groups.append(eqns)
         elif i in first_conds:
-            new, made = branch_bodies.write_first(first_conds[i], eqn)
-            kept[i] = eqn, made
-            groups.append([new])
+            groups.append([branch_bodies.write_first(first_conds[i], eqn)])
         elif i in second_conds:
             choice = second_conds[i]
-            groups.append([branch_bodies.write_second(choice, *kept[choice.pair.first], eqn)])
+            (first,) = groups[choice.pair.first]
+            groups.append([branch_bodies.write_second(choice, first, eqn)])
         elif i in insides:
             groups.append([_with_inside(insides[i], eqn)])
         else:
