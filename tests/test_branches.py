@@ -98,7 +98,7 @@ def opened(f: Callable[..., Any], *args: Any) -> tuple[compat.Jaxpr, list[Any]]:
 
 
 def with_one_index(jaxpr: compat.Jaxpr) -> compat.Jaxpr:
-    """Both switches clamp their number; here the second takes the first one's: equal clamps may become one."""
+    """Both switches clamp their number; the second takes the first one's here: equal clamps may be one."""
     first, second = (e for e in jaxpr.eqns if e.primitive.name == "cond")
     same = second.replace(invars=[first.invars[0], *second.invars[1:]])
     eqns = [same if e is second else e for e in jaxpr.eqns]
