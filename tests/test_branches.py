@@ -21,7 +21,7 @@ from passes.jaxpr.constraints import constrain_program
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.scans.branches import find_cond_pairs
 from passes.jaxpr.scans.emit import rewrite
-from passes.jaxpr.scans.frontier import frontier
+from passes.jaxpr.scans.frontier import frontier, segment_frontier
 from passes.jaxpr.scans.pairs import with_open_pairs
 from passes.jaxpr.values import Constraints
 
@@ -145,6 +145,23 @@ def test_what_nobody_read_the_second_cond_may_read() -> None:
         check_jaxpr(new)
         (found,) = compat.evaluate(compat.close_jaxpr(new, []), [X])
         np.testing.assert_allclose(found, f(X), rtol=1e-5)
+
+
+def test_scans_in_two_halves_of_conds_run_in_segments() -> None:
+    def long(w: Any, x: Any) -> Any:
+        def turns(x: Any) -> Any:
+            return lax.scan(lambda h, _: (elementwise(w, dense(w, h)), None), x, None, length=36)[0]
+
+        return jax.checkpoint(lambda x: lax.cond(x.sum() > 0, turns, jnp.tanh, x))(x).sum()
+
+    jaxpr, consts = opened(jax.grad(long), WS[0], X)
+    lowest = frontier(jaxpr, DEVICES["cpu"])[-1]
+    fewest = segment_frontier(lowest, DEVICES["cpu"])[-1]
+    assert fewest[0].stacked_bytes < 0.5 * lowest[0].stacked_bytes
+    new = rewrite(jaxpr, fewest)
+    check_jaxpr(new)
+    (found,) = compat.evaluate(compat.close_jaxpr(new, consts), [WS[0], X])
+    np.testing.assert_allclose(found, jax.grad(long)(WS[0], X), rtol=1e-4, atol=1e-5)
 
 
 def test_bytes_fall_as_their_price_rises() -> None:

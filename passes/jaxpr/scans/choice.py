@@ -161,8 +161,9 @@ class InBranches:
 
     @property
     def stacked_bytes(self) -> int:
-        """Bytes of all that is kept."""
-        return sum(map(aval_nbytes, self.places))
+        """Bytes of all that is kept, and of the stacks inside of the branch that has most."""
+        inside = (sum(c.stacked_bytes for c in branch.inner) for branch in self.branches)
+        return sum(map(aval_nbytes, self.places)) + max(inside)
 
     @property
     def in_segments(self) -> bool:

@@ -67,6 +67,11 @@ class FrontierConfig:
     step_ratio: float = 0.04
     segment_levels: int = 4
 
+    @property
+    def highest_price(self) -> float:
+        """The last one."""
+        return self.first_price * self.growth ** (self.prices - 1)
+
 
 CONFIG = FrontierConfig()
 
@@ -156,6 +161,13 @@ def _segmented(choice: Site, device: DeviceModel, least: str) -> list[Site]:
             for lower in segment_frontier(bodies[b], device, least):
                 bodies = (*bodies[:b], lower, *bodies[b + 1 :])
                 segmented.append(dataclasses.replace(choice, bodies=bodies))
+    elif isinstance(choice, InBranches):
+        branches = choice.branches
+        for b in sorted(range(len(branches)), key=lambda b: (-_bytes(branches[b].inner), b)):
+            nested = _Nested(choice.pair.branches[b], Weight(device=device, least=least))
+            for lower in segment_frontier(branches[b].inner, device, least):
+                branches = (*branches[:b], nested.least_kept(lower), *branches[b + 1 :])
+                segmented.append(_in_branches(choice.pair, branches))
     elif isinstance(choice, Choice):
         for count, iterations in segmentations(choice.pair.length):
             first = count * iterations
@@ -231,7 +243,11 @@ def _choose_branches(conds: CondPair, sites: Sequence[Place], choose_one: Choose
         choice = site(choose_one)
         assert isinstance(choice, Choice), "a branch is a pair"
         branches.append(choice)
-    return InBranches(pair=conds, branches=tuple(branches), places=places_for(branches))
+    return _in_branches(conds, tuple(branches))
+
+
+def _in_branches(conds: CondPair, branches: tuple[Choice, ...]) -> InBranches:
+    return InBranches(pair=conds, branches=branches, places=places_for(branches))
 
 
 def _choose_inside(enclosure: Enclosure, sites: Sequence[Sequence[Place]], choose_one: Choose) -> Inside:
@@ -254,10 +270,18 @@ class _Nested:
             self._made[signature] = inner, iteration_of(pair, self._weight)
         return self._made[signature]
 
+    def chosen(self, inner: Level, choose_one: Choose) -> Choice:
+        """The choice for the pair with these inside its bodies."""
+        inner, iteration = self.iteration(inner)
+        choice = choose_one(iteration)
+        assert isinstance(choice, Choice), "a pair is no loop"
+        return dataclasses.replace(choice, inner=inner)
+
+    def least_kept(self, inner: Level) -> Choice:
+        """The same at the highest price of a byte."""
+        return self.chosen(inner, partial(choose, of_byte=CONFIG.highest_price * self._weight.of_byte))
+
 
 def _choose_nested(nested: _Nested, sites: Sequence[Place], choose_one: Choose) -> Choice:
     """The choice for one pair after what is inside its bodies has been rewritten in the same way."""
-    inner, iteration = nested.iteration(tuple(site(choose_one) for site in sites))
-    choice = choose_one(iteration)
-    assert isinstance(choice, Choice), "a pair is no loop"
-    return dataclasses.replace(choice, inner=inner)
+    return nested.chosen(tuple(site(choose_one) for site in sites), choose_one)
