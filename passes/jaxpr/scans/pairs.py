@@ -188,10 +188,7 @@ def find_pairs(jaxpr: Jaxpr, dropped: Collection[Var] = ()) -> list[ScanPair]:
         for first, nbytes in _sources(jaxpr, second, producer).items()
     )
     around = seen_around(jaxpr, dropped)
-    bodies = (
-        (first, second, body_of(jaxpr.eqns[first]), body_of(jaxpr.eqns[second])) for first, second in places
-    )
-    return [pair_of(*of_pair, around) for of_pair in bodies]
+    return [pair_of(i, j, body_of(jaxpr.eqns[i]), body_of(jaxpr.eqns[j]), around) for i, j in places]
 
 
 def most_passing(possible: Iterable[tuple[int, int, int]]) -> list[tuple[int, int]]:
