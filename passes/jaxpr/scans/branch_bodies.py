@@ -38,7 +38,7 @@ def write_first(choice: InBranches, eqn: JaxprEqn) -> JaxprEqn:
         eqn: the first cond as it is.
     """
     only = choice.pair.branches[0].only
-    bodies = [_first_branch(branch, choice.places) for branch in choice.branches]
+    bodies = [first for first, _ in _written(choice)]
     results = iter(compat.open_jaxpr(bodies[0])[0].outvars)
     staying = [(v, next(results)) for k, v in enumerate(eqn.outvars) if k not in only]
     # What nobody read the second one may read now.
@@ -54,12 +54,25 @@ def write_second(choice: InBranches, first: JaxprEqn, eqn: JaxprEqn) -> JaxprEqn
         eqn: the second cond as it is.
     """
     own = _own_operands(choice.pair.branches[0])
-    bodies = [_second_branch(branch, choice.places, own) for branch in choice.branches]
+    bodies = [second for _, second in _written(choice)]
     operands = [*first.invars[1:], *first.outvars, *(eqn.invars[k] for k in own)]
     unread = [i for i in range(len(operands)) if not any(is_needed(body, i) for body in bodies)]
     branches = tuple(without_inputs(body, unread, []) for body in bodies)
     invars = [eqn.invars[0], *(v for i, v in enumerate(operands) if i not in unread)]
     return compat.replaced(eqn, invars=invars, params={**eqn.params, "branches": branches})
+
+
+def _written(choice: InBranches) -> list[tuple[ClosedJaxpr, ClosedJaxpr]]:
+    """The bodies of each branch."""
+    known, places = choice.pair.written, choice.places
+    own = _own_operands(choice.pair.branches[0])
+    written = []
+    for k, branch in enumerate(choice.branches):
+        key = k, branch.signature, places
+        if key not in known:
+            known[key] = _first_branch(branch, places), _second_branch(branch, places, own)
+        written.append(known[key])
+    return written
 
 
 def _own_operands(pair: ScanPair) -> list[int]:

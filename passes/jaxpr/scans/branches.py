@@ -10,11 +10,11 @@ branch is then what a scan of one iteration is, whose slices are the operands an
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass, field, replace
 
 from passes.jaxpr import compat
-from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
+from passes.jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.purity import has_effect
 from passes.jaxpr.rewrite import bodies_of, renewed
 from passes.jaxpr.scans.pairs import Around, Body, ScanPair, flat, most_passing, pair_of, seen_around
@@ -27,11 +27,13 @@ class CondPair:
     Attributes:
         first, second: their places among the program's equations.
         branches: for each branch its two bodies, of (index, *operands), as a pair of scans of one iteration.
+        written: bodies by what was chosen for them, so that they are the same objects on other levels.
     """
 
     first: int
     second: int
     branches: tuple[ScanPair, ...]
+    written: dict[Hashable, tuple[ClosedJaxpr, ClosedJaxpr]] = field(default_factory=dict, compare=False)
 
 
 def find_cond_pairs(jaxpr: Jaxpr, dropped: Collection[Var] = (), *, stacks: bool = False) -> list[CondPair]:
