@@ -171,6 +171,31 @@ def test_bytes_fall_as_their_price_rises() -> None:
     assert nbytes == sorted(nbytes, reverse=True)
 
 
+def test_what_acts_in_a_branch_acts_once() -> None:
+    seen: list[float] = []
+
+    def acting(ws: Any, x: Any) -> Any:
+        for w in ws:
+
+            def branch(x: Any, w: Any = w) -> Any:
+                jax.debug.callback(lambda total: seen.append(float(total)), x.sum())
+                return dense(w, jnp.sin(x))
+
+            x = lax.cond(x[0, 0] < 9, branch, lambda x: x, x)
+        return (x**2).mean()
+
+    gradient = jax.grad(acting)
+    expected, happened = gradient(WS, X), len(seen)
+    jaxpr, consts = opened(gradient, WS, X)
+    for level in frontier(jaxpr, DEVICES["cpu"]):
+        seen.clear()
+        (found,) = compat.evaluate(compat.close_jaxpr(rewrite(jaxpr, level), consts), [WS, X])
+        jax.effects_barrier()
+        assert len(seen) == happened == L
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert passed_bytes(rewrite(jaxpr, level)) < 0.5 * passed_bytes(jaxpr)
+
+
 def test_what_a_branch_must_keep_is_kept() -> None:
     def named(w: Any, x: Any) -> Any:
         return lax.cond(x.sum() > 0, lambda: checkpoint_name(jnp.tanh(x @ w), "h").sum(), lambda: x.sum())

@@ -47,16 +47,16 @@ def find_cond_pairs(jaxpr: Jaxpr, dropped: Collection[Var] = (), *, stacks: bool
     places = most_passing(
         (nbytes, first, second)
         for second, eqn in enumerate(jaxpr.eqns)
-        if _may_be_written(eqn)
+        if _is_plain_cond(eqn) and not has_effect(eqn)
         for first, nbytes in _sources(jaxpr, second, producer).items()
     )
     around = seen_around(jaxpr, dropped)
     return [_pair(jaxpr, first, second, around, stacks) for first, second in places]
 
 
-def _may_be_written(eqn: JaxprEqn) -> bool:
-    is_pure_cond = eqn.primitive.name == "cond" and not has_effect(eqn)
-    return is_pure_cond and not any(compat.is_ref(v.aval) for v in eqn.invars)
+def _is_plain_cond(eqn: JaxprEqn) -> bool:
+    """True for a cond that may be written anew: it reads no references."""
+    return eqn.primitive.name == "cond" and not any(compat.is_ref(v.aval) for v in eqn.invars)
 
 
 def _sources(jaxpr: Jaxpr, second: int, producer: dict[Var, int]) -> dict[int, int]:
@@ -65,7 +65,7 @@ def _sources(jaxpr: Jaxpr, second: int, producer: dict[Var, int]) -> dict[int, i
     nbytes: dict[int, int] = {}
     for v in dict.fromkeys(compat.variables(eqn.invars[1:])):
         i = producer.get(v)
-        if i is not None and _may_be_written(jaxpr.eqns[i]) and _runs_same_branch(jaxpr.eqns[i], eqn):
+        if i is not None and _is_plain_cond(jaxpr.eqns[i]) and _runs_same_branch(jaxpr.eqns[i], eqn):
             nbytes[i] = nbytes.get(i, 0) + compat.aval_nbytes(v.aval)
     return nbytes
 
