@@ -26,7 +26,7 @@ from passes.jaxpr import compat
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.flops import iterations_of
 from passes.jaxpr.inline import flat_body
-from passes.jaxpr.primitives import CONTROL_FLOW
+from passes.jaxpr.primitives import CONTROL_FLOW, RESHAPES
 from passes.jaxpr.rewrite import bodies_of, readers_of, renewed
 from passes.jaxpr.scans.sink import sink_into_scans
 from passes.jaxpr.scans.views import view_inside_scans
@@ -81,6 +81,7 @@ class ScanPair:
             its stacks.
         only: indices of `producer`'s stacks that `consumer` reads and nothing else.
         at_hand: for every sliced operand of `producer` whether its stack is there for `consumer` at no price.
+        of_inputs: for every one whether it is an input of the program in another shape, and so alive anyway.
         stacks: False for a branch of conds in no loop, of which what passes is in no stack.
     """
 
@@ -90,6 +91,7 @@ class ScanPair:
     consumer: Body
     only: frozenset[int]
     at_hand: tuple[bool, ...]
+    of_inputs: tuple[bool, ...]
     stacks: bool = True
 
     @property
@@ -101,8 +103,8 @@ class ScanPair:
     def dropped(self) -> frozenset[Var]:
         """Inputs of the first body that the second has only if they are kept for it."""
         carry = self.producer.jaxpr.invars[self.producer.n_consts :][: self.producer.n_carry]
-        slices = zip(self.producer.x_vars, self.at_hand, strict=True)
-        return frozenset([*carry, *(v for v, there in slices if not there)])
+        slices = zip(self.producer.x_vars, self.at_hand, self.of_inputs, strict=True)
+        return frozenset([*carry, *(v for v, there, of_input in slices if not there and not of_input)])
 
 
 class Paired(Protocol):
@@ -154,11 +156,13 @@ class Around:
         readers: for every variable the places of the equations that read it.
         results: what the program returns.
         there: its inputs, but for those that are dropped before the second scan.
+        of_inputs: these in another shape.
     """
 
     readers: dict[Var, list[int]]
     results: set[Var]
     there: set[Var]
+    of_inputs: set[Var]
 
 
 def seen_around(jaxpr: Jaxpr, dropped: Collection[Var]) -> Around:
@@ -167,10 +171,18 @@ def seen_around(jaxpr: Jaxpr, dropped: Collection[Var]) -> Around:
     Args:
         dropped: inputs that are there for its first half only.
     """
+    there = {*jaxpr.constvars, *jaxpr.invars}.difference(dropped)
+    of_inputs: set[Var] = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in RESHAPES and not (there | of_inputs).isdisjoint(
+            compat.variables(eqn.invars)
+        ):
+            of_inputs.update(eqn.outvars)
     return Around(
         readers=readers_of(jaxpr.eqns),
         results={*compat.variables(jaxpr.outvars)},
-        there={*jaxpr.constvars, *jaxpr.invars}.difference(dropped),
+        there=there,
+        of_inputs=of_inputs,
     )
 
 
@@ -283,4 +295,5 @@ def pair_of(first: int, second: int, producer: Body, consumer: Body, around: Aro
         consumer=replace(consumer, jaxpr=renewed(consumer.jaxpr, known)),
         only=only,
         at_hand=at_hand,
+        of_inputs=tuple(compat.is_variable(v) and v in around.of_inputs for v in producer.xs),
     )
