@@ -57,9 +57,9 @@ def write_second(choice: InBranches, first: JaxprEqn, eqn: JaxprEqn) -> JaxprEqn
     bodies = [second for _, second in _written(choice)]
     operands = [*first.invars[1:], *first.outvars, *(eqn.invars[k] for k in own)]
     unread = [i for i in range(len(operands)) if not any(is_needed(body, i) for body in bodies)]
-    branches = tuple(without_inputs(body, unread, []) for body in bodies)
+    branches = [without_inputs(body, unread, []) for body in bodies]
     invars = [eqn.invars[0], *(v for i, v in enumerate(operands) if i not in unread)]
-    return compat.replaced(eqn, invars=invars, params={**eqn.params, "branches": branches})
+    return compat.replaced(with_bodies(eqn, branches), invars=invars)
 
 
 def _written(choice: InBranches) -> list[tuple[ClosedJaxpr, ClosedJaxpr]]:

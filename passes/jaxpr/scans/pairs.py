@@ -174,9 +174,8 @@ def seen_around(jaxpr: Jaxpr, dropped: Collection[Var]) -> Around:
     there = {*jaxpr.constvars, *jaxpr.invars}.difference(dropped)
     of_inputs: set[Var] = set()
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in RESHAPES and not (there | of_inputs).isdisjoint(
-            compat.variables(eqn.invars)
-        ):
+        read = compat.variables(eqn.invars) if eqn.primitive.name in RESHAPES else ()
+        if any(v in there or v in of_inputs for v in read):
             of_inputs.update(eqn.outvars)
     return Around(
         readers=readers_of(jaxpr.eqns),
