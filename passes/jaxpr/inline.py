@@ -23,6 +23,7 @@ from jax import Array
 from passes.jaxpr import compat
 from passes.jaxpr.avals import form_of
 from passes.jaxpr.compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from passes.jaxpr.interned import interned
 from passes.jaxpr.primitives import CALLS, CONTROL_FLOW
 from passes.jaxpr.rewrite import bodies_of, consts_as_literals, with_bodies, with_equations
 
@@ -89,8 +90,9 @@ def inline_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 @compat.cached_by_jaxpr
 def flat_body(closed: ClosedJaxpr) -> Jaxpr:
-    """A closed body as an open jaxpr, calls inlined, constants written in; the same object every time."""
-    return consts_as_literals(inline_calls(closed))
+    """A closed body as an open jaxpr, calls inlined, constants written in; the same object every time,
+    and for all that are alike."""
+    return interned(consts_as_literals(inline_calls(closed)))
 
 
 def with_flat_bodies(eqn: JaxprEqn, change: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:

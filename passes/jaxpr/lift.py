@@ -33,6 +33,7 @@ from passes.jaxpr.in_place import (
     written_over,
 )
 from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.interned import interned
 from passes.jaxpr.joined import joined
 from passes.jaxpr.kernel_costs import KernelCosts
 from passes.jaxpr.lifted import LiftedJaxpr
@@ -366,7 +367,7 @@ NO_WORK = InnerWork(peak_bytes=0, branch_bytes=0, cost_ns=0, energy_pj=0)
 
 def _works(eqn: JaxprEqn, device: DeviceModel) -> list[InnerWork]:
     """What the bodies of one equation of control flow need."""
-    return [inner_work(body, device, carried_by(eqn)) for body in compat.inner_jaxprs(eqn)]
+    return [inner_work(interned(body), device, carried_by(eqn)) for body in compat.inner_jaxprs(eqn)]
 
 
 def carried_by(eqn: JaxprEqn) -> tuple[int, int] | None:
