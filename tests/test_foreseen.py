@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -70,6 +71,28 @@ def test_what_fits_in_the_storage_of_results_is_there_until_these_are_made():
     assert saved((64, 5)) == 40 * KIB, "one at a time"
     assert saved((64, 5), (32, 5)) == 64 * KIB
     assert saved((64, 5), (4, 5)) == 40 * KIB, "what is larger goes nowhere"
+
+
+def test_what_is_written_over_in_the_storage_of_a_result_is_there_once():
+    made = program([(), (0,), (), (1, 2)], [40, 40, 100, 0], [3])
+    ops = list(made.ops)
+    ops[1] = replace(ops[1], may_share=((BufferId(1), BufferId(0)),))
+    made = replace(made, ops=tuple(ops))
+    timeline = simulate(made)
+    assert timeline.peak_bytes == 140 * KIB
+    assert in_results_bytes(made, timeline, [Room(nbytes=64 * KIB, until=4)]) == 40 * KIB
+
+
+def test_a_branch_has_its_peak_before_its_results_are_there():
+    made = program([(), (0,)], [40, 0], [1])
+
+    def saved(name: str) -> int:
+        one, other = made.ops
+        cond = replace(made, ops=(replace(one, name=name, workspace_bytes=100 * KIB), other))
+        return in_results_bytes(cond, simulate(cond), [Room(nbytes=64 * KIB, until=2)])
+
+    assert saved("cond") == 0
+    assert saved("scan") == 40 * KIB
 
 
 def test_a_program_without_temporaries_has_none():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from passes.ir import BufferId
+from passes.ir import BufferId, Program
 from passes.jaxpr import compat
 from passes.jaxpr.avals import form_of
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
@@ -108,12 +108,14 @@ def result_storage(
     return storage
 
 
-def rooms(lifted: LiftedJaxpr, fresh: Iterable[int]) -> tuple[Room, ...]:
+def rooms(lifted: LiftedJaxpr, fresh: Iterable[int], run: Program | None = None) -> tuple[Room, ...]:
     """The storage of some results, that no argument gives, as room for what lives before they are made.
 
     Args:
         fresh: their positions.
+        run: the program with its ops in the order in which they run, if that is another one.
     """
+    program = lifted.program if run is None else run
     if not fresh:
         return ()
     jaxpr, readers = lifted.jaxpr, dict[Var, list[int]]()
@@ -128,7 +130,7 @@ def rooms(lifted: LiftedJaxpr, fresh: Iterable[int]) -> tuple[Room, ...]:
             for w in result_storage((v,), jaxpr, producer, readers)
             if w in lifted.buffer_of
         }
-        made = [op for b in buffers if (op := lifted.program.producer[b]) is not None]
+        made = [op for b in buffers if (op := program.producer[b]) is not None]
         if made and len(made) == len(buffers):
             found.append(Room(nbytes=compat.aval_nbytes(v.aval), until=min(made)))
     return tuple(found)

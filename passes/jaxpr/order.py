@@ -23,10 +23,12 @@ from passes.cost import DeviceModel
 from passes.ir import Buffer, BufferId, Op, OpId, Program
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Jaxpr
+from passes.jaxpr.in_place import rooms
 from passes.jaxpr.lift import beside_results, branch_bytes, carried_by, lift_body
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.moved import waited
 from passes.jaxpr.primitives import CONTROL_FLOW
+from passes.offsets.foreseen import in_results_bytes
 from passes.simulate import simulate
 
 
@@ -60,10 +62,11 @@ def _copy(buffer: BufferId) -> Op:
     return Op(id=OpId(0), inputs=(), outputs=(buffer,), cost_ns=0, recomputable=False)
 
 
-def run_bytes(lifted: LiftedJaxpr, device: DeviceModel) -> int:
-    """What XLA:CPU needs for temporaries in its own order."""
+def run_bytes(lifted: LiftedJaxpr, device: DeviceModel, fresh: frozenset[int] = frozenset()) -> int:
+    """What XLA:CPU needs for temporaries in its own order; `fresh` as in `JaxprRequest`."""
     run = as_run(lifted, device)
-    return simulate(run).peak_bytes
+    timeline = simulate(run)
+    return timeline.peak_bytes - in_results_bytes(run, timeline, rooms(lifted, fresh, run))
 
 
 def _with_bodies_as_run(lifted: LiftedJaxpr, op: Op, device: DeviceModel) -> Op:

@@ -248,14 +248,15 @@ def _before_bytes(as_is: LiftedJaxpr, request: JaxprRequest) -> int:
     the program's order, where that needs less."""
     if not BACKENDS[request.device.platform].runs_branches_together:
         return as_it_is(as_is, request.fresh).peak_bytes
-    return run_bytes(as_is, request.device)
+    return run_bytes(as_is, request.device, request.fresh)
 
 
 def _unordered_bytes(candidate: Candidate, request: JaxprRequest, scale: float) -> int | None:
     """What XLA needs for a candidate in its own order; None where the enforcing stage will not leave that."""
     if not BACKENDS[request.device.platform].runs_branches_together or not candidate.changed:
         return None
-    nbytes = run_bytes(candidate.foreseen or lift_seen(candidate.emitted, request.device), request.device)
+    seen = candidate.foreseen or lift_seen(candidate.emitted, request.device)
+    nbytes = run_bytes(seen, request.device, request.fresh)
     is_left = nbytes <= scale * request.temp_budget_bytes and not request.mapping_ns(nbytes)
     return nbytes if is_left else None
 

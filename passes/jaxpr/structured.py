@@ -238,13 +238,12 @@ class _Search:
         program, lifted = level.program, level.lifted
         if way == BODIES:
             program, lifted = self._with_bodies(program, lifted, 1)
-        ratio = self._ratio(
-            Recipe(scans=Scans.LEVELS, on_host=True), as_it_is(lifted).peak_bytes, 1 / self.scale
-        )
+        here = as_it_is(lifted, request.fresh)
+        ratio = self._ratio(Recipe(scans=Scans.LEVELS, on_host=True), here.peak_bytes, 1 / self.scale)
         limit_bytes = request.temp_budget_bytes
 
         def excess_of(written: Jaxpr) -> int:
-            peak_bytes = as_it_is(lift(written, request.device, as_xla=True)).peak_bytes
+            peak_bytes = as_it_is(lift(written, request.device, as_xla=True), request.fresh).peak_bytes
             return round(peak_bytes * ratio) - limit_bytes
 
         sent = sent_to_host(program, request.device, request.host_bytes, excess_of)
@@ -259,7 +258,7 @@ class _Search:
                 energy_pj=made.energy_pj + sent.energy_pj,
             )  # fmt: skip
 
-        alone = self._expect(named(as_it_is(lifted)), ratio)
+        alone = self._expect(named(as_it_is(lifted, request.fresh)), ratio)
         if way == ALONE or not alone.over:
             return alone
         searched = named(search(lifted, request, 1 / ratio))
@@ -281,7 +280,7 @@ class _Search:
             rewritten, bodies = program is not self.original, program is not level.program
             return replace(made, scans=level.level, rewritten=rewritten, bodies=bodies)
 
-        alone = named(as_it_is(as_is))
+        alone = named(as_it_is(as_is, request.fresh))
         ratio = self._ratio(alone.recipe, alone.peak_bytes, 1 / self.scale)
         expected = self._expect(alone, 1 / self.scale / CONFIG.unknown_ratio if lowest else ratio)
         if way == ALONE or not expected.over:
@@ -306,16 +305,16 @@ class _Search:
 
     def _with_bodies(self, program: Jaxpr, as_is: LiftedJaxpr, aims: int) -> tuple[Jaxpr, LiftedJaxpr]:
         """A program with its bodies planned, and lifted; a second aim is lower by what the first missed."""
-        device = self.request.device
+        device, fresh = self.request.device, self.request.fresh
         target_bytes = max(int(self.request.temp_budget_bytes * self.scale), 1)
-        peak_bytes = as_it_is(as_is).peak_bytes
+        peak_bytes = as_it_is(as_is, fresh).peak_bytes
         aim_bytes = target_bytes if target_bytes < peak_bytes else int(CONFIG.bodies_ratio * peak_bytes)
         for _ in range(aims):
             planned = fit_bodies(
                 program, device, aim_bytes, lambda body, nbytes: self.plan_body(body, nbytes, self.request)
             )
             lifted = as_is if planned is program else lift_as_xla(planned, device)
-            excess_bytes = as_it_is(lifted).peak_bytes - target_bytes
+            excess_bytes = as_it_is(lifted, fresh).peak_bytes - target_bytes
             if excess_bytes <= 0:
                 break
             aim_bytes = max(aim_bytes - 2 * excess_bytes, 1)

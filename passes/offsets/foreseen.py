@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from passes.backend import Backend
 from passes.ir import Program
 from passes.liveness import LiveRanges
@@ -80,8 +82,13 @@ def in_results_bytes(program: Program, timeline: Timeline, rooms: Sequence[Room]
             is_free = all(end < first or last < start for first, last in others)
             if nbytes <= room.nbytes and end < room.until and is_free:
                 others.append((start, end))
+                given_bytes = np.zeros_like(live_bytes)
                 for interval in group:
-                    live_bytes[interval.start : interval.end + 1] -= interval.nbytes
+                    # A branch has its peak before its results are there.
+                    first = interval.start + (program.ops[interval.start].name == "cond")
+                    there = given_bytes[first : interval.end + 1]
+                    np.maximum(there, interval.nbytes, out=there)
+                live_bytes -= given_bytes
                 break
     return max(0, timeline.peak_bytes - int(live_bytes.max(initial=0)))
 
