@@ -210,6 +210,33 @@ def test_a_body_holds_slices_of_stacks_until_they_are_read():
     assert run_bytes(seen(gradient, *specs), CPU) == pytest.approx(temp_bytes, rel=0.05)
 
 
+def dropped(key: Any, x: Any, w: Any) -> Any:
+    """Random bits are there from the start, and read at the end, by several kernels."""
+    kept = jax.random.bernoulli(key, 0.9, x.shape)
+    h = jnp.sin(jnp.sin(x @ w) @ w)
+    read = [jnp.where(kept, f(h), h) @ w for f in (jnp.cos, jnp.square, jnp.negative, jnp.abs)]
+    return list(map(jnp.sum, read))
+
+
+def divided(x: Any, w: Any) -> Any:
+    """What is divided by a constant is multiplied in each of its readers."""
+    h = (x @ w) / 3.0
+    return (h + 1.0) @ w, (h * x) @ w
+
+
+def test_random_bits_are_two_words_until_they_are_read():
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    spec = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    temp_bytes = aot.memory(jax.jit(dropped).lower(key, spec, spec).compile()).temp_bytes
+    assert run_bytes(seen(dropped, key, spec, spec), CPU) == pytest.approx(temp_bytes, rel=0.05)
+
+
+def test_a_quotient_by_a_constant_is_not_stored():
+    spec = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    assert " divide(" not in jax.jit(divided).lower(spec, spec).compile().as_text()
+    assert "div" not in [op.name for op in seen(divided, spec, spec).program.ops]
+
+
 def from_their_maximum(x: Any) -> Any:
     """What library kernels read of a row's maximum, and what loops read."""
     most = jnp.broadcast_to(x.max(-1, keepdims=True), x.shape)

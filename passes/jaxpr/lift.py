@@ -41,7 +41,7 @@ from passes.jaxpr.merged_dots import with_merged_dots
 from passes.jaxpr.moved import moved
 from passes.jaxpr.primitives import CONTROL_FLOW, Kind
 from passes.jaxpr.purity import has_effect
-from passes.jaxpr.rolled_bits import state_bytes
+from passes.jaxpr.rolled_bits import state_bytes, word_bytes
 from passes.jaxpr.simplify import (
     with_converted_operands,
     with_wide_operands,
@@ -243,7 +243,18 @@ class _Lift:
         """Bytes of a value, of its parts where their readers sum them; a plan may have them summed before."""
         if self.as_xla and v in self.in_parts:
             return split_bytes(self.jaxpr.eqns[self.storage.producer[v]], self.device)
-        return stored_bytes(v, self.device, self.rounded)
+        nbytes = stored_bytes(v, self.device, self.rounded)
+        maker = self.storage.producer.get(v)
+        return (
+            nbytes
+            if maker is None or self._is_joined(v)
+            else nbytes + word_bytes(self.jaxpr.eqns[maker], self.device)
+        )
+
+    def _is_joined(self, v: Var) -> bool:
+        """True for random bits that something reads that computes no operands inside."""
+        readers = self.storage.readers.get(v, ())
+        return v in self.kept or any(self.kinds[i] is not Kind.FUSIBLE for i in readers)
 
     def _is_root(self, i: int) -> bool:
         eqn = self.jaxpr.eqns[i]
@@ -330,7 +341,8 @@ class _Lift:
         if eqn.primitive.name in CONTROL_FLOW:
             return max((work.peak_bytes for work in _works(eqn, self.device)), default=0)
         summed = not (self.as_xla and any(v in self.in_parts for v in eqn.outvars))
-        return summed * split_bytes(eqn, self.device) + state_bytes(eqn, self.device)
+        joined = any(self._is_joined(v) for v in eqn.outvars)
+        return summed * split_bytes(eqn, self.device) + state_bytes(eqn, self.device, joined=joined)
 
     def _inner_cost(self, eqn: JaxprEqn) -> tuple[int, int]:
         """Time and energy of control flow: of its dearest body, as often as it is known to run."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 
+from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of, dtype_name
 from passes.jaxpr.compat import JaxprEqn
 
@@ -157,4 +158,7 @@ def is_dear_to_xla_cpu(eqn: JaxprEqn) -> bool:
         return name in _ROUNDED_BY_XLA_CPU
     if name in ("cos", "sin", "tan", "abs", "sign"):
         return bool(array_of(result).dtype.kind == "c")
+    if name == "div" and not compat.is_variable(eqn.invars[1]):
+        # By a constant it multiplies with the inverse.
+        return bool(array_of(result).dtype.kind in "iu")
     return name in _DEAR_TO_XLA_CPU

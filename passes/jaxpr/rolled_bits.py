@@ -1,6 +1,7 @@
 """What random bits take where JAX makes them in a loop: on CPUs it rolls the rounds of Threefry.
 
 The loop carries two words for every random one, copies both in each round and reads both for each new one.
+What reads the bits joins the two words, each reader for itself, so that both are kept till then.
 """
 
 from __future__ import annotations
@@ -10,15 +11,24 @@ from passes.cost import DeviceModel
 from passes.jaxpr import compat
 from passes.jaxpr.compat import JaxprEqn
 
-# Words for each random one: carried and copied; moved in a round by two copies and two sums; written first
-# and joined last.
-_ALIVE = 4
+# Words for each random one: carried and copied; kept where readers join them; moved in a round by two copies
+# and two sums; written first and joined last.
+_ALIVE, _KEPT = 4, 2
 _ROUNDS, _MOVED, _ONCE = 5, 10, 5
 
 
-def state_bytes(eqn: JaxprEqn, device: DeviceModel) -> int:
-    """Bytes that making random bits takes besides their own; 0 for everything else."""
-    return (_ALIVE - 1) * _rolled_bytes(eqn, device)
+def state_bytes(eqn: JaxprEqn, device: DeviceModel, *, joined: bool) -> int:
+    """Bytes that making random bits takes besides what is kept of them; 0 for everything else.
+
+    Args:
+        joined: whether their two words are joined by a kernel of its own, not by their readers.
+    """
+    return (_ALIVE - (1 if joined else _KEPT)) * _rolled_bytes(eqn, device)
+
+
+def word_bytes(eqn: JaxprEqn, device: DeviceModel) -> int:
+    """Bytes of the second word where the readers of random bits join them; 0 for everything else."""
+    return (_KEPT - 1) * _rolled_bytes(eqn, device)
 
 
 def moved_bytes(eqn: JaxprEqn, device: DeviceModel) -> int:
