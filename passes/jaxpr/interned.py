@@ -62,6 +62,8 @@ def _value(value: Any) -> Hashable:
         return _said(value)
     if isinstance(value, tuple | list):
         return type(value), tuple(map(_value, value))
+    if isinstance(value, float | complex | np.inexact):
+        return type(value), repr(value)  # zeros of both signs are equal
     try:
         hash(value)
     except TypeError:

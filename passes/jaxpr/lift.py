@@ -41,7 +41,7 @@ from passes.jaxpr.merged_dots import with_merged_dots
 from passes.jaxpr.moved import moved
 from passes.jaxpr.primitives import CONTROL_FLOW, Kind
 from passes.jaxpr.purity import has_effect
-from passes.jaxpr.rolled_bits import state_bytes, word_bytes
+from passes.jaxpr.rolled_bits import makes_words, state_bytes, word_bytes
 from passes.jaxpr.simplify import (
     with_converted_operands,
     with_wide_operands,
@@ -245,16 +245,15 @@ class _Lift:
             return split_bytes(self.jaxpr.eqns[self.storage.producer[v]], self.device)
         nbytes = stored_bytes(v, self.device, self.rounded)
         maker = self.storage.producer.get(v)
-        return (
-            nbytes
-            if maker is None or self._is_joined(v)
-            else nbytes + word_bytes(self.jaxpr.eqns[maker], self.device)
-        )
+        if maker is not None and not self._is_joined(v, maker):
+            nbytes += word_bytes(self.jaxpr.eqns[maker], self.device)
+        return nbytes
 
-    def _is_joined(self, v: Var) -> bool:
-        """True for random bits that something reads that computes no operands inside."""
-        readers = self.storage.readers.get(v, ())
-        return v in self.kept or any(self.kinds[i] is not Kind.FUSIBLE for i in readers)
+    def _is_joined(self, v: Var, maker: int) -> bool:
+        """False for random bits all of whose readers compute their operands inside."""
+        if not makes_words(self.jaxpr.eqns[maker]) or v in self.kept:
+            return True
+        return any(self.kinds[i] is not Kind.FUSIBLE for i in self.storage.readers.get(v, ()))
 
     def _is_root(self, i: int) -> bool:
         eqn = self.jaxpr.eqns[i]
@@ -299,7 +298,7 @@ class _Lift:
             cost_ns=cost_ns,
             recomputable=not opaque,
             may_share=self._may_share(root, body, outvars, buffer_of, leaves),
-            workspace_bytes=sum(self._workspace(self.jaxpr.eqns[i]) for i in body),
+            workspace_bytes=sum(map(self._workspace, body)),
             name=eqn.primitive.name,
             source=compat.source_line(eqn),
             energy_pj=energy_pj,
@@ -333,15 +332,16 @@ class _Lift:
         most = len(free) if self.costs.joins else 1
         return written_over(outvars, free, buffer_of, in_any_layout=in_any_layout, most=most)
 
-    def _workspace(self, eqn: JaxprEqn) -> int:
+    def _workspace(self, i: int) -> int:
         """The inner peak of control flow: of its largest body, beside the results of a branch; the parts of a
         product that XLA splits; the state of random bits."""
+        eqn = self.jaxpr.eqns[i]
         if eqn.primitive.name == "cond":
             return beside_results(eqn, [w.branch_bytes for w in _works(eqn, self.device)], self.device)
         if eqn.primitive.name in CONTROL_FLOW:
             return max((work.peak_bytes for work in _works(eqn, self.device)), default=0)
         summed = not (self.as_xla and any(v in self.in_parts for v in eqn.outvars))
-        joined = any(self._is_joined(v) for v in eqn.outvars)
+        joined = any(self._is_joined(v, i) for v in eqn.outvars)
         return summed * split_bytes(eqn, self.device) + state_bytes(eqn, self.device, joined=joined)
 
     def _inner_cost(self, eqn: JaxprEqn) -> tuple[int, int]:

@@ -15,6 +15,12 @@ from passes.jaxpr.compat import JaxprEqn
 # and two sums; written first and joined last.
 _ALIVE, _KEPT = 4, 2
 _ROUNDS, _MOVED, _ONCE = 5, 10, 5
+_WORD_BITS = 32
+
+
+def makes_words(eqn: JaxprEqn) -> bool:
+    """True for random bits that are the two words of Threefry, joined bit by bit."""
+    return eqn.primitive.name == "random_bits" and bool(eqn.params["bit_width"] == _WORD_BITS)
 
 
 def state_bytes(eqn: JaxprEqn, device: DeviceModel, *, joined: bool) -> int:
