@@ -38,10 +38,7 @@ from passes.jaxpr.structured import CONFIG as STRUCTURED
 from passes.jaxpr.structured import search_structured
 from passes.listing import plan_text, program_text
 from passes.objective import Objective
-from passes.outcome import (
-    StageOutcome,
-    tightest_values,
-)
+from passes.outcome import StageOutcome, tightest_values
 from passes.planners import cut_bound
 from passes.recipe import Recipe
 
