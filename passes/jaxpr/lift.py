@@ -41,7 +41,7 @@ from passes.jaxpr.merged_dots import with_merged_dots
 from passes.jaxpr.moved import moved
 from passes.jaxpr.primitives import CONTROL_FLOW, Kind
 from passes.jaxpr.purity import has_effect
-from passes.jaxpr.rolled_bits import makes_words, state_bytes, word_bytes
+from passes.jaxpr.rolled_bits import is_in_words, state_bytes, word_bytes
 from passes.jaxpr.simplify import (
     with_converted_operands,
     with_wide_operands,
@@ -251,7 +251,7 @@ class _Lift:
 
     def _is_joined(self, v: Var, maker: int) -> bool:
         """False for random bits all of whose readers compute their operands inside."""
-        if not makes_words(self.jaxpr.eqns[maker]) or v in self.kept:
+        if not is_in_words(self.jaxpr.eqns[maker]) or v in self.kept:
             return True
         return any(self.kinds[i] is not Kind.FUSIBLE for i in self.storage.readers.get(v, ()))
 

@@ -18,7 +18,7 @@ _ROUNDS, _MOVED, _ONCE = 5, 10, 5
 _WORD_BITS = 32
 
 
-def makes_words(eqn: JaxprEqn) -> bool:
+def is_in_words(eqn: JaxprEqn) -> bool:
     """True for random bits that are the two words of Threefry, joined bit by bit."""
     return eqn.primitive.name == "random_bits" and bool(eqn.params["bit_width"] == _WORD_BITS)
 
