@@ -240,13 +240,16 @@ def may_cost_less_by_itself(way: Choice | Variant) -> bool:
 
 def by_hand(record: Record, way: Choice | Variant) -> tuple[Wish, int] | None:
     """The blocks of a program under a ready policy of `jax.checkpoint`, and the time that they promise, where
-    that is less than what XLA made of a plan takes; else None."""
-    planned = record.jaxpr
+    that is less than what a plan promised, and what the enforcing stage added to it, as a share; else None.
+
+    Before XLA all times are estimated alike too long or too short.
+    """
+    planned, hlo = record.jaxpr, hlo_of(way)
     if planned is None or planned.policy_ns is None or record.constraints:
         return None
-    # What was promised by hand, too, was estimated alike.
-    came_to_ns = max(hlo_of(way).run_ns, planned.run_ns * planned.recipe.is_by_hand)
-    if hlo_of(way).status.found and planned.policy_ns > TRIES.policy_ratio * came_to_ns:
+    promised = way.record.jaxpr or planned
+    came_to_ns = promised.run_ns * hlo.run_ns // max(hlo.cost_ns, 1)
+    if hlo.status.found and planned.policy_ns > TRIES.policy_ratio * came_to_ns:
         return None
     return dataclasses.replace(at_once(record), policy=planned.policy), planned.policy_ns
 

@@ -123,7 +123,7 @@ def test_between_two_policies_time_is_promised_by_the_number_of_blocks() -> None
     names = {made.policy for made in hands.whole}
     assert beside.policy in names, "it is looked at where what was taken turns out larger"
     promised = [hands.between(nbytes) for nbytes in range(least.peak_bytes, 3 * least.peak_bytes, 1 << 12)]
-    times = [promise.cost_ns for promise in promised if promise is not None]
+    times = [promise.run_ns for promise in promised if promise is not None]
     assert times == sorted(times, reverse=True)
     assert len(set(times)) > 3
 

@@ -42,11 +42,12 @@ _kept = functools.partial(compat.cached_by_jaxpr, most=256)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
-    """What blocks under a policy, or under two, are expected to need and to take."""
+    """What blocks under a policy, or under two, are expected to need and to take, with the time in which what
+    they need is mapped."""
 
     policy: str
     peak_bytes: int
-    cost_ns: int
+    run_ns: int
 
 
 class Hands:
@@ -63,6 +64,7 @@ class Hands:
 
     def __init__(self, jaxpr: Jaxpr, request: JaxprRequest) -> None:
         self._jaxpr = jaxpr
+        self._request = request
         self._asked = request.device, counts_holes(request), request.fresh
         self._count = len(find_blocks(jaxpr).spans)
         self.whole: Sequence[Candidate] = _by_hand(jaxpr, *self._asked) if self._count else ()
@@ -76,7 +78,7 @@ class Hands:
         mild, deep = pair
         count = self._interpolated(nbytes, (0, mild.peak_bytes), (self._count, deep.peak_bytes))
         cost_ns = mild.cost_ns + (deep.cost_ns - mild.cost_ns) * count // self._count
-        return Promise(policy=_name(deep, mild), peak_bytes=nbytes, cost_ns=cost_ns)
+        return self._promise(_name(deep, mild), nbytes, cost_ns)
 
     def cheapest(
         self, budget_bytes: int, nbytes: int, most_bytes: int, *, than: Candidate | None = None
@@ -85,13 +87,26 @@ class Hands:
 
         Estimates may be off: some may be expected to need `nbytes`, all under one policy `most_bytes`.
         """
-        near = [_promise(made) for made in self.whole if made.peak_bytes <= most_bytes]
-        between = self.between(nbytes)
-        if between is not None and not self._is_for(near, between, budget_bytes):
-            some = self.under(between.policy, nbytes)
-            near += [] if some is None else [_promise(some)]
-        others = [p for p in near if than is None or p.policy != than.policy or p.cost_ns < than.cost_ns]
-        return min(others, key=lambda made: (made.cost_ns, made.peak_bytes), default=None)
+        whole = [self._of(made) for made in self.whole if made.peak_bytes <= most_bytes]
+        near = list(whole)
+        for aim_bytes in sorted({nbytes, min(nbytes, self._request.kept_bytes or nbytes)}):
+            between = self.between(aim_bytes)
+            if between is None or self._is_for(whole, between, budget_bytes):
+                continue
+            # A promise that is no less than what is known is not looked at.
+            is_less = than is None or between.run_ns < self._of(than).run_ns
+            some = self.under(between.policy, aim_bytes) if is_less else None
+            near.append(between if some is None else self._of(some))
+        others = [
+            p for p in near if than is None or p.policy != than.policy or p.run_ns < self._of(than).run_ns
+        ]
+        return min(others, key=lambda made: (made.run_ns, made.peak_bytes), default=None)
+
+    def _promise(self, policy: str, nbytes: int, cost_ns: int) -> Promise:
+        return Promise(policy=policy, peak_bytes=nbytes, run_ns=cost_ns + self._request.mapping_ns(nbytes))
+
+    def _of(self, made: Candidate) -> Promise:
+        return self._promise(made.policy, made.peak_bytes, made.cost_ns)
 
     def _is_for(self, whole: Sequence[Promise], between: Promise, budget_bytes: int) -> bool:
         """True for a budget that is what one policy needs, where some need no less: small values decide."""
@@ -167,10 +182,6 @@ def as_written(made: Candidate, device: DeviceModel) -> Candidate:
         return made
     lifted = lift_as_xla(made.emitted, device)
     return replace(made, lifted=lifted, steps=lifted.program.order)
-
-
-def _promise(made: Candidate) -> Promise:
-    return Promise(policy=made.policy, peak_bytes=made.peak_bytes, cost_ns=made.cost_ns)
 
 
 def _name(deep: Candidate, mild: Candidate) -> str:

@@ -237,7 +237,7 @@ def _beside_policies(
     best = hands.cheapest(nbytes, int(known * nbytes), int(unknown * nbytes), than=taken)
     if best is None:
         return outcome
-    return replace(outcome, policy=best.policy, policy_ns=best.cost_ns)
+    return replace(outcome, policy=best.policy, policy_ns=best.run_ns)
 
 
 def _before_bytes(as_is: LiftedJaxpr, request: JaxprRequest) -> int:
@@ -268,7 +268,7 @@ def _searched(as_is: LiftedJaxpr, request: JaxprRequest, scale: float, hands: Ha
     else:
         found = search(as_is, request, scale, best_by_hand)
     promise = None if hands is None else hands.between(target_bytes)
-    if hands is None or promise is None or promise.cost_ns >= found.cost_ns:
+    if hands is None or promise is None or promise.run_ns >= _run_ns(found, request, scale):
         return found
     mixed = hands.under(promise.policy, target_bytes)
     return found if mixed is None else min(found, mixed, key=ranked)

@@ -179,6 +179,8 @@ class _Deepening:
             made, candidate = self.depths.plan(level), self.depths.candidate(level, self._way)
             if best is None or self._rank(candidate) < self._rank(best):
                 best = candidate
+            if candidate.cost_ns - self.depths.recompute_ns(level) >= most_ns:
+                break
             if made.peak_bytes > made.budget_bytes:
                 # No plan goes that deep: this one is what there is from its own level on.
                 below = max(self._level_of(made.peak_bytes), 1 + above[0] if above else 0), candidate
@@ -188,24 +190,32 @@ class _Deepening:
                 break
             else:
                 above = level, candidate
-            if above is None and below is not None:
-                # What is in results' storage needs no plan.
-                spare_bytes = made.peak_bytes - candidate.peak_bytes
-                shallower = self._level_of(self._target_bytes + max(spare_bytes, 0))
-                if shallower < level:
-                    level = shallower
-                    continue
             if below is None:
                 # What XLA is expected to need beyond the plan grows a little with the depth.
                 beyond_bytes = candidate.peak_bytes - made.peak_bytes
                 level = 1 + max(level, self._level_of(max(self._target_bytes - beyond_bytes, 1)))
-                continue
-            # Where it shrinks instead, there is a level between.
-            if above is None or below[0] - above[0] <= 1 or _is_near(below[1], above[1]):
-                break
-            level = (above[0] + below[0]) // 2
+            elif above is None:
+                # What is in results' storage needs no plan.
+                spare_bytes = made.peak_bytes - candidate.peak_bytes
+                shallower = self._level_of(self._target_bytes + max(spare_bytes, 0))
+                if shallower >= level - 1:
+                    break
+                level = shallower
+            else:
+                # Where it shrinks instead, there is a level between.
+                share = self._share(above[1], below[1])
+                hoped_ns = (1 - share) * (below[1].cost_ns - above[1].cost_ns)
+                if below[0] - above[0] <= 1 or hoped_ns <= CONFIG.near_overhead * below[1].cost_ns:
+                    break
+                between = above[0] + math.ceil(share * (below[0] - above[0]))
+                level = min(max(between, above[0] + 1), below[0] - 1)
         assert best is not None, "at least one candidate is evaluated"
         return best
+
+    def _share(self, above: Candidate, below: Candidate) -> float:
+        """How far from one candidate to another, by their bytes, the target is."""
+        way_bytes = max(above.peak_bytes - below.peak_bytes, 1)
+        return min(max((above.peak_bytes - self._target_bytes) / way_bytes, 0.0), 1.0)
 
     def _level_of(self, nbytes: int) -> int:
         """How many levels down from the peak without recomputes so many bytes are, at least none."""
@@ -219,11 +229,6 @@ class _Deepening:
 def fit_then_cost(candidate: Candidate, target_bytes: int) -> tuple[int, int]:
     """Within a number of bytes by time, else by bytes; smaller is better."""
     return max(candidate.peak_bytes, target_bytes), candidate.cost_ns
-
-
-def _is_near(deeper: Candidate, other: Candidate) -> bool:
-    """True if nothing between two candidates is worth a look."""
-    return deeper.cost_ns <= (1 + CONFIG.near_overhead) * other.cost_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -256,6 +261,10 @@ class _Depths:
         if level not in self._plans:
             self._plans[level] = self.planner(int(self.peak_bytes * CONFIG.level_ratio**level))
         return self._plans[level]
+
+    def recompute_ns(self, level: int) -> int:
+        """What the recomputes of a level's plan take, which no shallower one goes below."""
+        return round(self.plan(level).overhead_ratio * self.lifted.program.cost_ns)
 
     def candidate(self, level: int, written: EmitConfig) -> Candidate:
         """The same as it is written."""
