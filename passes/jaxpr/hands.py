@@ -26,7 +26,7 @@ from passes.jaxpr.blocks import are_alike, find_blocks, under_each, under_polici
 from passes.jaxpr.candidate import Candidate, JaxprRequest
 from passes.jaxpr.compat import Jaxpr
 from passes.jaxpr.lift import lift_seen
-from passes.jaxpr.straight import as_it_is, counts_holes, in_order, lift_as_xla, needed_bytes
+from passes.jaxpr.straight import as_it_is, counts_holes, lift_as_xla, needed_bytes
 from passes.jaxpr.values import ConstraintUnsupported
 
 AS_IT_IS = "everything_saveable"
@@ -219,7 +219,7 @@ def _under_each(
 
 
 def _seen(written: Jaxpr, device: DeviceModel, holes: bool, fresh: frozenset[int]) -> Candidate:
-    seen = in_order(lift_seen(written, device), device)
+    seen = lift_seen(written, device, held=True)
     alive_bytes, beyond_bytes, given_bytes = needed_bytes(seen, device, fresh)
     return replace(
         as_it_is(seen), emitted=written, foreseen=seen,

@@ -102,16 +102,20 @@ def lift_known(
 
 
 def lift_seen(
-    jaxpr: Jaxpr, device: DeviceModel, *, rounded: bool = False, carried: tuple[int, int] | None = None
-) -> LiftedJaxpr:
+    jaxpr: Jaxpr, device: DeviceModel, *, rounded: bool = False, carried: tuple[int, int] | None = None,
+    held: bool = False,
+) -> LiftedJaxpr:  # fmt: skip
     """Lift what XLA sees of an open jaxpr: `seen` of `lift(..., as_xla=True)`.
 
     Args:
         carried: of a scan's body how many of its inputs are constants, and carried. Its other results are
             slices of stacks, which take memory until they are copied there.
+        held: in the order of a program that is held to a budget: where XLA's own order does not keep it, the
+            enforcing stage puts it in that one.
     """
     seen = _as_seen(as_known(jaxpr, device), device)
-    return _in_order(joined(*_lift(seen, device, True, rounded, carried)), device, as_xla=True)
+    reordered = held and BACKENDS[device.platform].runs_branches_together
+    return _in_order(joined(*_lift(seen, device, True, rounded, carried)), device, as_xla=not reordered)
 
 
 def as_known(jaxpr: Jaxpr, device: DeviceModel) -> Jaxpr:

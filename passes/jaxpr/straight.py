@@ -24,7 +24,6 @@ from passes.jaxpr.freedom import emit_configs
 from passes.jaxpr.in_place import rooms
 from passes.jaxpr.lift import as_known, lift_known, lift_seen
 from passes.jaxpr.lifted import LiftedJaxpr
-from passes.jaxpr.moved import moved
 from passes.offsets.foreseen import holes_bytes, in_results_bytes
 from passes.planners import LAST_RESORTS, PlannerConfig, planner_of
 from passes.simulate import simulate
@@ -125,12 +124,6 @@ def search(
 def counts_holes(request: JaxprRequest) -> bool:
     """Whether what XLA's heap takes beyond what is alive is part of a candidate's bytes."""
     return request.calibration.holes or BACKENDS[request.device.platform].heap != "in time order"
-
-
-def in_order(seen: LiftedJaxpr, device: DeviceModel) -> LiftedJaxpr:
-    """In the order in which what was emitted runs: what does not keep the budget in XLA's own the enforcing
-    stage puts in that one."""
-    return moved(seen, late=True) if BACKENDS[device.platform].runs_branches_together else seen
 
 
 def needed_bytes(seen: LiftedJaxpr, device: DeviceModel, fresh: frozenset[int]) -> tuple[int, int, int]:
@@ -283,7 +276,7 @@ class _Depths:
         """
         emitted = emit(self.lifted, made.steps, written)
         # Nothing is merged across the barriers that recomputes wait behind.
-        seen = in_order(lift_seen(emitted, self.device, rounded=self.rounded), self.device)
+        seen = lift_seen(emitted, self.device, rounded=self.rounded, held=True)
         alive_bytes, beyond_bytes, given_bytes = needed_bytes(seen, self.device, self.fresh)
         if not BACKENDS[self.device.platform].fuses_greedily:
             alive_bytes = (made.peak_bytes + max(alive_bytes, made.peak_bytes)) // 2
