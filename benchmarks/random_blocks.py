@@ -222,6 +222,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/random_blocks.md"))
     arguments = parser.parse_args()
     lines = arguments.out.with_suffix(".jsonl")
+    if lines == arguments.out:
+        parser.error("--out is the table; what is done is kept in a .jsonl beside it.")
     known = {(row.seed, row.deep, row.device) for row in kept(lines)}
     seeds = range(arguments.first + arguments.part, arguments.first + arguments.nets, arguments.parts)
     for seed, deep in ((s, d) for s in seeds for d in depths(s)):
