@@ -86,7 +86,7 @@ def search_structured(
     weighed_by = dict.fromkeys(("time", request.objective.of(as_is.program).least))
     frontiers = [on_frontier(opened, request.device, least) for least in weighed_by]
     looks = [look for levels in frontiers for look in look_at(levels, WAYS)]
-    looks += search_for.alone(by_hand(opened, request.device))
+    looks += search_for.by_hand(by_hand(opened, request.device), min(looks, key=_rank))
     if all(look.over for look in looks):
         for least in weighed_by:
             looks += look_at(in_segments(opened, request.device, least), (ALONE, RECOMPUTES))
@@ -208,9 +208,20 @@ class _Search:
             over_bytes = look.expected_bytes
         return []
 
-    def alone(self, levels: Levels) -> list[_Look]:
-        """Every level without anything beside it."""
-        return [self._look(levels[k], ALONE) for k in range(len(levels))]
+    def by_hand(self, levels: Levels, best: _Look) -> list[_Look]:
+        """Every level without anything beside it, and between the first that fits and the one above it, where
+        that promises less than the `best`."""
+        looks = [self._look(levels[k], ALONE) for k in range(len(levels))]
+        k = next((k for k, look in enumerate(looks) if not look.over), 0)
+        if not k:
+            return looks
+        higher, lower = looks[k - 1], looks[k]
+        spare_bytes = self.request.temp_budget_bytes - lower.expected_bytes
+        share = spare_bytes / max(1, higher.expected_bytes - lower.expected_bytes)
+        hoped = higher.price[1] * share + lower.price[1] * (1 - share)
+        if (lower.price[0], hoped) < min(best, *looks, key=_rank).price:
+            looks += self._in_parts(levels, k, higher, lower)
+        return looks
 
     def sent(self, levels: Levels, here: _Look) -> list[_Look]:
         """Candidates with stacks on the host: on some levels of the frontier, on the best also with its

@@ -178,12 +178,31 @@ def _put(stack: Any, slices: Any, place: Any, n: int) -> Any:
 
 
 def between(higher: Level, lower: Level, share: float) -> Level:
-    """A level between two of one frontier: every pair that differs runs its last iterations, about `share` of
-    them, on the higher one.
+    """A level between two: every pair that differs runs its last iterations, about `share` of them, on the
+    higher one; of pairs without iterations, such as conds, and of those in segments the last ones are on it.
 
-    What is in no pair, and what is in segments on both, is as on the lower level.
+    What is in no pair is as on the lower level.
     """
-    return tuple(_site_between(*sites, share) for sites in zip(higher, lower, strict=True))
+    level = [_site_between(*sites, share) for sites in zip(higher, lower, strict=True)]
+    whole = [k for k in range(len(level)) if _is_whole(higher[k], lower[k])]
+    left_bytes = share * sum(_more_bytes(higher[k], lower[k]) for k in whole)
+    for k in reversed(whole):
+        left_bytes -= _more_bytes(higher[k], lower[k])
+        if left_bytes < 0:
+            break
+        level[k] = higher[k]
+    return tuple(level)
+
+
+def _is_whole(higher: Site, lower: Site) -> bool:
+    """True for a pair, or a loop, that is on the one level or the other, and has no part on each."""
+    if isinstance(higher, Inside) or higher.signature == lower.signature:
+        return False
+    return not isinstance(higher, Choice) or not isinstance(lower, Choice | InParts) or higher.in_segments
+
+
+def _more_bytes(higher: Site, lower: Site) -> int:
+    return max(higher.stacked_bytes - lower.stacked_bytes, 0)
 
 
 def _site_between(higher: Site, lower: Site, share: float) -> Site:
