@@ -22,6 +22,7 @@ from passes.jaxpr.constraints import constrain_program
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.lift import lift
 from passes.jaxpr.scans.branches import find_cond_pairs
+from passes.jaxpr.scans.choice import InBranches
 from passes.jaxpr.scans.emit import rewrite
 from passes.jaxpr.scans.frontier import frontier, hand_levels, segment_frontier
 from passes.jaxpr.scans.pairs import with_open_pairs
@@ -136,6 +137,28 @@ def test_every_level_computes_the_same(f: Callable[..., Any], device: str) -> No
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     assert passed_bytes(written[-1]) < passed_bytes(jaxpr)
     assert sum(site.stacked_bytes for site in levels[-1]) < sum(site.stacked_bytes for site in levels[0])
+
+
+def test_no_branch_gives_up_alone_what_another_one_has_a_place_for() -> None:
+    """A dot that only one branch ran again freed nothing: on such levels a gradient took 1.06 of by hand."""
+
+    def layers(ws: Any, x: Any, kinds: Any) -> Any:
+        def branch(act: Callable[[Any], Any]) -> Callable[..., Any]:
+            return lambda w, x: x + act(jnp.sin(x) @ w) @ w.T
+
+        for w, kind in zip(ws, kinds, strict=True):
+            x = lax.cond(kind > 0, branch(jnp.tanh), branch(jax.nn.gelu), w, x)
+        return (x**2).mean()
+
+    ws, x = jax.random.normal(KEY, (4, 128, 512)), jax.random.normal(KEY, (1024, 128))
+    levels = frontier(opened(jax.grad(layers), ws, x, KINDS[:4])[0], DEVICES["cpu"])
+    again = [
+        tuple(any(r.op == "dot_general" for r in branch.recomputed) for branch in site.branches)
+        for level in levels
+        for site in level
+        if isinstance(site, InBranches)
+    ]
+    assert set(again) == {(False, False), (True, True)}
 
 
 def test_between_two_levels_the_last_conds_are_on_the_higher_one() -> None:

@@ -6,6 +6,7 @@ they cost least. Below the lowest level there are segments (`passes.jaxpr.scans.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Sequence
@@ -93,9 +94,7 @@ def frontier(jaxpr: Jaxpr, device: DeviceModel, least: str = "time") -> list[Lev
     def level(price: float) -> Level:
         of_byte = price * weight.of_byte
         tilts = (1 + TILT_RATIO * k / len(sites) for k in range(len(sites)))
-        return tuple(
-            site(partial(choose, of_byte=of_byte * tilt)) for site, tilt in zip(sites, tilts, strict=True)
-        )
+        return tuple(site(_AtPrice(of_byte * tilt)) for site, tilt in zip(sites, tilts, strict=True))
 
     prices = [0.0, *(CONFIG.first_price * CONFIG.growth**k for k in range(CONFIG.prices))]
     at_price = {price: level(price) for price in prices}
@@ -216,7 +215,7 @@ def _sites(
     sites = [_pair_site(pair, weight) for pair in pairs]
     for cond in conds:
         branches = [_pair_site(branch, weight) for branch in cond.branches]
-        sites.append(partial(_choose_branches, cond, branches))
+        sites.append(_Branches(cond, branches))
     for loop in find_loops(jaxpr, {place for pair in pairs for place in (pair.first, pair.second)}):
         sites.append(_site_of(iteration_of_loop(loop, weight)))
     for enclosure in find_enclosures(jaxpr, [*pairs, *conds]):
@@ -237,13 +236,52 @@ def _site_of(iteration: Iteration) -> Place:
     return lambda choose_one: choose_one(iteration)
 
 
-def _choose_branches(conds: CondPair, sites: Sequence[Place], choose_one: Choose) -> InBranches:
-    branches = []
-    for site in sites:
-        choice = site(choose_one)
-        assert isinstance(choice, Choice), "a branch is a pair"
-        branches.append(choice)
-    return _in_branches(conds, tuple(branches))
+@dataclass(frozen=True, slots=True)
+class _AtPrice:
+    """Chooses at a price of a byte."""
+
+    of_byte: float
+
+    def __call__(self, iteration: Iteration) -> Choice | MadeInside:
+        return choose(iteration, of_byte=self.of_byte)
+
+
+class _Branches:
+    """What is chosen in the branches of a cond.
+
+    There is a place for what any of them keeps, so what one of them gives up alone frees nothing: it keeps
+    what it kept at the lowest price at which there are no more places.
+    """
+
+    def __init__(self, conds: CondPair, sites: Sequence[Place]) -> None:
+        self._conds, self._sites = conds, sites
+        self._at_price: dict[float, tuple[Choice, ...]] = {}
+
+    def __call__(self, choose_one: Choose) -> InBranches:
+        branches = tuple(_of_pair(site(choose_one)) for site in self._sites)
+        made = _in_branches(self._conds, branches)
+        if isinstance(choose_one, _AtPrice):
+            self._at_price[choose_one.of_byte] = branches
+            prices = sorted(price for price in self._at_price if price < choose_one.of_byte)
+            for k in range(len(branches)):
+                made = self._as_fast([self._at_price[price][k] for price in prices], made, k)
+        return made
+
+    def _as_fast(self, faster: Sequence[Choice], made: InBranches, k: int) -> InBranches:
+        """The first of some choices for branch `k`, whose places fall, that needs no more; else as it is."""
+
+        def having(choice: Choice) -> InBranches:
+            return _in_branches(self._conds, (*made.branches[:k], choice, *made.branches[k + 1 :]))
+
+        enough = bisect.bisect_left(
+            faster, True, key=lambda choice: having(choice).stacked_bytes <= made.stacked_bytes
+        )
+        return having(faster[enough]) if enough < len(faster) else made
+
+
+def _of_pair(site: Site) -> Choice:
+    assert isinstance(site, Choice), "a branch is a pair"
+    return site
 
 
 def _in_branches(conds: CondPair, branches: tuple[Choice, ...]) -> InBranches:
@@ -279,7 +317,7 @@ class _Nested:
 
     def least_kept(self, inner: Level) -> Choice:
         """The same at the highest price of a byte."""
-        return self.chosen(inner, partial(choose, of_byte=CONFIG.highest_price * self._weight.of_byte))
+        return self.chosen(inner, _AtPrice(CONFIG.highest_price * self._weight.of_byte))
 
 
 def _choose_nested(nested: _Nested, sites: Sequence[Place], choose_one: Choose) -> Choice:
