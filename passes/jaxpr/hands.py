@@ -85,7 +85,8 @@ class Hands:
     ) -> Promise | None:
         """The least time promised for a budget; by the policies of a candidate only if it is less `than` its.
 
-        Estimates may be off: some may be expected to need `nbytes`, all under one policy `most_bytes`.
+        Estimates may be off: some may be expected to need `nbytes`, or what stays mapped, and all under one
+        policy `most_bytes`.
         """
         whole = [self._of(made) for made in self.whole if made.peak_bytes <= most_bytes]
         near = list(whole)

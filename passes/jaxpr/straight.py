@@ -39,7 +39,8 @@ class StraightConfig:
         much_dearer_ratio: where what fits costs so much more than the first depth, XLA may be kept from
             merging small dots: coupling layers at a quarter, 2.04 of the program's time, then 1.29. It costs
             time that is not foreseen: a LoRA within its checkpoint's bytes .99 of it, not .92.
-        near_overhead: what a plan may cost above the bound for the search to end. An estimate misses by more.
+        near_overhead: what a plan may cost above the bound for the search to end, and what one between two
+            depths must promise to save. An estimate misses by more.
     """
 
     level_ratio: float = 0.995
@@ -256,7 +257,7 @@ class _Depths:
         return self._plans[level]
 
     def recompute_ns(self, level: int) -> int:
-        """What the recomputes of a level's plan take, which no shallower one goes below."""
+        """What the recomputes of a level's plan take; no shallower one saves more."""
         return round(self.plan(level).overhead_ratio * self.lifted.program.cost_ns)
 
     def candidate(self, level: int, written: EmitConfig) -> Candidate:

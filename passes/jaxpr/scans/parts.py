@@ -179,13 +179,12 @@ def _put(stack: Any, slices: Any, place: Any, n: int) -> Any:
 
 def between(higher: Level, lower: Level, share: float) -> Level:
     """A level between two: every pair that differs runs its last iterations, about `share` of them, on the
-    higher one; of pairs without iterations, such as conds, and of those in segments the last ones are on it.
-
-    What is in no pair is as on the lower level.
+    higher one; of what has no iterations, such as conds, or is in segments the last sites are on it.
     """
-    level = [_site_between(*sites, share) for sites in zip(higher, lower, strict=True)]
-    whole = [k for k in range(len(level)) if _is_whole(higher[k], lower[k])]
+    made = [_site_between(*sites, share) for sites in zip(higher, lower, strict=True)]
+    whole = [k for k, site in enumerate(made) if site is None]
     left_bytes = share * sum(_more_bytes(higher[k], lower[k]) for k in whole)
+    level = [lower[k] if site is None else site for k, site in enumerate(made)]
     for k in reversed(whole):
         left_bytes -= _more_bytes(higher[k], lower[k])
         if left_bytes < 0:
@@ -194,25 +193,19 @@ def between(higher: Level, lower: Level, share: float) -> Level:
     return tuple(level)
 
 
-def _is_whole(higher: Site, lower: Site) -> bool:
-    """True for a pair, or a loop, that is on the one level or the other, and has no part on each."""
-    if isinstance(higher, Inside) or higher.signature == lower.signature:
-        return False
-    return not isinstance(higher, Choice) or not isinstance(lower, Choice | InParts) or higher.in_segments
-
-
 def _more_bytes(higher: Site, lower: Site) -> int:
     return max(higher.stacked_bytes - lower.stacked_bytes, 0)
 
 
-def _site_between(higher: Site, lower: Site, share: float) -> Site:
+def _site_between(higher: Site, lower: Site, share: float) -> Site | None:
+    """A site in two parts; None for one that is on the one level or the other, and has no part on each."""
     if higher.signature == lower.signature:
         return lower
     if isinstance(higher, Inside) and isinstance(lower, Inside):
         bodies = zip(higher.bodies, lower.bodies, strict=True)
         return replace(lower, bodies=tuple(between(*levels, share) for levels in bodies))
     if not isinstance(higher, Choice) or not isinstance(lower, Choice | InParts) or higher.segments:
-        return lower
+        return None
     length, steps = lower.pair.length, lower.turns[0]
     first = -(-(length - int(share * length)) // steps.step) * steps.step
     return InParts(parts=(lower.parts[0], higher), first=first) if 0 < first < steps.stop else lower
