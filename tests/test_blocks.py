@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 import coop_jax as coop
 from benchmarks.random_blocks import Net
 from coop_jax import aot
-from passes.cost import DEVICES
+from passes.cost import DEVICES, mapping_ns
 from passes.jaxpr import compat, stage
 from passes.jaxpr.blocks import POLICIES, find_blocks, under_each, under_policies
 from passes.jaxpr.candidate import JaxprRequest
@@ -165,6 +166,20 @@ def test_the_first_block_and_the_last_are_found_though_less_is_differentiated_th
     names = [[jaxpr.eqns[i].primitive.name for i in span] for span in spans]
     assert [name.count("dot_general") for name in names] == [1] * 4
     assert [name[-1] for name in names] == ["add"] * 4
+
+
+def test_a_promise_has_the_time_in_which_its_temporaries_are_mapped() -> None:
+    """Blocks whose temporaries are mapped in every run of a CPU were looked at beside a plan of fewer bytes."""
+    cpu = DEVICES["cpu"]
+    wide = SPEC((1 << 15, W.shape[0]), jnp.float32)
+    jaxpr = opened(jax.grad(lambda ws, x: chain(ws, x, lambda w, x: x + jnp.tanh(x @ w))), [W] * 8, wide)
+    hands = Hands(jaxpr, dataclasses.replace(unlimited(), device=cpu))
+    largest, least = (of(hands.whole, key=lambda made: made.peak_bytes) for of in (max, min))
+    assert largest.cost_ns < least.cost_ns
+    promise = hands.cheapest(*[largest.peak_bytes] * 3)
+    assert promise is not None
+    assert promise.policy == least.policy
+    assert promise.run_ns == least.cost_ns + mapping_ns(cpu, least.peak_bytes) > least.cost_ns
 
 
 def test_what_lies_between_two_runs_of_blocks_is_a_block() -> None:
