@@ -169,7 +169,7 @@ def test_the_first_block_and_the_last_are_found_though_less_is_differentiated_th
 
 
 def test_a_promise_has_the_time_in_which_its_temporaries_are_mapped() -> None:
-    """Blocks whose temporaries are mapped in every run of a CPU were looked at beside a plan of fewer bytes."""
+    """Blocks whose temporaries a CPU maps in every run were looked at beside a plan of fewer bytes."""
     cpu = DEVICES["cpu"]
     wide = SPEC((1 << 15, W.shape[0]), jnp.float32)
     jaxpr = opened(jax.grad(lambda ws, x: chain(ws, x, lambda w, x: x + jnp.tanh(x @ w))), [W] * 8, wide)
