@@ -31,11 +31,6 @@ class Recipe:
     on_host: bool = False
     recompute: str | None = None
 
-    @property
-    def is_by_hand(self) -> bool:
-        """True for blocks under ready policies of `jax.checkpoint`; their names end so."""
-        return (self.recompute or "").endswith("_saveable")
-
     def __str__(self) -> str:
         parts = (self.scans.value, "bodies" * self.bodies, "host" * self.on_host, self.recompute or "")
         return "+".join(filter(None, parts)) or "none"
