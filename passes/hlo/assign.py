@@ -375,6 +375,24 @@ class Assigner:
                 return True
         return False
 
+    def written_over(self, v: int) -> int | None:
+        """The value that ends where another one is made, in whose storage that is packed; None if there is
+        none."""
+        home = self.flow.values[v].home
+        instruction = self.flow.instruction(home)
+        if not self._is_alone(v):
+            return None
+        for operand in instruction.operands:
+            w = self.flow.trees[home.computation, operand].get(())
+            if w is None or not self._is_alone(w) or self.ranges[w].end != self.ranges[v].start:
+                continue
+            if self.takes_over(home, self.flow.values[w].home):
+                return w
+        return None
+
+    def _is_alone(self, v: int) -> bool:
+        return len(self.flow.classes[self.flow.class_of[v]]) == 1
+
     def takes_over(self, home: Position, operand: Position) -> bool:
         """True if what an instruction makes at `home` may take the storage of what it reads at `operand`."""
         instruction = self.flow.instruction(home)

@@ -2,7 +2,7 @@
 
 The heap that XLA will build is predicted. If the module fits, its bytes go back as they came. Else what costs
 nothing comes first: copies that nothing needs are taken out, and its kernels are put in a better order, those
-of the bodies of loops, too. Where that does not do, they are planned for what the budget leaves for
+of bodies of loops and of branches, too. Where that does not do, they are planned for what the budget leaves for
 temporaries, the plan is written into the module, and the heap of THAT module is predicted (`passes.hlo.fit`).
 Nothing is returned as changed unless its prediction keeps the budget.
 
@@ -24,6 +24,7 @@ from passes.hlo import graph, proto
 from passes.hlo.afterwards import as_xla_leaves_it
 from passes.hlo.assign import Assigner
 from passes.hlo.barriers import drop_barriers
+from passes.hlo.called import ordered, tightened, tightest
 from passes.hlo.copies import has_copies, without_copies
 from passes.hlo.cost import computation_ns, computation_pj, computation_times_ns
 from passes.hlo.emit import emit
@@ -31,7 +32,6 @@ from passes.hlo.fit import Task, Written, fit
 from passes.hlo.heap import HeapPrediction, packing_saves, predict_assigned
 from passes.hlo.labels import forced_values
 from passes.hlo.lift import LiftedModule, lift
-from passes.hlo.loops import ordered, tightened, tightest
 from passes.hlo.reorder import depth_first, reordered
 from passes.interpreter import uncollected
 from passes.ir import OpId, Status
@@ -182,11 +182,13 @@ def _read(module_bytes: bytes, request: EnforceRequest) -> _Scheduled:
 
 
 def _held(module: _Scheduled, request: EnforceRequest) -> tuple[bytes, StageOutcome]:
-    """As `enforce`, for the very budget."""
+    """As `enforce`, for the very budget. A program that was planned is compared with what was promised, what
+    it was expected to have mapped included."""
     returned, outcome = _without_mapping(module, request)
+    before_bytes, expected_bytes = outcome.before_temp_bytes, request.expected_bytes
+    promised_bytes = before_bytes if expected_bytes is None else min(before_bytes, expected_bytes)
     before_ns, after_ns = (
-        mapping_ns(request.device, nbytes)
-        for nbytes in (outcome.before_temp_bytes, outcome.planned_temp_bytes)
+        mapping_ns(request.device, nbytes) for nbytes in (promised_bytes, outcome.planned_temp_bytes)
     )
     cost_ns, recompute_ns = outcome.cost_ns + before_ns, outcome.recompute_ns + after_ns - before_ns
     return returned, replace(outcome, cost_ns=cost_ns, recompute_ns=recompute_ns)

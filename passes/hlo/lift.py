@@ -247,19 +247,22 @@ class _Lift:
 
     def _workspace(self, n: int, made: Sequence[int]) -> int:
         """The largest sum of what called computations keep alive beside this op's inputs and outputs; the
-        results of a branch take their room when it makes them."""
+        results of a branch take their room when it makes them, and what is written over has gone before."""
         is_cond = self.scope.by_id[self.ops[n]].opcode == "conditional"
         results = {self.flow.class_of[v] for v in made} if is_cond else set[int]()
+        inside = [v for v in self.nested.get(n, ()) if self._is_inside(v, results)]
+        written_over = {self.assigner.written_over(v) for v in inside}
         events: list[tuple[int, int, int]] = []
-        for v in self.nested.get(n, ()):
-            group = self.flow.class_of[v]
-            if (group in self.outside and group not in results) or group not in self.heap:
-                continue
+        for v in inside:
             held = self.assigner.ranges[v]
             nbytes = self.flow.values[v].nbytes
-            events += [(held.start, 0, nbytes), (held.end, 1, -nbytes)]
+            events += [(held.start, 1, nbytes), (held.end, 0 if v in written_over else 2, -nbytes)]
         most_bytes = max(accumulate((change for _, _, change in sorted(events)), initial=0))
         return max(0, most_bytes - sum(map(self.nbytes, made))) if is_cond else most_bytes
+
+    def _is_inside(self, v: int, results: set[int]) -> bool:
+        group = self.flow.class_of[v]
+        return group in self.heap and (group not in self.outside or group in results)
 
 
 def can_drop_outputs(instruction: Instruction) -> bool:

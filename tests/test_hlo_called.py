@@ -1,5 +1,5 @@
-"""Bodies of loops: any plan of one gives the same numbers in the bytes that are predicted, and where a loop
-breaks a budget its body is planned."""
+"""Bodies of loops and branches of conditionals: any plan of one gives the same numbers in the bytes that are
+predicted, and where one breaks a budget it is planned."""
 
 from __future__ import annotations
 
@@ -45,22 +45,41 @@ def _nested(ws: Any, x: Any) -> Any:
     return lax.scan(outer, x, jnp.stack([ws, ws + 1, ws * 2]))
 
 
+def _branches(ws: Any, x: Any) -> Any:
+    """A loop in a branch of a conditional, in the other one what the loop does once."""
+
+    def often(ws: Any, x: Any) -> Any:
+        return _whole(ws, x)
+
+    def once(ws: Any, x: Any) -> Any:
+        y, table, sums = _whole(ws[:1], x)
+        z = y @ ws[1]
+        return (
+            jnp.where(z > 3, z - y, y * 2) % 7,
+            table + (z * y).sum(0),
+            jnp.pad(sums, ((0, LAYERS - 1), (0, 0))),
+        )
+
+    return lax.cond(x.sum() % 2 == 0, often, once, ws, x)
+
+
 def _example(name: str) -> h.Example:
-    fn = {"whole": _whole, "nested": _nested}[name]
+    fn = {"whole": _whole, "nested": _nested, "branches": _branches}[name]
     args = (h.spec(LAYERS, WIDTH, WIDTH, dtype=jnp.int32), h.spec(ROWS, WIDTH, dtype=jnp.int32))
     return h.Example(name=name, fn=fn, args=args)
 
 
-def _loops(view: graph.Module) -> list[int]:
-    """The bodies of all loops, those inside others first."""
-    loops = [i for c in view.computations.values() for i in c.by_id.values() if i.opcode == "while"]
-    return [loop_parts(view, i)[0].id for i in loops]
+def _called(view: graph.Module) -> list[int]:
+    """The bodies of all loops and the branches of all conditionals, those inside others first."""
+    made = [i for c in view.computations.values() for i in c.by_id.values()]
+    bodies = [loop_parts(view, i)[0].id for i in made if i.opcode == "while"]
+    return [*bodies, *(c for i in made if i.opcode == "conditional" for c in i.called)]
 
 
 def _drawn(data: bytes, platform: str, seed: int, rate: float) -> tuple[Any, int]:
     """A module with recomputes drawn at random in every body, and how many there are."""
     module, n_recomputes = proto.parse(data), 0
-    for body in _loops(graph.read(module)):
+    for body in _called(graph.read(module)):
         view = graph.read(module)
         assigner = Assigner(view, platform, old_rules=h.OLD_RULES)
         found = lift(view, h.MODEL[platform], platform, scope=view.computations[body], assigner=assigner)
@@ -82,7 +101,7 @@ def _compiled(example: h.Example, platform: str, seed: int) -> tuple[Any, Any, i
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", ["whole", "nested"])
+@pytest.mark.parametrize("name", ["whole", "nested", "branches"])
 def test_any_re_runs_in_bodies_give_the_same_numbers_in_the_predicted_bytes(name: str, seed: int) -> None:
     example = _example(name)
     args = h.data_for(example, exact=True)
@@ -95,7 +114,7 @@ def test_any_re_runs_in_bodies_give_the_same_numbers_in_the_predicted_bytes(name
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("name", ["whole", "nested"])
+@pytest.mark.parametrize("name", ["whole", "nested", "branches"])
 def test_re_runs_in_bodies_are_predicted_on_h200(h200: str, name: str) -> None:
     compiled, module, n_recomputes = _compiled(_example(name), "cuda", seed=1)
     assert n_recomputes > 0
@@ -205,3 +224,58 @@ def test_a_body_is_put_in_a_better_order_before_anything_runs_again() -> None:
 
 def test_a_body_is_put_in_a_better_order_on_h200(h200: str) -> None:
     _in_two_thirds("cuda", width=64, layers=8, rows=256)
+
+
+def _side_by_side(ws: Any, x: Any) -> Any:
+    """Wide values that do not depend on each other, and narrow ones of them."""
+    return sum(jnp.tanh(x @ w) @ w.T for w in ws)
+
+
+def _gradient(ws: Any, x: Any) -> Any:
+    """Wide values that are read once more in the reverse order."""
+
+    def loss(x: Any) -> Any:
+        for w in ws:
+            x = jnp.sin(jnp.tanh(x @ w)) @ w.T
+        return (x**2).sum()
+
+    return jax.grad(loss)(x)
+
+
+def _in_a_branch(fn: Any) -> h.Example:
+    def conditional(pick: Any, ws: Any, x: Any) -> Any:
+        return lax.cond(pick, fn, lambda ws, x: (x * x) @ ws[0] @ ws[1].T, ws, x)
+
+    args = (h.spec(dtype=jnp.bool_), h.spec(6, 64, 256), h.spec(512, 64))
+    return h.Example(name="branch", fn=conditional, args=args)
+
+
+def test_branches_are_put_in_a_better_order_before_anything_runs_again() -> None:
+    """XLA:CPU orders them as if they ran side by side: twice the bytes of a Hessian times a vector, for which
+    three conditionals ran again."""
+    example = _in_a_branch(_side_by_side)
+    _, plain = h.scheduled(example)
+    before = h.totals(plain)
+    compiled, outcome = _enforced(example, before["total"] - before["temp"] // 2, "cpu")
+    assert outcome.status.found
+    assert not outcome.recomputed
+    assert outcome.planned_total_bytes == h.totals(compiled)["total"]
+    h.replayed(compiled)
+    data = h.data_for(example)
+    for a, b in zip(h.run(plain, data), h.run(compiled, data), strict=True):
+        np.testing.assert_array_max_ulp(a, b, maxulp=2)
+
+
+def test_a_branch_that_breaks_the_budget_is_planned() -> None:
+    example = _in_a_branch(_gradient)
+    _, plain = h.scheduled(example)
+    before = h.totals(plain)
+    least = _enforced(example, before["total"] - before["temp"] + 1, "cpu")[1].least_total_bytes
+    assert least is not None
+    compiled, outcome = _enforced(example, least, "cpu")
+    assert outcome.status.found
+    assert outcome.recomputed, "recomputes inside the branch are reported"
+    assert outcome.planned_total_bytes == h.totals(compiled)["total"] <= least
+    data = h.data_for(example)
+    for a, b in zip(h.run(plain, data), h.run(compiled, data), strict=True):
+        np.testing.assert_array_max_ulp(a, b, maxulp=2)
