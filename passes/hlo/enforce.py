@@ -2,9 +2,9 @@
 
 The heap that XLA will build is predicted. If the module fits, its bytes go back as they came. Else what costs
 nothing comes first: copies that nothing needs are taken out, and its kernels are put in a better order, those
-of bodies of loops and of branches, too. Where that does not do, they are planned for what the budget leaves for
-temporaries, the plan is written into the module, and the heap of THAT module is predicted (`passes.hlo.fit`).
-Nothing is returned as changed unless its prediction keeps the budget.
+of bodies of loops and of branches, too. Where that does not do, they are planned for what the budget leaves
+for temporaries, the plan is written into the module, and the heap of THAT module is predicted
+(`passes.hlo.fit`). Nothing is returned as changed unless its prediction keeps the budget.
 
 Constants that XLA stores count with the temporaries in the outcome: no plan removes them, and the total
 must be XLA's total.

@@ -15,6 +15,7 @@ from passes.jaxpr.candidate import Candidate, JaxprRequest
 from passes.jaxpr.compat import Jaxpr
 from passes.jaxpr.lift import lift
 from passes.jaxpr.lifted import LiftedJaxpr
+from passes.jaxpr.scans.chains import in_pairs
 from passes.jaxpr.scans.host_choice import sent_to_host
 from passes.jaxpr.scans.levels import Levels, Rewritten, by_hand, in_segments, on_frontier
 from passes.jaxpr.scans.pairs import with_open_pairs
@@ -70,9 +71,10 @@ def search_structured(
     """The cheapest candidate that fits, among the scans' levels and what can be done beside them.
 
     A level alone, with recomputes beside the scans, with the bodies of control flow planned, too, and planned
-    tighter; what ready policies of `jax.checkpoint` keep; then scans in segments; where there is a host
-    budget with stacks on the host. What was compiled counts as measured (`request.calibration`), the others
-    as estimated times what their like turned out to need.
+    tighter; what ready policies of `jax.checkpoint` keep; all of that with scans in pairs that read stacks of
+    several; then scans in segments; where there is a host budget with stacks on the host. What was compiled
+    counts as measured (`request.calibration`), the others as estimated times what their like turned out to
+    need.
     """
     jaxpr = as_is.jaxpr
     search_for = _Search(
@@ -82,14 +84,17 @@ def search_structured(
     if request.inside:
         return _taken(look_at(Levels(jaxpr, [()], request.device), WAYS), request)
     opened = with_open_pairs(jaxpr)
+    paired = in_pairs(opened)
+    programs = [opened] if paired is opened else [opened, paired]
     # What takes least energy may be too slow, so there are the levels of least time, too.
     weighed_by = dict.fromkeys(("time", request.objective.of(as_is.program).least))
-    frontiers = [on_frontier(opened, request.device, least) for least in weighed_by]
+    frontiers = [on_frontier(p, request.device, least) for p in programs for least in weighed_by]
     looks = [look for levels in frontiers for look in look_at(levels, WAYS)]
-    looks += search_for.by_hand(by_hand(opened, request.device), min(looks, key=_rank))
+    for program in programs:
+        looks += search_for.by_hand(by_hand(program, request.device), min(looks, key=_rank))
     if all(look.over for look in looks):
         for least in weighed_by:
-            looks += look_at(in_segments(opened, request.device, least), (ALONE, RECOMPUTES))
+            looks += look_at(in_segments(paired, request.device, least), (ALONE, RECOMPUTES))
     if request.host_bytes:
         here = _next(looks, request)
         looks += [look for levels in frontiers for look in search_for.sent(levels, here)]

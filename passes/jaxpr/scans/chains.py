@@ -1,0 +1,224 @@
+"""Scans of higher derivatives, each of which reads stacks of several before it, as pairs of scans.
+
+    A   forward                   stacks a
+    B   its gradient, backward    reads a         stacks b
+    C   B's derivative, forward   reads a, b      stacks c
+    D   the same, backward        reads a, c
+
+What several scans read no pair can give up (`passes.jaxpr.scans.pairs`), so all of it would stay: in the
+bytes of `jax.checkpoint` a gradient penalty, forces that are trained, a Hessian times a vector by two
+gradients were refused. Here A and B stay a pair. C makes what it reads again, from what A's and B's
+iterations start with, and stacks for D what that read of A:
+
+    C   makes a and b again       stacks a, c     of what A and B carry, and their own operands
+    D                             reads a, c
+
+Each scan is in one pair then, which keeps of its stacks what pays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from passes.jaxpr import compat
+from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
+from passes.jaxpr.primitives import CONTROL_FLOW, Kind
+from passes.jaxpr.purity import eqn_kind
+from passes.jaxpr.rewrite import bodies_of, leading_to, renewed, run_scan, splice, with_bodies, with_equations
+from passes.jaxpr.scans.pairs import Body, body_of, flat, is_plain_scan, sources
+
+
+@compat.cached_by_jaxpr
+def in_pairs(jaxpr: Jaxpr) -> Jaxpr:
+    """An open jaxpr with open pairs whose scans read the stacks of one other at most; the same object where
+    they do."""
+    producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    read = {
+        i: found
+        for i, eqn in enumerate(jaxpr.eqns)
+        if is_plain_scan(eqn) and (found := sources(jaxpr, i, producer))
+    }
+    partners = _partners(read)
+    if all(list(found) == [partners.get(i)] for i, found in read.items()):
+        chained = set[int]()
+    else:
+        chained = {*read, *(i for found in read.values() for i in found)}
+    inside = [eqn if i in chained else _inside(eqn) for i, eqn in enumerate(jaxpr.eqns)]
+    jaxpr = with_equations(jaxpr, inside)
+    return _Chain(jaxpr, chained, partners).written() if chained else jaxpr
+
+
+def _inside(eqn: JaxprEqn) -> JaxprEqn:
+    """Control flow with what its bodies hold in pairs."""
+    if eqn.primitive.name not in CONTROL_FLOW:
+        return eqn
+    bodies = []
+    for closed in bodies_of(eqn):
+        body = flat(closed)
+        paired = in_pairs(body)
+        bodies.append(closed if paired is body else compat.close_jaxpr(paired, []))
+    return with_bodies(eqn, bodies)
+
+
+def _partners(read: Mapping[int, Mapping[int, int]]) -> dict[int, int]:
+    """For scans the one whose stacks they go on reading: of those that are in no pair yet, the one that they
+    read most of.
+
+    Args:
+        read: for scans, in order, those before them with the bytes that they read of their stacks.
+    """
+    partners: dict[int, int] = {}
+    for second, found in read.items():
+        paired = {*partners, *partners.values()}
+        free = [first for first in found if first not in paired]
+        if free:
+            partners[second] = max(free, key=lambda first: (found[first], first))
+    return partners
+
+
+class _Chain:
+    """Scans that read each other's stacks, and one iteration of them all as one straight-line program.
+
+    Attributes:
+        bodies: by place; the variables in which one reads stacks of another are that one's.
+        partners: second -> first.
+        owner: for variables of an iteration the scan that takes or makes them.
+        operand: for those that are no more than operands of a scan what they are in the program.
+        whole: those that are the same in every iteration.
+        eqns, maker: of the iteration, and which of them makes a variable; what must not run again, and what
+            is carried, nothing makes.
+        again: for every scan what it makes again.
+        slices: for every scan what it reads besides its own, of whose stacks; None for operands.
+        added: for every scan what else it stacks.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, places: Iterable[int], partners: Mapping[int, int]) -> None:
+        self.jaxpr = jaxpr
+        self.partners = partners
+        self.bodies: dict[int, Body] = {}
+        self.owner: dict[Var, int] = {}
+        self.operand: dict[Var, Atom] = {}
+        self.whole: set[Var] = set()
+        self.eqns: list[JaxprEqn] = []
+        self.maker: dict[Var, int] = {}
+        self.again: dict[int, list[JaxprEqn]] = {}
+        self.slices: dict[int, dict[Var, int | None]] = {}
+        self.added: dict[int, dict[Var, None]] = {}
+        stacked: dict[Var, Var] = {}
+        for place in sorted(places):
+            self._join(place, stacked)
+        for place in self.bodies:
+            self._arrange(place)
+
+    def _join(self, place: int, stacked: dict[Var, Var]) -> None:
+        """A scan's body behind those that are there.
+
+        Args:
+            stacked: what is in an iteration of theirs for their stacks; receives those of this one.
+        """
+        body = body_of(self.jaxpr.eqns[place])
+        known: dict[Var, Atom] = {}
+        for v, operand in zip(body.x_vars, body.xs, strict=True):
+            if compat.is_variable(operand) and operand in stacked:
+                known[v] = stacked[operand]
+        self.bodies[place] = body = replace(body, jaxpr=renewed(body.jaxpr, known))
+        for stack, y in zip(body.ys, body.y_vars, strict=True):
+            if compat.is_variable(y) and not isinstance(stack, compat.DropVar):
+                stacked[stack] = y
+        self._own(place)
+
+    def _own(self, place: int) -> None:
+        """Note what a scan takes and makes."""
+        body = self.bodies[place]
+        for k, (v, operand) in enumerate(zip(body.jaxpr.invars, body.eqn.invars, strict=True)):
+            if v in self.owner:  # it reads another one's
+                continue
+            self.owner[v] = place
+            if k < body.n_consts:
+                self.whole.add(v)
+            if not body.n_consts <= k < body.n_consts + body.n_carry:
+                self.operand[v] = operand
+        for eqn in body.jaxpr.eqns:
+            self.owner |= dict.fromkeys(eqn.outvars, place)
+            if eqn_kind(eqn) is not Kind.OPAQUE:
+                self.maker |= dict.fromkeys(eqn.outvars, len(self.eqns))
+            self.eqns.append(eqn)
+        self.again[place], self.slices[place], self.added[place] = [], {}, {}
+
+    def _read(self, place: int) -> list[Var]:
+        """What a scan reads of the others."""
+        return [v for v in dict.fromkeys(self.bodies[place].x_vars) if self.owner[v] != place]
+
+    def _arrange(self, place: int) -> None:
+        """Where a scan has from what it reads of others."""
+        first = self.partners.get(place)
+        if first is not None:
+            through = [v for v in self._read(place) if self._passes(v, first)]
+            self.slices[place] |= dict.fromkeys(through, first)
+            self._make_again(place, [v for v in self._read(place) if v not in self.slices[place]])
+            return
+        second = next((s for s, f in self.partners.items() if f == place), None)
+        passed = [] if second is None else [v for v in self._read(second) if self._passes(v, place)]
+        missing = [v for v in passed if self.owner[v] != place]
+        self._make_again(place, [*self._read(place), *missing])
+        self.added[place] |= dict.fromkeys(missing)
+
+    def _passes(self, v: Var, first: int) -> bool:
+        """True if the second scan of a pair has a variable of the first, which makes it again if need be."""
+        return self.owner[v] == first or (self.owner[v] < first and v in self.maker)
+
+    def _make_again(self, place: int, wanted: list[Var]) -> None:
+        eqns = [self.eqns[i] for i in leading_to(wanted, self.eqns, self.maker.get)]
+        made = {v for eqn in eqns for v in eqn.outvars}
+        self.again[place] += eqns
+        for v in compat.variables([*wanted, *(v for eqn in eqns for v in eqn.invars)]):
+            if v in self.operand:
+                self.slices[place][v] = None
+            elif v not in made:
+                self.slices[place][v] = self.owner[v]
+                self.added[self.owner[v]][v] = None
+
+    def written(self) -> Jaxpr:
+        """The program with its scans in pairs."""
+        rename: dict[Var, Atom] = {}
+        stacks: dict[int, dict[Var, Atom]] = {}
+        eqns: list[JaxprEqn] = []
+        for place, eqn in enumerate(self.jaxpr.eqns):
+            eqn = compat.rename_inputs(eqn, rename)
+            if place not in self.bodies:
+                eqns.append(eqn)
+                continue
+            new, results = self._scan(place, eqn, stacks, rename)
+            eqns += new
+            old = zip(self.jaxpr.eqns[place].outvars, results, strict=False)
+            rename |= {v: atom for v, atom in old if not isinstance(v, compat.DropVar)}
+            body = self.bodies[place]
+            made = zip([*body.y_vars, *self.added[place]], results[body.n_carry :], strict=True)
+            stacks[place] = {v: atom for v, atom in made if compat.is_variable(v)}
+        return compat.without_dead_code(compat.rebuild(self.jaxpr, eqns=eqns, rename=rename))
+
+    def _scan(
+        self, place: int, eqn: JaxprEqn, stacks: Mapping[int, Mapping[Var, Atom]], rename: Mapping[Var, Atom]
+    ) -> tuple[list[JaxprEqn], list[Atom]]:
+        """One scan anew; its results, what else it stacks last."""
+        body, read = self.bodies[place], self.slices[place]
+        n_fixed = body.n_consts + body.n_carry
+        own = zip(body.x_vars, eqn.invars[n_fixed:], strict=True)
+        slices = {v: atom for v, atom in own if v not in read}
+        whole: dict[Var, Atom] = {}
+        for v, source in read.items():
+            atom = compat.renamed(self.operand[v], rename) if source is None else stacks[source][v]
+            (whole if v in self.whole else slices)[v] = atom
+        variables = body.jaxpr.invars
+        invars = [*whole, *variables[:n_fixed], *slices]
+        new = compat.rebuild(
+            body.jaxpr,
+            eqns=[*self.again[place], *body.jaxpr.eqns],
+            invars=invars,
+            outvars=[*body.jaxpr.outvars, *self.added[place]],
+            constvars=[],
+        )
+        atoms = [*whole.values(), *eqn.invars[:n_fixed], *slices.values()]
+        n_consts = len(whole) + body.n_consts
+        return splice(lambda values: run_scan(eqn, new, values, n_consts, body.n_carry), atoms, eqn)
