@@ -13,7 +13,8 @@ iterations start with, and stacks for D what that read of A:
     C   makes a and b again       stacks a, c     of what A and B carry, and their own operands
     D                             reads a, c
 
-Each scan is in one pair then, which keeps of its stacks what pays.
+Each scan is in one pair then, which keeps of its stacks what pays. So are scans inside of the two bodies of
+a pair, such as layers in steps that are differentiated.
 """
 
 from __future__ import annotations
@@ -25,14 +26,42 @@ from passes.jaxpr import compat
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.primitives import CONTROL_FLOW, Kind
 from passes.jaxpr.purity import eqn_kind
-from passes.jaxpr.rewrite import bodies_of, leading_to, renewed, run_scan, splice, with_bodies, with_equations
-from passes.jaxpr.scans.pairs import Body, body_of, flat, is_plain_scan, sources
+from passes.jaxpr.rewrite import (
+    bodies_of,
+    defined,
+    leading_to,
+    renewed,
+    run_scan,
+    splice,
+    with_bodies,
+    with_equations,
+)
+from passes.jaxpr.scans.choice import Choice
+from passes.jaxpr.scans.cut import joined_body
+from passes.jaxpr.scans.emit import rewrite, with_groups
+from passes.jaxpr.scans.pairs import Body, ScanPair, body_of, find_pairs, flat, is_plain_scan, sources
+
+type Groups = tuple[list[list[JaxprEqn]], dict[Var, Atom]]
 
 
 @compat.cached_by_jaxpr
 def in_pairs(jaxpr: Jaxpr) -> Jaxpr:
-    """An open jaxpr with open pairs whose scans read the stacks of one other at most; the same object where
-    they do."""
+    """An open jaxpr with open pairs whose scans read stacks of one other, and of the rest what iterations
+    start with, those in bodies of control flow, too; the same object where each reads stacks of one."""
+    if (made := _grouped(jaxpr)) is not None:
+        groups, rename = made
+        eqns = [eqn for group in groups for eqn in group]
+        jaxpr = compat.without_dead_code(compat.rebuild(jaxpr, eqns=eqns, rename=rename))
+    pairs = find_pairs(jaxpr)
+    nested = [choice for pair in pairs if (choice := _nested(pair)) is not None]
+    places = {place for pair in pairs for place in (pair.first, pair.second)}
+    eqns = [eqn if i in places else _inside(eqn) for i, eqn in enumerate(jaxpr.eqns)]
+    jaxpr = with_equations(jaxpr, eqns)
+    return rewrite(jaxpr, nested) if nested else jaxpr
+
+
+def _grouped(jaxpr: Jaxpr) -> Groups | None:
+    """For every equation what stands in its place, and the results' new names; None where scans read one."""
     producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     read = {
         i: found
@@ -41,12 +70,21 @@ def in_pairs(jaxpr: Jaxpr) -> Jaxpr:
     }
     partners = _partners(read)
     if all(list(found) == [partners.get(i)] for i, found in read.items()):
-        chained = set[int]()
-    else:
-        chained = {*read, *(i for found in read.values() for i in found)}
-    inside = [eqn if i in chained else _inside(eqn) for i, eqn in enumerate(jaxpr.eqns)]
-    jaxpr = with_equations(jaxpr, inside)
-    return _Chain(jaxpr, chained, partners).written() if chained else jaxpr
+        return None
+    return _Chain(jaxpr, {*read, *(i for found in read.values() for i in found)}, partners).written()
+
+
+def _nested(pair: ScanPair) -> Choice | None:
+    """A pair with the scans inside of both its bodies in pairs, and all of the first that the second reads
+    kept; None where they are."""
+    made = _grouped(joined_body(pair, passed=False))
+    if made is None:
+        return None
+    pair = with_groups(pair, *made)
+    read = pair.consumer.jaxpr
+    wanted = {*compat.variables(v for eqn in read.eqns for v in eqn.invars), *compat.variables(read.outvars)}
+    kept = tuple(v for v in defined(pair.producer.jaxpr) if v in wanted)
+    return Choice(pair=pair, kept=kept, stacked_bytes=0, recomputed=())
 
 
 def _inside(eqn: JaxprEqn) -> JaxprEqn:
@@ -179,24 +217,24 @@ class _Chain:
                 self.slices[place][v] = self.owner[v]
                 self.added[self.owner[v]][v] = None
 
-    def written(self) -> Jaxpr:
-        """The program with its scans in pairs."""
+    def written(self) -> Groups:
+        """For every equation what stands in its place, and the results' new names."""
         rename: dict[Var, Atom] = {}
         stacks: dict[int, dict[Var, Atom]] = {}
-        eqns: list[JaxprEqn] = []
-        for place, eqn in enumerate(self.jaxpr.eqns):
-            eqn = compat.rename_inputs(eqn, rename)
+        groups: list[list[JaxprEqn]] = []
+        for place, old in enumerate(self.jaxpr.eqns):
+            eqn = compat.rename_inputs(old, rename)
             if place not in self.bodies:
-                eqns.append(eqn)
+                groups.append([eqn])
                 continue
-            new, results = self._scan(place, eqn, stacks, rename)
-            eqns += new
-            old = zip(self.jaxpr.eqns[place].outvars, results, strict=False)
-            rename |= {v: atom for v, atom in old if not isinstance(v, compat.DropVar)}
+            eqns, results = self._scan(place, eqn, stacks, rename)
+            groups.append(eqns)
+            names = zip(old.outvars, results, strict=False)
+            rename |= {v: atom for v, atom in names if not isinstance(v, compat.DropVar)}
             body = self.bodies[place]
             made = zip([*body.y_vars, *self.added[place]], results[body.n_carry :], strict=True)
             stacks[place] = {v: atom for v, atom in made if compat.is_variable(v)}
-        return compat.without_dead_code(compat.rebuild(self.jaxpr, eqns=eqns, rename=rename))
+        return groups, rename
 
     def _scan(
         self, place: int, eqn: JaxprEqn, stacks: Mapping[int, Mapping[Var, Atom]], rename: Mapping[Var, Atom]

@@ -35,10 +35,14 @@ def with_inner(pair: ScanPair, joined: Jaxpr, choices: Sequence[Site]) -> ScanPa
     Args:
         joined: one iteration of both halves, see `passes.jaxpr.scans.cut.joined_body`.
     """
-    groups, rename = rewrite_groups(joined, choices)
+    return with_groups(pair, *rewrite_groups(joined, choices))
+
+
+def with_groups(pair: ScanPair, groups: Sequence[Sequence[JaxprEqn]], rename: dict[Var, Atom]) -> ScanPair:
+    """`pair` with other equations in the place of each of its joined body's, and other names of results."""
     boundary = len(pair.producer.jaxpr.eqns)
 
-    def half(body: Body, groups: list[list[JaxprEqn]]) -> Body:
+    def half(body: Body, groups: Sequence[Sequence[JaxprEqn]]) -> Body:
         eqns = [eqn for group in groups for eqn in group]
         return replace(body, jaxpr=_without_lost(compat.rebuild(body.jaxpr, eqns=eqns, rename=rename)))
 
