@@ -7,10 +7,10 @@
 
 What several scans read no pair can give up (`passes.jaxpr.scans.pairs`), so all of it would stay: in the
 bytes of `jax.checkpoint` a gradient penalty, forces that are trained, a Hessian times a vector by two
-gradients were refused. Here A and B stay a pair. C makes what it reads again, from what A's and B's
+gradients were refused. Here A and B stay a pair. C recomputes what it reads, from what A's and B's
 iterations start with, and stacks for D what that read of A:
 
-    C   makes a and b again       stacks a, c     of what A and B carry, and their own operands
+    C   recomputes a and b        stacks a, c     of what A and B carry, and their own operands
     D                             reads a, c
 
 Each scan is in one pair then, which keeps of its stacks what pays. So are scans inside of the two bodies of
@@ -126,7 +126,7 @@ class _Chain:
         whole: those that are the same in every iteration.
         eqns, maker: of the iteration, and which of them makes a variable; what must not run again, and what
             is carried, nothing makes.
-        again: for every scan what it makes again.
+        recomputed: for every scan what it recomputes.
         slices: for every scan what it reads besides its own, of whose stacks; None for operands.
         added: for every scan what else it stacks.
     """
@@ -140,7 +140,7 @@ class _Chain:
         self.whole: set[Var] = set()
         self.eqns: list[JaxprEqn] = []
         self.maker: dict[Var, int] = {}
-        self.again: dict[int, list[JaxprEqn]] = {}
+        self.recomputed: dict[int, list[JaxprEqn]] = {}
         self.slices: dict[int, dict[Var, int | None]] = {}
         self.added: dict[int, dict[Var, None]] = {}
         stacked: dict[Var, Var] = {}
@@ -182,7 +182,7 @@ class _Chain:
             if eqn_kind(eqn) is not Kind.OPAQUE:
                 self.maker |= dict.fromkeys(eqn.outvars, len(self.eqns))
             self.eqns.append(eqn)
-        self.again[place], self.slices[place], self.added[place] = [], {}, {}
+        self.recomputed[place], self.slices[place], self.added[place] = [], {}, {}
 
     def _read(self, place: int) -> list[Var]:
         """What a scan reads of the others."""
@@ -194,22 +194,22 @@ class _Chain:
         if first is not None:
             through = [v for v in self._read(place) if self._passes(v, first)]
             self.slices[place] |= dict.fromkeys(through, first)
-            self._make_again(place, [v for v in self._read(place) if v not in self.slices[place]])
+            self._recompute(place, [v for v in self._read(place) if v not in self.slices[place]])
             return
         second = next((s for s, f in self.partners.items() if f == place), None)
         passed = [] if second is None else [v for v in self._read(second) if self._passes(v, place)]
         missing = [v for v in passed if self.owner[v] != place]
-        self._make_again(place, [*self._read(place), *missing])
+        self._recompute(place, [*self._read(place), *missing])
         self.added[place] |= dict.fromkeys(missing)
 
     def _passes(self, v: Var, first: int) -> bool:
-        """True if the second scan of a pair has a variable of the first, which makes it again if need be."""
+        """True if the second scan of a pair has a variable of the first, which recomputes it if need be."""
         return self.owner[v] == first or (self.owner[v] < first and v in self.maker)
 
-    def _make_again(self, place: int, wanted: list[Var]) -> None:
+    def _recompute(self, place: int, wanted: list[Var]) -> None:
         eqns = [self.eqns[i] for i in leading_to(wanted, self.eqns, self.maker.get)]
         made = {v for eqn in eqns for v in eqn.outvars}
-        self.again[place] += eqns
+        self.recomputed[place] += eqns
         for v in compat.variables([*wanted, *(v for eqn in eqns for v in eqn.invars)]):
             if v in self.operand:
                 self.slices[place][v] = None
@@ -252,7 +252,7 @@ class _Chain:
         invars = [*whole, *variables[:n_fixed], *slices]
         new = compat.rebuild(
             body.jaxpr,
-            eqns=[*self.again[place], *body.jaxpr.eqns],
+            eqns=[*self.recomputed[place], *body.jaxpr.eqns],
             invars=invars,
             outvars=[*body.jaxpr.outvars, *self.added[place]],
             constvars=[],
