@@ -18,7 +18,7 @@ from passes.jaxpr import compat, stage
 from passes.jaxpr.compat import Jaxpr
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.rewrite import readers_of
-from passes.jaxpr.scans.chains import in_pairs
+from passes.jaxpr.scans.chains import in_pairs, recomputed_in
 from passes.jaxpr.scans.pairs import find_pairs, with_open_pairs
 from passes.jaxpr.straight import as_it_is, lift_as_xla
 
@@ -105,6 +105,14 @@ def test_each_scan_reads_the_stacks_of_one_other() -> None:
     assert shared[0] > 5
     assert shared[1] <= 2, "what the first two carry is read by what makes their values again"
     assert len(find_pairs(after)) == 2
+
+
+def test_what_a_scan_recomputes_of_others_is_said() -> None:
+    found = recomputed_in(in_pairs(_opened(jax.grad(_penalty))), DEVICES["cpu"])
+    dots = [r for r in found if r.op == f"dot_general in {LAYERS} iterations of a scan"]
+    assert len(dots) >= 3, "of the layer's and of its gradient's four those whose results are read"
+    assert all("_layer" in r.source for r in dots)
+    assert recomputed_in(_opened(jax.grad(_penalty)), DEVICES["cpu"]) == ()
 
 
 def _shared(jaxpr: Jaxpr) -> list[Any]:

@@ -84,6 +84,7 @@ class Candidate:
         plan: None for a program without recomputes.
         policy: of `jax.checkpoint`, which its blocks are under instead; "" if none is.
         scans: how its pairs of scans were rewritten before it was planned.
+        recomputed_before: what scans recompute that were put in pairs before that.
         rewritten: True if anything was done to it before it was planned.
         bodies: True if bodies of control flow were planned.
         paged: stacks of scans that wait on the host.
@@ -102,6 +103,7 @@ class Candidate:
     plan: Plan | None = None
     policy: str = ""
     scans: Level = ()
+    recomputed_before: tuple[Recomputed, ...] = ()
     rewritten: bool = False
     bodies: bool = False
     paged: tuple[Paged, ...] = ()
@@ -123,7 +125,7 @@ class Candidate:
             if self.policy and compat.is_in_scope(eqns[body[-1]], RECOMPUTE_SCOPE)
         ]
         written = tuple(recomputed_op(program, op, "jaxpr") for op in repeats)
-        return inside + written + recomputed_by(program, self.steps, "jaxpr")
+        return self.recomputed_before + inside + written + recomputed_by(program, self.steps, "jaxpr")
 
     @property
     def recipe(self) -> Recipe:

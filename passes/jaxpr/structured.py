@@ -269,8 +269,8 @@ class _Search:
 
         def named(made: Candidate) -> Candidate:
             return replace(
-                made, scans=level.level, rewritten=True, bodies=program is not level.program,
-                paged=sent.paged, cost_ns=made.cost_ns + sent.waiting_ns,
+                made, scans=level.level, recomputed_before=level.recomputed, rewritten=True,
+                bodies=program is not level.program, paged=sent.paged, cost_ns=made.cost_ns + sent.waiting_ns,
                 energy_pj=made.energy_pj + sent.energy_pj,
             )  # fmt: skip
 
@@ -294,7 +294,13 @@ class _Search:
 
         def named(made: Candidate) -> Candidate:
             rewritten, bodies = program is not self.original, program is not level.program
-            return replace(made, scans=level.level, rewritten=rewritten, bodies=bodies)
+            return replace(
+                made,
+                scans=level.level,
+                recomputed_before=level.recomputed,
+                rewritten=rewritten,
+                bodies=bodies,
+            )
 
         alone = named(as_it_is(as_is, request.fresh))
         ratio = self._ratio(alone.recipe, alone.peak_bytes, 1 / self.scale)

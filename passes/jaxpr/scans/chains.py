@@ -22,8 +22,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from passes.cost import DeviceModel
+from passes.ir import OpId
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
+from passes.jaxpr.flops import iterations_of
+from passes.jaxpr.lift import lift
 from passes.jaxpr.primitives import CONTROL_FLOW, Kind
 from passes.jaxpr.purity import eqn_kind
 from passes.jaxpr.rewrite import (
@@ -36,10 +40,11 @@ from passes.jaxpr.rewrite import (
     with_bodies,
     with_equations,
 )
-from passes.jaxpr.scans.choice import Choice
+from passes.jaxpr.scans.choice import Choice, in_iterations
 from passes.jaxpr.scans.cut import joined_body
 from passes.jaxpr.scans.emit import rewrite, with_groups
 from passes.jaxpr.scans.pairs import Body, ScanPair, body_of, find_pairs, flat, is_plain_scan, sources
+from passes.outcome import RECOMPUTE_SCOPE, Recomputed, recomputed_op
 
 type Groups = tuple[list[list[JaxprEqn]], dict[Var, Atom]]
 
@@ -58,6 +63,26 @@ def in_pairs(jaxpr: Jaxpr) -> Jaxpr:
     eqns = [eqn if i in places else _inside(eqn) for i, eqn in enumerate(jaxpr.eqns)]
     jaxpr = with_equations(jaxpr, eqns)
     return rewrite(jaxpr, nested) if nested else jaxpr
+
+
+def recomputed_in(jaxpr: Jaxpr, device: DeviceModel) -> tuple[Recomputed, ...]:
+    """What the scans of an open jaxpr recompute since they are in pairs; costs of all iterations."""
+    found: list[Recomputed] = []
+    for eqn in jaxpr.eqns:
+        for closed in bodies_of(eqn) if eqn.primitive.name in CONTROL_FLOW else ():
+            times, body = iterations_of(eqn), flat(closed)
+            if any(compat.is_in_scope(e, RECOMPUTE_SCOPE) for e in body.eqns):
+                lifted = lift(body, device, as_xla=True)
+                ends = (lifted.jaxpr.eqns[places[-1]] for places in lifted.bodies)
+                marked = [compat.is_in_scope(end, RECOMPUTE_SCOPE) for end in ends]
+                own = [
+                    recomputed_op(lifted.program, OpId(op), "jaxpr")
+                    for op, is_own in enumerate(marked)
+                    if is_own
+                ]
+                found += [in_iterations(r, times, "a scan") for r in own]
+            found += [replace(r, cost_ns=times * r.cost_ns) for r in recomputed_in(body, device)]
+    return tuple(found)
 
 
 def _grouped(jaxpr: Jaxpr) -> Groups | None:
@@ -252,7 +277,7 @@ class _Chain:
         invars = [*whole, *variables[:n_fixed], *slices]
         new = compat.rebuild(
             body.jaxpr,
-            eqns=[*self.recomputed[place], *body.jaxpr.eqns],
+            eqns=[*(compat.in_scope(e, RECOMPUTE_SCOPE) for e in self.recomputed[place]), *body.jaxpr.eqns],
             invars=invars,
             outvars=[*body.jaxpr.outvars, *self.added[place]],
             constvars=[],

@@ -213,11 +213,11 @@ def all_recomputed(choice: Site) -> tuple[Recomputed, ...]:
         return _inside(choice.inner, choice.enclosure.iterations)
     eqn = choice.loop.eqn
     name = "a scan" if eqn.primitive.name == "scan" else "a loop (estimated)"
-    return tuple(_in_iterations(r, iterations_of(eqn), name) for r in choice.recomputed)
+    return tuple(in_iterations(r, iterations_of(eqn), name) for r in choice.recomputed)
 
 
 def _in_steps(part: Choice, steps: range) -> tuple[Recomputed, ...]:
-    own = tuple(_in_iterations(r, len(steps) * part.step, "a scan") for r in part.recomputed)
+    own = tuple(in_iterations(r, len(steps) * part.step, "a scan") for r in part.recomputed)
     return own + _inside(part.inner, len(steps))
 
 
@@ -231,7 +231,8 @@ def _inside(level: Level, iterations: int) -> tuple[Recomputed, ...]:
     return tuple(replace(r, cost_ns=iterations * r.cost_ns) for c in level for r in all_recomputed(c))
 
 
-def _in_iterations(r: Recomputed, iterations: int, of: str) -> Recomputed:
+def in_iterations(r: Recomputed, iterations: int, of: str) -> Recomputed:
+    """What is recomputed in every iteration, of all of them."""
     return replace(
         r,
         op=f"{r.op} in {iterations} iterations of {of}",
