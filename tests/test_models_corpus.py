@@ -22,6 +22,7 @@ TINY: dict[str, dict[str, Any]] = {
     "swin": {"depths": (2, 1), "width": 8, "head": 4, "size": 2, "image": 16, "batch": 2, "classes": 4},
     "unet": {"channels": 8, "levels": (1, 2), "depth": 1, "image": 8, "batch": 2},
     "densenet121": {"depths": (1, 2), "growth": 4, "image": 16, "batch": 2, "classes": 4},
+    "schnet": {"layers": 2, "width": 8, "radials": 4, "atoms": 12, "neighbors": 3},
     "pallas_scan": {"layers": 2, "width": 16, "heads": 2, "seq": 16, "batch": 1, "vocab": 16, "tile": 16}
     | {"scanned": True},
 }

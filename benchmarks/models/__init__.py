@@ -39,6 +39,7 @@ FILES = {
     "densenet121": "densenet",
     "swin": "swin",
     "bilstm": "bilstm",
+    "schnet": "schnet",
     "gpt3_2.7b": "gpt3",
     "mlp": "mlp",
     "llama_1b": "llama",
