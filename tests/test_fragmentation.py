@@ -26,7 +26,7 @@ W, X = jnp.ones((64, 64)) / 64, jnp.linspace(-1, 1, 128 * 64).reshape(128, 64)
 def branches(w: Any, x: Any) -> Any:
     """XLA keeps what one branch needs while the other runs."""
     y = jnp.tanh(x @ w)
-    z = lax.cond(x[0, 0] > 0, lambda y: jnp.sin(y @ w) @ w.T, lambda y: y * 2.0, y)
+    z = lax.cond(x[0, 0] > 0, lambda y: jnp.sin(y @ w), lambda y: y * 2.0, y)
     return (jnp.tanh(z @ w) ** 2).mean()
 
 
