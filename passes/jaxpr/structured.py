@@ -85,11 +85,16 @@ def search_structured(
         return _taken(look_at(Levels(jaxpr, [()], request.device), WAYS), request)
     opened = with_open_pairs(jaxpr)
     paired = in_pairs(opened)
-    programs = [opened] if paired is opened else [opened, paired]
+    programs = [paired] if paired is opened else [paired, opened]
     # What takes least energy may be too slow, so there are the levels of least time, too.
     weighed_by = dict.fromkeys(("time", request.objective.of(as_is.program).least))
-    frontiers = [on_frontier(p, request.device, least) for p in programs for least in weighed_by]
-    looks = [look for levels in frontiers for look in look_at(levels, WAYS)]
+    frontiers, looks = [], list[_Look]()
+    for program in programs:
+        # Where scans in pairs fit, the others may be faster as they are, with nothing done beside them.
+        ways = WAYS if all(look.over for look in looks) else (ALONE,)
+        made = [on_frontier(program, request.device, least) for least in weighed_by]
+        looks += [look for levels in made for look in look_at(levels, ways)]
+        frontiers += made
     for program in programs:
         looks += search_for.by_hand(by_hand(program, request.device), min(looks, key=_rank))
     if all(look.over for look in looks):
