@@ -106,16 +106,18 @@ class _Work:
     def shrink_called(self, scope: LiftedModule, made: Plan, limit_bytes: int, iterations: int) -> None:
         """Plan all that is called at whose place a plan of its surroundings is over a limit."""
         for caller, excess_bytes in _over(scope, made, limit_bytes):
-            bodies = self.bodies(caller)
+            before, bodies = self.module, self.bodies(caller)
             target_bytes = max(map(_peak_bytes, bodies)) - excess_bytes
             times = trip_count(self.module, caller) if caller.opcode == "while" else 1
             for k, body in enumerate(bodies):
                 if _peak_bytes(body) > target_bytes:
-                    self._shrink(caller, k, target_bytes, iterations * times)
+                    body = body if self.module is before else self.body(caller, k)
+                    self._shrink(caller, k, body, target_bytes, iterations * times)
 
-    def _shrink(self, caller: Instruction, k: int, target_bytes: int, iterations: int) -> None:
-        """Plan one computation for some bytes."""
-        body = self.body(caller, k)
+    def _shrink(
+        self, caller: Instruction, k: int, body: LiftedModule, target_bytes: int, iterations: int
+    ) -> None:
+        """Plan one computation, which is called with number `k`, for some bytes."""
         if self._order(body):
             body = self.body(caller, k)
         made = self._plan(body.program, target_bytes)

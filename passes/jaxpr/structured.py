@@ -15,12 +15,13 @@ from passes.jaxpr.candidate import Candidate, JaxprRequest
 from passes.jaxpr.compat import Jaxpr
 from passes.jaxpr.lift import lift
 from passes.jaxpr.lifted import LiftedJaxpr
-from passes.jaxpr.scans.chains import in_pairs
+from passes.jaxpr.scans.chains import in_pairs, recomputed_in
 from passes.jaxpr.scans.host_choice import sent_to_host
 from passes.jaxpr.scans.levels import Levels, Rewritten, by_hand, in_segments, on_frontier
 from passes.jaxpr.scans.pairs import with_open_pairs
 from passes.jaxpr.straight import as_it_is, lift_as_xla, search
 from passes.objective import Price
+from passes.outcome import Recomputed
 from passes.planners import cut_bound
 from passes.recipe import Recipe, Scans
 
@@ -80,29 +81,32 @@ def search_structured(
     search_for = _Search(
         original=jaxpr, base_ns=as_is.seen.cost_ns, request=request, scale=scale, plan_body=plan_body
     )
-    look_at = search_for.levels
     if request.inside:
-        return _taken(look_at(Levels(jaxpr, [()], request.device), WAYS), request)
+        return _taken(search_for.levels(Levels(jaxpr, [()], request.device), WAYS), request)
     opened = with_open_pairs(jaxpr)
     paired = in_pairs(opened)
-    programs = [paired] if paired is opened else [paired, opened]
+    searches = {opened: search_for}
+    if paired is not opened:
+        in_paired = replace(search_for, recomputed_before=recomputed_in(paired, request.device))
+        searches = {paired: in_paired, opened: search_for}
     # What takes least energy may be too slow, so there are the levels of least time, too.
     weighed_by = dict.fromkeys(("time", request.objective.of(as_is.program).least))
-    frontiers, looks = [], list[_Look]()
-    for program in programs:
+    frontiers, looks = list[tuple[_Search, Levels]](), list[_Look]()
+    for program, search_in in searches.items():
         # Where scans in pairs fit, the others may be faster as they are, with nothing done beside them.
         ways = WAYS if all(look.over for look in looks) else (ALONE,)
         made = [on_frontier(program, request.device, least) for least in weighed_by]
-        looks += [look for levels in made for look in look_at(levels, ways)]
-        frontiers += made
-    for program in programs:
-        looks += search_for.by_hand(by_hand(program, request.device), min(looks, key=_rank))
+        looks += [look for levels in made for look in search_in.levels(levels, ways)]
+        frontiers += [(search_in, levels) for levels in made]
+    for program, search_in in searches.items():
+        looks += search_in.by_hand(by_hand(program, request.device), min(looks, key=_rank))
     if all(look.over for look in looks):
         for least in weighed_by:
-            looks += look_at(in_segments(paired, request.device, least), (ALONE, RECOMPUTES))
+            below = in_segments(paired, request.device, least)
+            looks += searches[paired].levels(below, (ALONE, RECOMPUTES))
     if request.host_bytes:
         here = _next(looks, request)
-        looks += [look for levels in frontiers for look in search_for.sent(levels, here)]
+        looks += [look for search_in, levels in frontiers for look in search_in.sent(levels, here)]
     return _taken(looks, request)
 
 
@@ -134,6 +138,7 @@ class _Search:
         original: the program as it came.
         base_ns: its time.
         scale: estimated over real bytes of temporaries, before anything was compiled.
+        recomputed_before: what scans recompute before they are on any level.
     """
 
     original: Jaxpr
@@ -141,6 +146,7 @@ class _Search:
     request: JaxprRequest
     scale: float
     plan_body: PlanBody
+    recomputed_before: tuple[Recomputed, ...] = ()
 
     def levels(self, levels: Levels, ways: Sequence[int]) -> list[_Look]:
         """Candidates of some levels, among them the cheapest that fits.
@@ -274,7 +280,7 @@ class _Search:
 
         def named(made: Candidate) -> Candidate:
             return replace(
-                made, scans=level.level, recomputed_before=level.recomputed, rewritten=True,
+                made, scans=level.level, recomputed_before=self.recomputed_before, rewritten=True,
                 bodies=program is not level.program, paged=sent.paged, cost_ns=made.cost_ns + sent.waiting_ns,
                 energy_pj=made.energy_pj + sent.energy_pj,
             )  # fmt: skip
@@ -302,7 +308,7 @@ class _Search:
             return replace(
                 made,
                 scans=level.level,
-                recomputed_before=level.recomputed,
+                recomputed_before=self.recomputed_before,
                 rewritten=rewritten,
                 bodies=bodies,
             )

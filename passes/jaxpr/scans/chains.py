@@ -43,7 +43,7 @@ from passes.jaxpr.rewrite import (
 from passes.jaxpr.scans.choice import Choice, in_iterations
 from passes.jaxpr.scans.cut import joined_body
 from passes.jaxpr.scans.emit import rewrite, with_groups
-from passes.jaxpr.scans.pairs import Body, ScanPair, body_of, find_pairs, flat, is_plain_scan, sources
+from passes.jaxpr.scans.pairs import Body, ScanPair, body_of, find_pairs, flat, sources
 from passes.outcome import RECOMPUTE_SCOPE, Recomputed, recomputed_op
 
 type Groups = tuple[list[list[JaxprEqn]], dict[Var, Atom]]
@@ -71,28 +71,22 @@ def recomputed_in(jaxpr: Jaxpr, device: DeviceModel) -> tuple[Recomputed, ...]:
     for eqn in jaxpr.eqns:
         for closed in bodies_of(eqn) if eqn.primitive.name in CONTROL_FLOW else ():
             times, body = iterations_of(eqn), flat(closed)
-            if any(compat.is_in_scope(e, RECOMPUTE_SCOPE) for e in body.eqns):
+            if any(map(_is_marked, body.eqns)):
                 lifted = lift(body, device, as_xla=True)
-                ends = (lifted.jaxpr.eqns[places[-1]] for places in lifted.bodies)
-                marked = [compat.is_in_scope(end, RECOMPUTE_SCOPE) for end in ends]
-                own = [
-                    recomputed_op(lifted.program, OpId(op), "jaxpr")
-                    for op, is_own in enumerate(marked)
-                    if is_own
-                ]
-                found += [in_iterations(r, times, "a scan") for r in own]
+                own = [op for op, e in enumerate(lifted.bodies) if _is_marked(lifted.jaxpr.eqns[e[-1]])]
+                made = [recomputed_op(lifted.program, OpId(op), "jaxpr") for op in own]
+                found += [in_iterations(r, times, "a scan") for r in made]
             found += [replace(r, cost_ns=times * r.cost_ns) for r in recomputed_in(body, device)]
     return tuple(found)
 
 
+def _is_marked(eqn: JaxprEqn) -> bool:
+    return compat.is_in_scope(eqn, RECOMPUTE_SCOPE)
+
+
 def _grouped(jaxpr: Jaxpr) -> Groups | None:
     """For every equation what stands in its place, and the results' new names; None where scans read one."""
-    producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-    read = {
-        i: found
-        for i, eqn in enumerate(jaxpr.eqns)
-        if is_plain_scan(eqn) and (found := sources(jaxpr, i, producer))
-    }
+    read = sources(jaxpr)
     partners = _partners(read)
     if all(list(found) == [partners.get(i)] for i, found in read.items()):
         return None

@@ -9,27 +9,20 @@ from passes.cost import DeviceModel
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Jaxpr
 from passes.jaxpr.lifted import LiftedJaxpr
-from passes.jaxpr.scans.chains import recomputed_in
 from passes.jaxpr.scans.choice import Level
 from passes.jaxpr.scans.emit import rewrite
 from passes.jaxpr.scans.frontier import frontier, hand_levels, segment_frontier
 from passes.jaxpr.scans.parts import between
 from passes.jaxpr.straight import lift_as_xla
-from passes.outcome import Recomputed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rewritten:
-    """A program with its scans rewritten for one level, and lifted. Compared by identity.
-
-    Attributes:
-        recomputed: what its scans recomputed before.
-    """
+    """A program with its scans rewritten for one level, and lifted. Compared by identity."""
 
     level: Level
     program: Jaxpr
     lifted: LiftedJaxpr
-    recomputed: tuple[Recomputed, ...] = ()
 
 
 class Levels:
@@ -38,7 +31,6 @@ class Levels:
     def __init__(self, jaxpr: Jaxpr, levels: Sequence[Level], device: DeviceModel) -> None:
         self._jaxpr, self._levels, self._device = jaxpr, levels, device
         self._made: dict[int, Rewritten] = {}
-        self._recomputed = recomputed_in(jaxpr, device) if levels else ()
 
     def __len__(self) -> int:
         return len(self._levels)
@@ -58,7 +50,7 @@ class Levels:
     def _rewritten(self, level: Level) -> Rewritten:
         program = rewrite(self._jaxpr, level) if level else self._jaxpr
         lifted = lift_as_xla(program, self._device)
-        return Rewritten(level=level, program=program, lifted=lifted, recomputed=self._recomputed)
+        return Rewritten(level=level, program=program, lifted=lifted)
 
 
 @compat.cached_by_jaxpr

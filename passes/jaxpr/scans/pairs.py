@@ -191,13 +191,8 @@ def find_pairs(jaxpr: Jaxpr, dropped: Collection[Var] = ()) -> list[ScanPair]:
     Args:
         dropped: see `seen_around`.
     """
-    producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-    places = most_passing(
-        (nbytes, first, second)
-        for second, eqn in enumerate(jaxpr.eqns)
-        if is_plain_scan(eqn)
-        for first, nbytes in sources(jaxpr, second, producer).items()
-    )
+    found = sources(jaxpr)
+    places = most_passing((n, first, second) for second, read in found.items() for first, n in read.items())
     around = seen_around(jaxpr, dropped)
     return [pair_of(i, j, body_of(jaxpr.eqns[i]), body_of(jaxpr.eqns[j]), around) for i, j in places]
 
@@ -217,18 +212,25 @@ def most_passing(possible: Iterable[tuple[int, int, int]]) -> list[tuple[int, in
     return [(chosen[second], second) for second in sorted(chosen)]
 
 
-def is_plain_scan(eqn: JaxprEqn) -> bool:
+def sources(jaxpr: Jaxpr) -> dict[int, dict[int, int]]:
+    """For every scan that reads stacks of earlier ones of as many iterations these, each with the bytes."""
+    producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    scans = [i for i, eqn in enumerate(jaxpr.eqns) if _is_plain_scan(eqn)]
+    return {i: read for i in scans if (read := _sources(jaxpr, i, producer))}
+
+
+def _is_plain_scan(eqn: JaxprEqn) -> bool:
     """True for a scan that may be written anew: it carries no references."""
     return eqn.primitive.name == "scan" and not any(compat.is_ref(v.aval) for v in eqn.invars)
 
 
-def sources(jaxpr: Jaxpr, second: int, producer: dict[Var, int]) -> dict[int, int]:
+def _sources(jaxpr: Jaxpr, second: int, producer: dict[Var, int]) -> dict[int, int]:
     """Earlier scans of as many iterations, each with the bytes of its stacks that the second one reads."""
     eqn = jaxpr.eqns[second]
     nbytes: dict[int, int] = {}
     for v in eqn.invars[sum(compat.scan_sizes(eqn)) :]:
         i = producer.get(v) if compat.is_variable(v) else None
-        if i is None or not is_plain_scan(jaxpr.eqns[i]):
+        if i is None or not _is_plain_scan(jaxpr.eqns[i]):
             continue
         source = jaxpr.eqns[i]
         stacks = source.outvars[compat.scan_sizes(source)[1] :]
