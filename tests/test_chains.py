@@ -133,7 +133,7 @@ def _loss_of_layers(ps: Any, x: Any) -> Any:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_bytes_of_a_checkpoint_are_kept_for_less(name: str) -> None:
-    """All three were refused."""
+    """Two were refused, and what is tuned cost 1.06 of it."""
     step = jax.value_and_grad(FUNCTIONS[name])
     by_hand = jax.value_and_grad(lambda ps, x: FUNCTIONS[name](ps, x, jax.checkpoint(_layer)))
     args, model = _args(), aot.model_for("cpu", "cpu")
