@@ -6,8 +6,9 @@
     D   the same, backward        reads a, c
 
 What several scans read no pair can give up (`passes.jaxpr.scans.pairs`), so all of it would stay: in the
-bytes of `jax.checkpoint` a gradient penalty and a Hessian times a vector by two gradients were refused. Here A and B stay a pair. C recomputes what it reads, from what A's and B's
-iterations start with, and stacks for D what that read of A:
+bytes of `jax.checkpoint` a gradient penalty and a Hessian times a vector by two gradients were refused.
+Here A and B stay a pair. C recomputes what it reads, from what A's and B's iterations start with, and
+stacks for D what that read of A:
 
     C   recomputes a and b        stacks a, c     of what A and B carry, and their own operands
     D                             reads a, c
