@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 HeapRule = Literal["largest first", "in time order"]
+FillRule = Literal["not", "together", "by copies"]
 HoistRule = Literal["nothing", "no larger", "all"]
 SharingRule = Literal["elementwise", "elementwise or reduced", "emitters"]
 
@@ -79,6 +80,8 @@ class Backend:
         merges_dots_bytes: products that share an operand are made one where one of them reads and writes no
             more (`passes.jaxpr.merged_dots`); 0 where that is not done.
         splits_small_dots: True if XLA splits and merges dots that do not fill the device.
+        fills_stacks: how XLA writes zeros to the stacks of a scan's results before it: those of one form by
+            one kernel; or one, which is copied to the others; or not at all.
         drops_copies: True if XLA takes copies that nothing needs out after its callback
             (`passes.hlo.copies`).
     """
@@ -127,6 +130,7 @@ class Backend:
     runs_free_early: bool = False
     merges_dots_bytes: int = 0
     splits_small_dots: bool = False
+    fills_stacks: FillRule = "not"
     drops_copies: bool = False
     looks: int = 1
 
@@ -134,14 +138,15 @@ class Backend:
 CPU = Backend(
     name="cpu", alignment=64, sharing="elementwise", calls_share=True, library="jaxlib",
     default_device="cpu", pages=False, has_machines_memory=True, pins_as_compiled=True, fuses_greedily=True,
-    runs_branches_together=True, hoists="all", rolls_random_bits=True, joined_row_bytes=64, looks=2,
+    runs_branches_together=True, hoists="all", rolls_random_bits=True, joined_row_bytes=64,
+    fills_stacks="by copies", looks=2,
 )  # fmt: skip
 CUDA = Backend(
     name="cuda", aliases=("gpu", "rocm"), alignment=256, sharing="emitters",
     library="jax_plugins.xla_cuda13", default_device="h100", takes_thunks=True,
     splits_small_dots=True, fuses_normalisation=True, drops_rounding=True, reads_together=True,
     launch_ns=1000, merges_dots_bytes=136 << 20, fuses_products=True, computes_scattered=True,
-    scatters_maxima=True,
+    scatters_maxima=True, fills_stacks="together",
     host_pool_bytes=64 << 30, awaits_at_once=True,
 )  # fmt: skip
 TPU = Backend(

@@ -18,7 +18,7 @@ from passes.jaxpr.scans.frontier import POLICIES, frontier, hand_levels
 from passes.jaxpr.scans.levels import Levels, on_frontier
 from passes.jaxpr.straight import as_it_is, search
 from passes.jaxpr.structured import search_structured
-from tests.test_scan import CPU, GRADIENTS, WS, X, layer, opened, plain, run, same, stack_bytes
+from tests.test_scan import CPU, GRADIENTS, WORTH_KEEPING, WS, X, layer, opened, plain, run, same, stack_bytes
 
 DOTS, NO_BATCH, NOTHING = range(3)
 
@@ -45,7 +45,7 @@ def test_a_policys_level_computes_the_same(name: str) -> None:
 
 
 def test_a_policy_is_taken_where_the_frontier_has_nothing_as_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    jaxpr, _ = opened(jax.grad(plain), WS, X)
+    jaxpr, _ = opened(jax.grad(plain), *WORTH_KEEPING)
     ends = frontier(jaxpr, CPU)[:: len(frontier(jaxpr, CPU)) - 1]
     monkeypatch.setattr(structured, "on_frontier", lambda j, d, _: Levels(j, ends, d))
     by_hand = hand_levels(jaxpr, CPU)[DOTS]

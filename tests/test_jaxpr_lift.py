@@ -336,8 +336,8 @@ def test_slices_of_stacks_are_written_by_kernels_of_their_own_on_a_gpu():
 
     stacks = jax.ShapeDtypeStruct((8, 64, 64), jnp.float32)
     per_row = costs(lambda h, xs: jax.lax.scan(rows, h, xs), WIDE, stacks)[0] / 8
-    assert per_row > 3 * DEVICES["h200"].launch_ns
-    assert per_row < 5 * DEVICES["h200"].launch_ns
+    # Three slices, the carry, and the number of the iteration.
+    assert 5 * DEVICES["h200"].launch_ns < per_row < 6 * DEVICES["h200"].launch_ns
 
 
 def test_a_sum_that_needs_another_reads_what_that_one_has_read():

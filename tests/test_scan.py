@@ -31,6 +31,8 @@ CPU = DEVICES["cpu"]
 KEY = jax.random.key(0)
 WS = jax.random.normal(KEY, (6, 2, 16, 16)) * 0.3
 X = jax.random.normal(jax.random.fold_in(KEY, 1), (32, 16))
+# So wide that to keep the products of a layer costs less than to compute them again.
+WORTH_KEEPING = jax.random.normal(KEY, (6, 2, 128, 128)) / 8, jax.random.normal(KEY, (128, 128))
 
 
 def layer(w: Any, x: Any) -> Any:
@@ -281,7 +283,7 @@ def test_scans_one_after_the_other_run_in_segments_all_of_them() -> None:
 
 
 def test_between_two_levels_the_last_iterations_are_on_the_higher() -> None:
-    jaxpr, _ = opened(jax.grad(plain), WS, X)
+    jaxpr, _ = opened(jax.grad(plain), *WORTH_KEEPING)
     levels = frontier(jaxpr, CPU)
     high, low = (sum(c.stacked_bytes for c in level) for level in (levels[0], levels[-1]))
     costs = [sum(r.cost_ns for c in level for r in all_recomputed(c)) for level in (levels[0], levels[-1])]
@@ -338,7 +340,7 @@ def test_scans_without_a_backward_are_no_pair() -> None:
 
 
 def test_what_is_made_again_is_reported_with_its_line() -> None:
-    jaxpr, _ = opened(jax.grad(plain), WS, X)
+    jaxpr, _ = opened(jax.grad(plain), *WORTH_KEEPING)
     again = [r for choice in frontier(jaxpr, CPU)[-1] for r in all_recomputed(choice)]
     assert any("dot_general in 6 iterations" in r.op and "test_scan.py" in r.source for r in again)
     assert all(r.cost_ns > 0 for r in again)

@@ -23,7 +23,7 @@ from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of
 from passes.jaxpr.compat import JaxprEqn, Var
 from passes.jaxpr.library_kernels import SPREADS, LibraryKernels
-from passes.jaxpr.primitives import BRANCHES, FUSING, INSIDE, MOVING, Kind, is_dear_to_xla_cpu
+from passes.jaxpr.primitives import BRANCHES, FUSING, INSIDE, MOVING, WRITES_SLICE, Kind, is_dear_to_xla_cpu
 from passes.jaxpr.softmax import DataflowGraph
 
 # Readers farther than so many equations away do not compute a value of several operands in one kernel.
@@ -61,8 +61,9 @@ class GreedyFusion:
         self.copied: set[Var] = set()
         library, kinds = LibraryKernels(graph, results), graph.kinds
         self.inner = library.inner
-        self.from_memory = {i for i, kind in enumerate(kinds) if kind not in FUSING} | library.members
         self._eqns, self._kinds, self._operands = graph.eqns, kinds, graph.operands
+        self.from_memory = {i for i, kind in enumerate(kinds) if kind not in FUSING} | library.members
+        self.from_memory -= {i for i, eqn in enumerate(graph.eqns) if eqn.primitive.name == WRITES_SLICE}
         self._producer, self._readers = graph.producer, graph.readers
         read = {v for i in library.members for v in self._operands[i]}
         self._results = results

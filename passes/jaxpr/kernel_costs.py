@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from passes.cost import DeviceModel, kernel_ns, kernel_pj, writing_ns
 from passes.jaxpr import compat
+from passes.jaxpr.avals import size_of
 from passes.jaxpr.compat import Var
 from passes.jaxpr.flops import largest_size, matrix_work, said_bytes, sent_bytes, vector_work
 from passes.jaxpr.in_place import UPDATES
-from passes.jaxpr.primitives import CONTROL_FLOW, INSIDE, Kind
+from passes.jaxpr.primitives import CONTROL_FLOW, INSIDE, RESHAPES, Kind
 from passes.jaxpr.purity import moves_memory
 from passes.jaxpr.rolled_bits import moved_bytes
 from passes.jaxpr.split_dots import split_bytes, sum_ns
@@ -56,7 +57,7 @@ class KernelCosts:
             reads, own, group, joined = self._together.unread(root, body, reads, of_product=of_product)
         if group is not None:
             self.kernel_of[root] = group
-        if moves_memory(eqn) or eqn.primitive.name in CONTROL_FLOW:
+        if moves_memory(eqn) or eqn.primitive.name in CONTROL_FLOW or self._is_seen_otherwise(root):
             return 0, 0
         is_saved = compat.checkpoint_name_of(eqn) is not None and kinds[root] is Kind.OPAQUE
         is_update = self._storage.is_update(eqn)
@@ -66,8 +67,6 @@ class KernelCosts:
             if is_update:
                 part = eqn.invars[UPDATES[eqn.primitive.name]]
                 written_bytes = min(written_bytes, compat.aval_nbytes(part.aval))
-                # What makes the part writes it, too, as it does the slice of a scan's stack.
-                joined |= eqn.primitive.name == "dynamic_update_slice"
             nbytes = sum(reads.values()) + (split_bytes(eqn, device) or written_bytes)
             nbytes += moved_bytes(eqn, device)
         nbytes = 0 if is_saved else nbytes
@@ -76,10 +75,19 @@ class KernelCosts:
             device, nbytes=nbytes, matrix_flops=work.flops, unaligned_flops=work.unaligned_flops,
             bits=work.bits, vector_flops=sum(self._vector_flops[i] for i in own),
         )  # fmt: skip
-        elementwise = not is_saved and not is_update and all(kinds[i] in INSIDE for i in body)
-        least_ns = writing_ns(device, largest_size(outvars)) if elementwise else 0
+        made = eqn.invars[UPDATES[eqn.primitive.name]] if is_update else None
+        elementwise = not is_saved and all(kinds[i] in INSIDE for i in body if made is None or i != root)
+        elements = largest_size(outvars) if made is None else size_of(made)
+        least_ns = writing_ns(device, elements) if elementwise else 0
         ns = max(own_ns, least_ns) if group is None else group.longer_by_ns(own_ns, least_ns)
         ns += 0 if joined else device.launch_ns
         ns += sum_ns(eqn, device, sum(self._in_parts.get(v, 0) for v in outvars))
         ns += round(1e9 * sent_bytes(eqn) / device.link_bytes_per_second)
         return ns, kernel_pj(device, nbytes=nbytes, matrix_flops=work.flops, bits=work.bits)
+
+    def _is_seen_otherwise(self, root: int) -> bool:
+        """True for what lies in memory as something that is stored does, such as a slice of a stack that a
+        barrier holds."""
+        storage = self._storage
+        named = storage.jaxpr.eqns[root].primitive.name in RESHAPES
+        return named and storage.stored.issuperset(storage.operands[root])

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from passes.backend import BACKENDS
-from passes.cost import DeviceModel, kernel_pj
+from passes.cost import DeviceModel
 from passes.ir import Buffer, BufferId, Op, OpId, Program
 from passes.jaxpr import compat
 from passes.jaxpr.canonical import with_canonical_products
@@ -49,6 +49,7 @@ from passes.jaxpr.simplify import (
     without_repeats,
     without_rounding,
 )
+from passes.jaxpr.slices import filling, with_slices
 from passes.jaxpr.split_dots import split_bytes
 from passes.jaxpr.split_sums import read_in_parts
 from passes.jaxpr.storage import Storage
@@ -56,9 +57,6 @@ from passes.jaxpr.stored import read_rounded, stored_bytes
 from passes.jaxpr.together import Group, Together
 from passes.reach import reached
 from passes.simulate import Timeline, simulate
-
-# A slice that a scan takes from a stack or puts on one is read once and written once for it.
-SLICE_PASSES = 2
 
 
 def lift(
@@ -349,16 +347,14 @@ class _Lift:
         return summed * split_bytes(eqn, self.device) + state_bytes(eqn, self.device, joined=joined)
 
     def _inner_cost(self, eqn: JaxprEqn) -> tuple[int, int]:
-        """Time and energy of control flow: of its dearest body, as often as it is known to run."""
+        """Time and energy of control flow: of its dearest body, as often as it is known to run; and of what
+        fills a scan's stacks before it."""
         dearest = max(_works(eqn, self.device), key=lambda work: work.cost_ns, default=NO_WORK)
         cost_ns, energy_pj = (iterations_of(eqn) * once for once in (dearest.cost_ns, dearest.energy_pj))
         if eqn.primitive.name != "scan":
             return cost_ns, energy_pj
-        n_consts, n_carry = compat.scan_sizes(eqn)
-        stacks = [*eqn.invars[n_consts + n_carry :], *eqn.outvars[n_carry:]]
-        moved = SLICE_PASSES * sum(compat.aval_nbytes(v.aval) for v in stacks)
-        cost_ns += round(1e9 * moved / self.device.bytes_per_second)
-        return cost_ns, energy_pj + kernel_pj(self.device, nbytes=moved)
+        fill_ns, fill_pj = filling(eqn.outvars[compat.scan_sizes(eqn)[1] :], self.device)
+        return cost_ns + fill_ns, energy_pj + fill_pj
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -401,11 +397,15 @@ def inner_work(jaxpr: Jaxpr, device: DeviceModel, carried: tuple[int, int] | Non
     lifted, kept_bytes = lift_body(jaxpr, device, carried)
     program = lifted.program
     timeline = simulate(program)
+    whole = program
+    if carried is not None:
+        sliced, all_carried = with_slices(lifted.jaxpr, *carried)
+        whole = lift_seen(sliced, device, carried=all_carried).program
     return InnerWork(
         peak_bytes=kept_bytes + timeline.peak_bytes,
         branch_bytes=branch_bytes(lifted, program, timeline, device),
-        cost_ns=program.cost_ns,
-        energy_pj=program.energy_pj,
+        cost_ns=whole.cost_ns,
+        energy_pj=whole.energy_pj,
     )
 
 

@@ -110,6 +110,9 @@ _MOVING = """
     unstack
 """
 
+WRITES_SLICE = "dynamic_update_slice"
+"""Computes inside what it writes into its first operand."""
+
 MOVING = frozenset(_MOVING.split())
 # What gives some elements of one operand and some of another; XLA emits conditionals for it.
 BRANCHES = frozenset({"concatenate", "dynamic_update_slice", "pad"})

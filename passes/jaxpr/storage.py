@@ -21,6 +21,7 @@ from passes.jaxpr.primitives import (
     MATRIX,
     MOVING,
     SLICING,
+    WRITES_SLICE,
     Kind,
     is_dear_to_xla,
     is_expensive,
@@ -172,10 +173,14 @@ class Storage:
             if kind in (*WHOLE, Kind.BARRIER) or (
                 kind is Kind.VIEW and any(v in needed for v in eqn.outvars)
             ):
-                computes = self._backend.computes_scattered and eqn.primitive.name.startswith("scatter")
-                read = compat.variables(eqn.invars[:1]) if computes else self.operands[i]
+                read = compat.variables(eqn.invars[:1]) if self._computes_update(eqn) else self.operands[i]
                 needed.update(products.get(i, read))
         return needed
+
+    def _computes_update(self, eqn: JaxprEqn) -> bool:
+        """True for a kernel that computes what it writes into its first operand."""
+        scatters = self._backend.computes_scattered and eqn.primitive.name.startswith("scatter")
+        return scatters or eqn.primitive.name == WRITES_SLICE
 
     def _reading_kernels(self, needed: set[Var]) -> dict[Var, frozenset[int]]:
         """For every variable up to two of the kernels that would read it if only `needed` were stored."""

@@ -12,15 +12,16 @@ alike. Pairs inside the bodies are cut first, for the same price. All is weighed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
+from passes.backend import BACKENDS
 from passes.ir import Op
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
 from passes.jaxpr.flops import flops_per_element, iterations_of, largest_size
-from passes.jaxpr.lift import SLICE_PASSES, lift
+from passes.jaxpr.lift import lift
 from passes.jaxpr.primitives import FUSING, Kind
 from passes.jaxpr.purity import has_effect, kernel_kind
 from passes.jaxpr.rewrite import defined
@@ -32,6 +33,9 @@ from passes.outcome import Recomputed
 from passes.planners.closure import Producer, cheapest_to_keep
 from passes.reach import reached
 
+# What is put on a stack is read, and written; and the stack is filled before, by one kernel, or by a copy.
+WRITING_PASSES = 2
+_FILLING_PASSES = {"not": 0, "together": 1, "by copies": 2}
 # What the last value's byte costs more than the first one's.
 TILT_RATIO = 0.1
 
@@ -44,7 +48,7 @@ class Iteration:
         pair: the scans, or the loop.
         values: the first body's variables, inputs and then results of equations; or those of what is made.
         ops, eqns: its equations.
-        kernels: what the report says of those that are kernels, in one iteration.
+        kernels: what the report says of those that are kernels, and cost something, in one iteration.
         demanded: indices of the values that the second body, or the loop's, reads.
         stacked_bytes: for every value what a slice adds to the stacks if it is kept; or its own bytes.
         traffic: for every value what writing and reading one slice weighs.
@@ -170,25 +174,37 @@ def _all_recomputed(iteration: Iteration, kept: tuple[int, ...]) -> tuple[Recomp
 
 def _prices(pair: ScanPair, values: list[Var], weight: Weight) -> tuple[list[int], list[int]]:
     """Bytes and traffic of stacking one slice of every value; nothing for what is at hand anyway."""
-    producer = pair.producer
+    producer, platform = pair.producer, weight.device.platform
+    copied = {
+        v
+        for eqn in pair.consumer.jaxpr.eqns
+        if kernel_kind(eqn, platform) not in FUSING
+        for v in compat.variables(eqn.invars)
+    }
     own = dict.fromkeys(producer.jaxpr.invars[: producer.n_consts], (False, 0))
     for v, there in zip(producer.x_vars, pair.at_hand, strict=True):
-        own[v] = (not there, SLICE_PASSES)
+        own[v] = (not there, _reading(v, copied))
     for k, y in enumerate(producer.y_vars):
         # A stack that something else reads is there at no price.
         if k not in pair.only and compat.is_variable(y):
-            own.setdefault(y, (False, SLICE_PASSES))
+            own.setdefault(y, (False, _reading(y, copied)))
+    writing = WRITING_PASSES + _FILLING_PASSES[BACKENDS[platform].fills_stacks]
     nbytes, traffic = [], []
     for v in values:
         size = compat.aval_nbytes(v.aval)
-        priced, passes = own.get(v, (True, 2 * SLICE_PASSES))
+        priced, passes = own.get(v, (True, writing + _reading(v, copied)))
         nbytes.append(size if priced else 0)
         # A slice is written to its stack by a kernel of its own.
-        launch = weight.of_launch * (passes > SLICE_PASSES)
+        launch = weight.of_launch * (v not in own)
         if not pair.stacks:
-            launch, passes = 0, passes // SLICE_PASSES
+            launch, passes = 0, passes // 2
         traffic.append(round(weight.of_byte * passes * size) + launch)
     return nbytes, traffic
+
+
+def _reading(v: Var, copied: Set[Var]) -> int:
+    """How often a slice is read or written for what reads it: once, or it is copied from its stack before."""
+    return 2 if v in copied else 1
 
 
 def _ops(
@@ -219,7 +235,8 @@ def _ops(
         if kernel is not None:
             joins = kernel_kind(eqn, weight.device.platform) is Kind.FUSIBLE and not whole & {*eqn.outvars}
             cost = max(cost, weight.of_op(kernel) - weight.of_launch * joins)
-            kernels[len(ops)] = _recomputed(eqn, kernel)
+            if kernel.cost_ns:
+                kernels[len(ops)] = _recomputed(eqn, kernel)
         once = has_effect(eqn) or (kernel is not None and not kernel.recomputable)
         inputs = tuple(index[v] for v in eqn.invars if compat.is_variable(v))
         ops.append(Producer(cost=None if once else cost, inputs=inputs, outputs=outputs))
