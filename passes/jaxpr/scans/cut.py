@@ -12,7 +12,7 @@ alike. Pairs inside the bodies are cut first, for the same price. All is weighed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -181,30 +181,29 @@ def _prices(pair: ScanPair, values: list[Var], weight: Weight) -> tuple[list[int
         if kernel_kind(eqn, platform) not in FUSING
         for v in compat.variables(eqn.invars)
     }
+    # What passes between two conds is written and read where it is.
+    stacks = pair.stacks
+    writing = WRITING_PASSES + _FILLING_PASSES[BACKENDS[platform].fills_stacks] if stacks else 1
     own = dict.fromkeys(producer.jaxpr.invars[: producer.n_consts], (False, 0))
+
+    def reading(v: Var) -> int:
+        return 2 if stacks and v in copied else 1
+
     for v, there in zip(producer.x_vars, pair.at_hand, strict=True):
-        own[v] = (not there, _reading(v, copied))
+        own[v] = (not there, reading(v))
     for k, y in enumerate(producer.y_vars):
         # A stack that something else reads is there at no price.
         if k not in pair.only and compat.is_variable(y):
-            own.setdefault(y, (False, _reading(y, copied)))
-    writing = WRITING_PASSES + _FILLING_PASSES[BACKENDS[platform].fills_stacks]
+            own.setdefault(y, (False, reading(y)))
     nbytes, traffic = [], []
     for v in values:
         size = compat.aval_nbytes(v.aval)
-        priced, passes = own.get(v, (True, writing + _reading(v, copied)))
+        priced, passes = own.get(v, (True, writing + reading(v)))
         nbytes.append(size if priced else 0)
         # A slice is written to its stack by a kernel of its own.
-        launch = weight.of_launch * (v not in own)
-        if not pair.stacks:
-            launch, passes = 0, passes // 2
+        launch = weight.of_launch if stacks and v not in own else 0
         traffic.append(round(weight.of_byte * passes * size) + launch)
     return nbytes, traffic
-
-
-def _reading(v: Var, copied: Set[Var]) -> int:
-    """How often a slice is read or written for what reads it: once, or it is copied from its stack before."""
-    return 2 if v in copied else 1
 
 
 def _ops(
