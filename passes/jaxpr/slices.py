@@ -19,7 +19,9 @@ from passes.jaxpr.avals import array_of, form_of, size_of
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.inline import inline_calls
 
-_PASSES_OF_COPY = 2
+FILLING_PASSES = {"not": 0, "together": 1, "by copies": 2}
+"""How often the bytes of one more stack of a form are written or read to fill it, by how XLA does that."""
+
 # Of a stack: slices are taken of it, so it has several.
 _LENGTH = 2
 
@@ -74,7 +76,7 @@ def filling(stacks: Sequence[Var], device: DeviceModel) -> tuple[int, int]:
     for form, count in Counter(map(form_of, stacks)).items():
         one = next(v for v in stacks if form_of(v) == form)
         nbytes = compat.aval_nbytes(one.aval)
-        passes = count if rule == "together" else 1 + _PASSES_OF_COPY * (count - 1)
+        passes = 1 + FILLING_PASSES[rule] * (count - 1)
         ns += kernel_ns(device, nbytes=passes * nbytes, elements=size_of(one))
         pj += kernel_pj(device, nbytes=passes * nbytes)
     return ns, pj

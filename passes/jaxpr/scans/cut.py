@@ -29,13 +29,13 @@ from passes.jaxpr.scans.choice import Choice, MadeInside
 from passes.jaxpr.scans.loops import Loop
 from passes.jaxpr.scans.pairs import ScanPair
 from passes.jaxpr.scans.weight import Weight
+from passes.jaxpr.slices import FILLING_PASSES
 from passes.outcome import Recomputed
 from passes.planners.closure import Producer, cheapest_to_keep
 from passes.reach import reached
 
-# What is put on a stack is read, and written; and the stack is filled before, by one kernel, or by a copy.
-WRITING_PASSES = 2
-_FILLING_PASSES = {"not": 0, "together": 1, "by copies": 2}
+# What is put on a stack is read, and written.
+_WRITING_PASSES = 2
 # What the last value's byte costs more than the first one's.
 TILT_RATIO = 0.1
 
@@ -183,7 +183,7 @@ def _prices(pair: ScanPair, values: list[Var], weight: Weight) -> tuple[list[int
     }
     # What passes between two conds is written and read where it is.
     stacks = pair.stacks
-    writing = WRITING_PASSES + _FILLING_PASSES[BACKENDS[platform].fills_stacks] if stacks else 1
+    writing = _WRITING_PASSES + FILLING_PASSES[BACKENDS[platform].fills_stacks] if stacks else 1
     own = dict.fromkeys(producer.jaxpr.invars[: producer.n_consts], (False, 0))
 
     def reading(v: Var) -> int:
