@@ -121,8 +121,7 @@ def test_scans_cost_what_their_kernels_do(device: str, rows: int, checkpointed: 
         compiled = jax.jit(function).lower(*args).compile()
     else:
         compiled = aot.lower_for(function, args, device=request.getfixturevalue(device)).compile()
-    (module,) = compiled.runtime_executable().hlo_modules()
-    scheduled = graph.read(proto.parse(module.as_serialized_hlo_module_proto()))
+    scheduled = graph.read(proto.parse(aot.final_module(compiled)))
     kernels_ns = cost.computation_ns(scheduled, scheduled.entry, model)
     jaxpr = prepare(inline_calls(jax.make_jaxpr(function)(*args))).jaxpr
     assert lift_as_xla(jaxpr, model).program.cost_ns == pytest.approx(kernels_ns, rel=0.06)
@@ -130,5 +129,7 @@ def test_scans_cost_what_their_kernels_do(device: str, rows: int, checkpointed: 
 
 def test_a_loop_without_stacks_costs_what_its_iterations_do():
     scan = scan_of(lambda x: lax.fori_loop(0, 5, lambda _, c: jnp.sin(c), x), STACKS)
-    work = inner_work(scan.params["jaxpr"].jaxpr, DEVICES["cpu"], compat.scan_sizes(scan))
-    assert work.cost_ns > 0
+    body, device = scan.params["jaxpr"].jaxpr, DEVICES["h200"]
+    once = lift_seen(body, device, carried=compat.scan_sizes(scan)).program.cost_ns
+    # Their number is counted by a kernel of its own.
+    assert 0 <= inner_work(body, device, compat.scan_sizes(scan)).cost_ns - once <= 1.1 * device.launch_ns

@@ -13,7 +13,7 @@ Nothing that went through here is differentiated any more.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,6 +164,12 @@ def traced_for(eqn: JaxprEqn, function: Callable[..., Array]) -> list[JaxprEqn]:
     with compat.at_source_of(eqn):
         closed = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(*form_of(v)) for v in operands))
     jaxpr, _ = compat.open_jaxpr(inline_calls(closed))
-    made = dict(zip((*jaxpr.invars, *compat.variables(jaxpr.outvars)), (*operands, result), strict=True))
-    renamed = (compat.rename_inputs(inner, made) for inner in jaxpr.eqns)
-    return [inner.replace(outvars=[made.get(v, v) for v in inner.outvars]) for inner in renamed]
+    return named(
+        jaxpr, dict(zip((*jaxpr.invars, *compat.variables(jaxpr.outvars)), (*operands, result), strict=True))
+    )
+
+
+def named(jaxpr: Jaxpr, names: Mapping[Var, Atom]) -> list[JaxprEqn]:
+    """The equations of an open jaxpr with other names for some of its inputs and results."""
+    read = (compat.rename_inputs(eqn, names) for eqn in jaxpr.eqns)
+    return [compat.replaced(eqn, outvars=[compat.renamed(v, names) for v in eqn.outvars]) for eqn in read]

@@ -60,12 +60,11 @@ class KernelCosts:
         if moves_memory(eqn) or eqn.primitive.name in CONTROL_FLOW or self._is_seen_otherwise(root):
             return 0, 0
         is_saved = compat.checkpoint_name_of(eqn) is not None and kinds[root] is Kind.OPAQUE
-        is_update = self._storage.is_update(eqn)
+        part = eqn.invars[UPDATES[eqn.primitive.name]] if self._storage.is_update(eqn) else None
         nbytes = said_bytes(eqn)
         if nbytes is None:
             written_bytes = sum(compat.aval_nbytes(v.aval) for v in outvars)
-            if is_update:
-                part = eqn.invars[UPDATES[eqn.primitive.name]]
+            if part is not None:
                 written_bytes = min(written_bytes, compat.aval_nbytes(part.aval))
             nbytes = sum(reads.values()) + (split_bytes(eqn, device) or written_bytes)
             nbytes += moved_bytes(eqn, device)
@@ -75,9 +74,8 @@ class KernelCosts:
             device, nbytes=nbytes, matrix_flops=work.flops, unaligned_flops=work.unaligned_flops,
             bits=work.bits, vector_flops=sum(self._vector_flops[i] for i in own),
         )  # fmt: skip
-        made = eqn.invars[UPDATES[eqn.primitive.name]] if is_update else None
-        elementwise = not is_saved and all(kinds[i] in INSIDE for i in body if made is None or i != root)
-        elements = largest_size(outvars) if made is None else size_of(made)
+        elementwise = not is_saved and all(kinds[i] in INSIDE for i in body if part is None or i != root)
+        elements = largest_size(outvars) if part is None else size_of(part)
         least_ns = writing_ns(device, elements) if elementwise else 0
         ns = max(own_ns, least_ns) if group is None else group.longer_by_ns(own_ns, least_ns)
         ns += 0 if joined else device.launch_ns

@@ -7,7 +7,7 @@ these can. What slices cost is then what kernels cost, as it is of any other pro
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 from jax import Array, lax
@@ -16,8 +16,8 @@ from passes.backend import BACKENDS
 from passes.cost import DeviceModel, kernel_ns, kernel_pj
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of, form_of, size_of
-from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
-from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.compat import Atom, Jaxpr, Var
+from passes.jaxpr.inline import inline_calls, named
 
 FILLING_PASSES = {"not": 0, "together": 1, "by copies": 2}
 """How often the bytes of one more stack of a form are written or read to fill it, by how XLA does that."""
@@ -55,9 +55,9 @@ def with_slices(body: Jaxpr, n_consts: int, n_carry: int) -> tuple[Jaxpr, tuple[
     written = compat.variables(writing.outvars)
     written_stacks = writing.invars[1 : 1 + len(ys)]
     eqns = [
-        *_named(reading, {}, dict(zip(taken, xs, strict=True))),
+        *named(reading, dict(zip(taken, xs, strict=True))),
         *body.eqns,
-        *_named(writing, dict(zip(writing.invars, [at, *written_stacks, *ys], strict=True)), {}),
+        *named(writing, dict(zip(writing.invars, [at, *written_stacks, *ys], strict=True))),
     ]
     return compat.rebuild(
         body,
@@ -73,8 +73,9 @@ def filling(stacks: Sequence[Var], device: DeviceModel) -> tuple[int, int]:
     if rule == "not":
         return 0, 0
     ns = pj = 0
+    one_of = {form_of(v): v for v in stacks}
     for form, count in Counter(map(form_of, stacks)).items():
-        one = next(v for v in stacks if form_of(v) == form)
+        one = one_of[form]
         nbytes = compat.aval_nbytes(one.aval)
         passes = 1 + FILLING_PASSES[rule] * (count - 1)
         ns += kernel_ns(device, nbytes=passes * nbytes, elements=size_of(one))
@@ -82,15 +83,10 @@ def filling(stacks: Sequence[Var], device: DeviceModel) -> tuple[int, int]:
     return ns, pj
 
 
-def _stack(v: Atom) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((_LENGTH, *array_of(v).shape), array_of(v).dtype)
-
-
 def _slice(v: Atom) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array_of(v).shape, array_of(v).dtype)
 
 
-def _named(jaxpr: Jaxpr, operands: Mapping[Var, Atom], results: Mapping[Var, Var]) -> list[JaxprEqn]:
-    """The equations of an open jaxpr with other names for some of its inputs and results."""
-    read = [compat.rename_inputs(eqn, operands) for eqn in jaxpr.eqns]
-    return [eqn.replace(outvars=[results.get(v, v) for v in eqn.outvars]) for eqn in read]
+def _stack(v: Atom) -> jax.ShapeDtypeStruct:
+    one = _slice(v)
+    return jax.ShapeDtypeStruct((_LENGTH, *one.shape), one.dtype)

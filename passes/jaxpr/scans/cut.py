@@ -175,30 +175,27 @@ def _all_recomputed(iteration: Iteration, kept: tuple[int, ...]) -> tuple[Recomp
 def _prices(pair: ScanPair, values: list[Var], weight: Weight) -> tuple[list[int], list[int]]:
     """Bytes and traffic of stacking one slice of every value; nothing for what is at hand anyway."""
     producer, platform = pair.producer, weight.device.platform
-    copied = {
-        v
-        for eqn in pair.consumer.jaxpr.eqns
-        if kernel_kind(eqn, platform) not in FUSING
-        for v in compat.variables(eqn.invars)
-    }
     # What passes between two conds is written and read where it is.
     stacks = pair.stacks
     writing = _WRITING_PASSES + FILLING_PASSES[BACKENDS[platform].fills_stacks] if stacks else 1
+    copied = {
+        v
+        for eqn in (pair.consumer.jaxpr.eqns if stacks else ())
+        if kernel_kind(eqn, platform) not in FUSING
+        for v in compat.variables(eqn.invars)
+    }
+    reading = {v: 2 if v in copied else 1 for v in values}
     own = dict.fromkeys(producer.jaxpr.invars[: producer.n_consts], (False, 0))
-
-    def reading(v: Var) -> int:
-        return 2 if stacks and v in copied else 1
-
     for v, there in zip(producer.x_vars, pair.at_hand, strict=True):
-        own[v] = (not there, reading(v))
+        own[v] = (not there, reading[v])
     for k, y in enumerate(producer.y_vars):
         # A stack that something else reads is there at no price.
         if k not in pair.only and compat.is_variable(y):
-            own.setdefault(y, (False, reading(y)))
+            own.setdefault(y, (False, reading[y]))
     nbytes, traffic = [], []
     for v in values:
         size = compat.aval_nbytes(v.aval)
-        priced, passes = own.get(v, (True, writing + reading(v)))
+        priced, passes = own.get(v, (True, writing + reading[v]))
         nbytes.append(size if priced else 0)
         # A slice is written to its stack by a kernel of its own.
         launch = weight.of_launch if stacks and v not in own else 0
