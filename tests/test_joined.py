@@ -40,9 +40,31 @@ def of_a_bias(x: Any, bias: Any) -> Any:
     return jnp.sin(x[:HALF] * bias), jnp.cos(x[HALF:] * bias)
 
 
+def around(x: Any) -> Any:
+    return jnp.roll(x, 1, 0) + jnp.roll(x, -1, 0)
+
+
+def of_neighbours(x: Any, _: Any) -> Any:
+    """The neighbours of `y` are read where no thread has made it yet."""
+    y = x - around(x)
+    return y, y - around(y)
+
+
+def of_its_own(x: Any, _: Any) -> Any:
+    y = x - around(x)
+    return y, y * y
+
+
 @pytest.mark.parametrize(
     ("step", "kernels"),
-    [(of_two_parts, 2), (of_one_part, 1), (of_a_part_and_all, 1), (of_a_bias, 1)],
+    [
+        (of_two_parts, 2),
+        (of_one_part, 1),
+        (of_a_part_and_all, 1),
+        (of_a_bias, 1),
+        (of_neighbours, 2),
+        (of_its_own, 1),
+    ],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_kernels_that_read_the_same_are_one_unless_each_reads_a_part_of_its_own(

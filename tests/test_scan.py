@@ -486,3 +486,23 @@ def test_scans_that_pass_a_number_and_compute_nothing_have_a_frontier() -> None:
     jaxpr, _ = opened(constant, jnp.float32(0))
     for level in frontier(jaxpr, CPU):
         rewrite(jaxpr, level)
+
+
+@pytest.mark.parametrize(("device", "late"), [("cpu", True), ("h200", False)])
+def test_what_is_run_again_waits_for_its_reader_where_the_order_is_ours(device: str, late: bool) -> None:
+    """Elsewhere XLA orders a body itself; all of it comes first, as under `jax.checkpoint`."""
+
+    def net(ws: jax.Array, x: jax.Array) -> jax.Array:
+        def body(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            return jnp.exp(h @ w) + jnp.tanh(h @ w.T), None
+
+        return lax.scan(body, x, ws)[0].sum()
+
+    jaxpr, _ = opened(jax.grad(net), WS[:, 0], X)
+    new = rewrite(jaxpr, frontier(jaxpr, DEVICES[device])[-1])
+    _, scan = (eqn for eqn in new.eqns if eqn.primitive.name == "scan")
+    body = scan.params["jaxpr"].jaxpr
+    gradient = body.invars[compat.scan_sizes(scan)[0]]
+    backward = next(i for i, eqn in enumerate(body.eqns) if gradient in eqn.invars)
+    forward = {"exp", "tanh"}.intersection(eqn.primitive.name for eqn in body.eqns[:backward])
+    assert (len(forward) < 2) is late

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from passes.jaxpr.avals import array_of, dtype_name, size_of
 from passes.jaxpr.compat import JaxprEqn, Var
-from passes.jaxpr.primitives import FUSING, INSIDE, SLICING, Kind, is_dear_to_xla
+from passes.jaxpr.primitives import FUSING, INSIDE, MOVING, SLICING, Kind, is_dear_to_xla
 from passes.jaxpr.product_kernels import is_for_triton
 from passes.jaxpr.softmax import DataflowGraph
 from passes.jaxpr.storage import MOST_INSIDE
@@ -221,14 +221,32 @@ class Together:
         self, root: int, body: Sequence[int], read: Collection[Var], size: int, follows: int
     ) -> Group | None:
         """The elementwise kernel that makes some of `read`, if nothing else of these follows from it."""
+        apart = self._read_at_several_places(root, body)
         for v in read:
             made_with = self._made_with.get(v)
             if made_with is None or size_of(v) != size or self._is_beside_a_sum(v, root, body):
+                continue
+            if v in apart:
                 continue
             others = (self._follows.get(u, 0) for u in read if self._made_with.get(u) is not made_with)
             if not any(other & made_with.place for other in others):
                 return made_with
         return None
+
+    def _read_at_several_places(self, root: int, body: Sequence[int]) -> set[Var]:
+        """What a kernel would compute more than once, as it takes elements of it from several places."""
+        places: dict[Var, set[tuple[int, int]]] = {}
+        for i in sorted(body, reverse=True):
+            eqn = self._eqns[i]
+            moves = eqn.primitive.name in MOVING
+            for k, out in enumerate(eqn.outvars):
+                at = {(root, 0)} if i == root else places.get(out, set())
+                if not at:
+                    continue
+                at = {(i, k)} if moves else at
+                for v in self._operands[i]:
+                    places.setdefault(v, set()).update(at)
+        return {v for v, at in places.items() if len(at) > 1}
 
 
 def _part(v: Var, readers: Mapping[Var, Sequence[JaxprEqn]]) -> _Part | None:

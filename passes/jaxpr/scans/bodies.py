@@ -81,9 +81,10 @@ def second_body(choice: Choice, sliced: Collection[Var]) -> Second:
     recomputed = [
         without(e, kept) for e in producer.jaxpr.eqns if not has_effect(e) and not kept.issuperset(e.outvars)
     ]
+    eqns = consumer.jaxpr.eqns
     body = compat.rebuild(
         consumer.jaxpr,
-        eqns=when_needed(recomputed, consumer.jaxpr.eqns),
+        eqns=when_needed(recomputed, eqns) if choice.late else [*recomputed, *eqns],
         invars=[*consts, *fixed, *slices, *(consumer.x_vars[k] for k in others)],
         constvars=[],
     )

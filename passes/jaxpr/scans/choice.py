@@ -28,6 +28,8 @@ class Choice:
         recomputed: what the second half runs again, for the report, in one iteration.
         inner: choices for the pairs inside the bodies.
         segments: how the pair runs in segments; then `kept` and `inner` are of one segment.
+        late: True if the second half runs each equation again just before what reads it. False for the order
+            of `jax.checkpoint`, all of them first.
     """
 
     pair: ScanPair
@@ -36,6 +38,7 @@ class Choice:
     recomputed: tuple[Recomputed, ...]
     inner: Level = ()
     segments: Segments | None = None
+    late: bool = False
 
     @property
     def parts(self) -> tuple[Choice, ...]:

@@ -52,6 +52,7 @@ class Iteration:
         demanded: indices of the values that the second body, or the loop's, reads.
         stacked_bytes: for every value what a slice adds to the stacks if it is kept; or its own bytes.
         traffic: for every value what writing and reading one slice weighs.
+        late: as in a `Choice`.
     """
 
     pair: ScanPair | Loop
@@ -62,6 +63,7 @@ class Iteration:
     demanded: tuple[int, ...]
     stacked_bytes: tuple[int, ...]
     traffic: tuple[int, ...]
+    late: bool = False
 
 
 def iteration_of(pair: ScanPair, weight: Weight) -> Iteration:
@@ -81,6 +83,8 @@ def iteration_of(pair: ScanPair, weight: Weight) -> Iteration:
         demanded=tuple(sorted({index[v] for v in read if compat.is_variable(v) and v in index})),
         stacked_bytes=tuple(nbytes),
         traffic=tuple(traffic),
+        # Elsewhere XLA puts a body in an order of its own, and what it fuses hangs on that of the equations.
+        late=BACKENDS[weight.device.platform].runs_branches_together,
     )
 
 
@@ -134,7 +138,13 @@ def _choice(iteration: Iteration, prices: Sequence[int | None]) -> Choice | Made
     pair = iteration.pair
     if isinstance(pair, Loop):
         return MadeInside(loop=pair, kept=kept, stacked_bytes=nbytes, recomputed=recomputed)
-    return Choice(pair=pair, kept=kept, stacked_bytes=pair.length * nbytes, recomputed=recomputed)
+    return Choice(
+        pair=pair,
+        kept=kept,
+        stacked_bytes=pair.length * nbytes,
+        recomputed=recomputed,
+        late=iteration.late,
+    )
 
 
 def joined_body(pair: ScanPair, *, passed: bool = True) -> Jaxpr:
