@@ -18,7 +18,7 @@ from passes.hlo.dataflow import loop_parts
 from passes.hlo.emit import emit
 from passes.hlo.graph import Computation, Instruction, Module
 from passes.hlo.lift import LiftedModule, lift
-from passes.hlo.reorder import reordered
+from passes.hlo.reorder import depth_first, reordered
 from passes.ir import OpId, Plan, Program
 from passes.outcome import MAX_TIGHTEST, LiveValue, Recomputed, recomputed_by, tightest_values
 from passes.planners import PlannerConfig, least_peak, plan, working_set_bytes
@@ -98,10 +98,13 @@ class _Work:
 
     def _order(self, body: LiftedModule) -> bool:
         """Put one computation in a better order; whether there is one."""
-        order = reordered(body)
-        if order is not None:
-            self._write(body, order)
-        return order is not None
+        orders = [reordered(body)]
+        if self.assigner.backend.runs_branches_together:
+            orders.append(depth_first(body))
+        found = [order for order in orders if order is not None]
+        if found:
+            self._write(body, min(found, key=lambda order: simulate(body.program, order).peak_bytes))
+        return bool(found)
 
     def shrink_called(self, scope: LiftedModule, made: Plan, limit_bytes: int, iterations: int) -> None:
         """Plan all that is called at whose place a plan of its surroundings is over a limit."""

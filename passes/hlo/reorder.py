@@ -42,6 +42,7 @@ def depth_first(lifted: LiftedModule) -> tuple[OpId, ...] | None:
         for other in lifted.overwriters[op.id]:
             needs[other].add(op.id)
     found = [_depth_first(needs, latest_first) for latest_first in (False, True)]
+    found.append(_least_first(needs))
     peaks = [simulate(program, order).peak_bytes for order in found]
     lower = min(peaks) < simulate(program).peak_bytes
     return found[peaks.index(min(peaks))] if lower else None
@@ -59,6 +60,32 @@ def _depth_first(needs: Sequence[Collection[OpId]], latest_first: bool) -> tuple
         else:
             order[stack.pop()] = None
     return tuple(order)
+
+
+def _least_first(needs: Sequence[Collection[OpId]]) -> tuple[OpId, ...]:
+    """Of what nothing needs always that next for which the fewest ops are missing, right behind those."""
+    needed = {other for before in needs for other in before}
+    order: dict[OpId, None] = {}
+    missing = {OpId(k): _missing(OpId(k), needs, order) for k in range(len(needs)) if k not in needed}
+    while missing:
+        root = min(missing, key=lambda k: (len(missing[k]), k))
+        order.update(dict.fromkeys(missing.pop(root)))
+        ran = order.keys()
+        missing = {k: ops if ran.isdisjoint(ops) else _missing(k, needs, order) for k, ops in missing.items()}
+    return tuple(order)
+
+
+def _missing(root: OpId, needs: Sequence[Collection[OpId]], order: Collection[OpId]) -> list[OpId]:
+    """An op and what must run before it, but for what ran, in an order that is possible."""
+    found: dict[OpId, None] = {}
+    stack = [root]
+    while stack:
+        before = [op for op in needs[stack[-1]] if op not in order and op not in found]
+        if before:
+            stack.extend(sorted(before, reverse=True))
+        else:
+            found[stack.pop()] = None
+    return list(found)
 
 
 def _movable(lifted: LiftedModule) -> list[bool]:
