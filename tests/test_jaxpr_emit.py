@@ -360,3 +360,24 @@ def test_what_is_run_again_and_its_gradient_are_one_kernel(h200: str, approximat
     planned = jax.jit(coop.remat(step, budget=aot.memory(hand).total_bytes), donate_argnums=0)
     compiled = aot.lower_for(planned, specs, device=h200).compile()
     assert aot.run_ns(compiled, DEVICES["h200"]) <= aot.run_ns(hand, DEVICES["h200"])
+
+
+@pytest.mark.parametrize("as_read", [True, False])
+def test_what_products_read_reshaped_passes_a_barrier_in_that_form(as_read: bool):
+    """A NeRF's layers on the CPU: XLA computed each for its product, and once more for the barrier."""
+
+    def steps(x: Any, w: Any) -> tuple[Any, Any]:
+        y = jnp.maximum(x, 0.1)
+        return y.reshape(8, 4) @ w, jnp.sort(y)
+
+    x, w = jnp.linspace(-1, 1, 32).reshape(2, 4, 4), jnp.ones((4, 4))
+    closed = inline_calls(jax.make_jaxpr(steps)(x, w))
+    lifted = lift(compat.open_jaxpr(closed)[0], DEVICES["cpu"], as_xla=False)
+    root = next(body[-1] for body in lifted.bodies if lifted.jaxpr.eqns[body[-1]].primitive.name == "max")
+    config = EmitConfig(apart=frozenset({root}), as_read=as_read)
+    emitted = emit(lifted, lifted.program.order, config)
+    check_jaxpr(emitted)
+    (barrier,) = (eqn for eqn in emitted.eqns if eqn.primitive.name == "optimization_barrier")
+    assert barrier.outvars[0].aval.shape == ((8, 4) if as_read else (2, 4, 4))
+    for new, old in zip(run(emitted, [x, w]), steps(x, w), strict=True):
+        np.testing.assert_array_equal(new, old)

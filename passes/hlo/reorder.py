@@ -30,8 +30,9 @@ def depth_first(lifted: LiftedModule) -> tuple[OpId, ...] | None:
     """The ops in an order in which what is made is read soon; None if no such order has a lower peak.
 
     XLA:CPU runs what does not depend on each other side by side: four branches of a contrastive loss within
-    half of its bytes took 9.8 MiB of temporaries, one after the other 6.0. What may not be moved stays in
-    its order.
+    half of its bytes took 9.8 MiB of temporaries, one after the other 6.0. A NeRF's two nets take turns in
+    XLA's order, so that their gradients do, too: 22.5 MiB, 14.3 where those of one come first. What may not
+    be moved stays in its order.
     """
     program, needs = lifted.program, [set(needed) for needed in _needs(lifted)]
     last = None

@@ -27,6 +27,7 @@ from passes.jaxpr.halves import Split, split
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.primitives import MATRIX, Kind
 from passes.jaxpr.purity import eqn_kind
+from passes.jaxpr.rewrite import reshape_eqn
 from passes.liveness import last_readers
 from passes.outcome import RECOMPUTE_SCOPE
 from passes.simulate import simulate
@@ -47,6 +48,8 @@ class EmitConfig:
         free_waits: True where a recompute that reads nothing but arguments has a barrier of its own.
         one_at_a_time: True for a barrier before each recompute, so that XLA can neither merge recomputes nor
             reorder them.
+        as_read: True where a barrier holds what products read reshaped in that form: XLA:CPU would compute it
+            for the product and once more for the barrier, and keep both.
     """
 
     shared: frozenset[int] = frozenset()
@@ -55,6 +58,7 @@ class EmitConfig:
     reach: int = 8
     free_waits: bool = False
     one_at_a_time: bool = False
+    as_read: bool = False
 
 
 def emit(lifted: LiftedJaxpr, steps: Sequence[OpId], config: EmitConfig) -> Jaxpr:
@@ -109,6 +113,24 @@ def ready_from_the_start(program: Program) -> set[BufferId]:
     return ready
 
 
+def _reshaped_for_products(lifted: LiftedJaxpr) -> dict[BufferId, int]:
+    """For what elementwise kernels store and products read reshaped: the equation that reshapes it."""
+    eqns = lifted.jaxpr.eqns
+    made = {
+        v
+        for body in lifted.bodies
+        if eqn_kind(eqns[body[-1]]) is Kind.FUSIBLE
+        for v in eqns[body[-1]].outvars
+    }
+    read = {v for eqn in eqns if eqn.primitive.name in MATRIX for v in compat.variables(eqn.invars)}
+    found = {
+        eqn.invars[0]: i
+        for i, eqn in enumerate(eqns)
+        if eqn.primitive.name == "reshape" and eqn.invars[0] in made and eqn.outvars[0] in read
+    }
+    return {lifted.buffer_of[v]: i for v, i in found.items() if v not in read}
+
+
 def _when(program: Program, steps: Sequence[OpId]) -> tuple[list[list[int]], list[list[int]]]:
     """For every buffer the steps that read it, and those that make it."""
     readers: list[list[int]] = [[] for _ in program.buffers]
@@ -143,6 +165,7 @@ class _Emitter:
         self.readers, self.runs = _when(lifted.program, steps)
         self.products = _made_by(lifted, MATRIX, but_for=config.apart)
         self.transposed = _made_by(lifted, ("transpose",))
+        self.reshaped = _reshaped_for_products(lifted) if config.as_read else {}
         # Whose present copy has passed a barrier.
         self.behind: set[BufferId] = set()
         # How many kernels that compute shared equations have run, and which everything follows from, as bits.
@@ -344,8 +367,15 @@ class _Emitter:
         buffers = list(dict.fromkeys(buffers))
         made = [self.tables[i] for i in tables]
         operands = [*(self.current[b] for b in buffers), *(v for key in made for v in self.made[key])]
-        results = [compat.fresh_var(v) for v in operands]
-        self.eqns.append(compat.barrier_eqn(operands, results))
+        forms = {self.current[b]: self.reshaped[b] for b in buffers if b in self.reshaped}
+        held = [self._append_once(forms[v], [v])[0] if v in forms else v for v in operands]
+        results = [compat.fresh_var(v) for v in held]
+        self.eqns.append(compat.barrier_eqn(held, results))
+        for k, v in enumerate(operands):
+            if v in forms:
+                again = compat.fresh_var(v)
+                self.eqns.append(reshape_eqn(results[k], again, self.lifted.jaxpr.eqns[forms[v]]))
+                results[k] = again
         self._follow(results, self._before(operands))
         behind = dict(zip(operands, results, strict=True))
         for b in buffers:

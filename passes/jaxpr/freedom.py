@@ -96,6 +96,7 @@ def emit_config(
         held_back=frozenset(held_back),
         free_waits=backend.runs_free_early,
         one_at_a_time=strict,
+        as_read=backend.fuses_greedily,
     )
 
 
