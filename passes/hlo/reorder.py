@@ -6,6 +6,8 @@ Not moved: what has an effect.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import reduce
+from operator import or_
 
 from passes.hlo.lift import LiftedModule
 from passes.hlo.purity import Purity
@@ -51,42 +53,45 @@ def depth_first(lifted: LiftedModule) -> tuple[OpId, ...] | None:
 
 def _depth_first(needs: Sequence[Collection[OpId]], latest_first: bool) -> tuple[OpId, ...]:
     """Each op right behind the last of those that it needs, which are run from the first on or the last."""
-    needed = {other for before in needs for other in before}
     order: dict[OpId, None] = {}
-    stack = [OpId(k) for k in reversed(range(len(needs))) if k not in needed]
+    for root in _roots(needs):
+        _run(root, needs, order, latest_first=latest_first)
+    return tuple(order)
+
+
+def _least_first(needs: Sequence[Collection[OpId]]) -> tuple[OpId, ...]:
+    """Of what nothing needs always that next for which the fewest ops are missing, right behind those."""
+    # Every op with all that it follows from, as bits.
+    follows: list[int] = []
+    for k, before in enumerate(needs):
+        follows.append(reduce(or_, (follows[other] for other in before), 1 << k))
+    roots, missing = dict.fromkeys(_roots(needs)), ~0
+    order: dict[OpId, None] = {}
+    while roots:
+        root = min(roots, key=lambda k: (follows[k] & missing).bit_count())
+        del roots[root]
+        missing &= ~follows[root]
+        _run(root, needs, order, latest_first=False)
+    return tuple(order)
+
+
+def _roots(needs: Sequence[Collection[OpId]]) -> list[OpId]:
+    """What nothing needs."""
+    needed = {other for before in needs for other in before}
+    return [OpId(k) for k in range(len(needs)) if k not in needed]
+
+
+def _run(
+    root: OpId, needs: Sequence[Collection[OpId]], order: dict[OpId, None], *, latest_first: bool
+) -> None:
+    """Append an op to an order, behind those that it needs and that are missing."""
+    stack = [root]
     while stack:
         missing = [other for other in needs[stack[-1]] if other not in order]
         if missing:
             stack.extend(sorted(missing, reverse=not latest_first))
         else:
             order[stack.pop()] = None
-    return tuple(order)
-
-
-def _least_first(needs: Sequence[Collection[OpId]]) -> tuple[OpId, ...]:
-    """Of what nothing needs always that next for which the fewest ops are missing, right behind those."""
-    needed = {other for before in needs for other in before}
-    order: dict[OpId, None] = {}
-    missing = {OpId(k): _missing(OpId(k), needs, order) for k in range(len(needs)) if k not in needed}
-    while missing:
-        root = min(missing, key=lambda k: (len(missing[k]), k))
-        order.update(dict.fromkeys(missing.pop(root)))
-        ran = order.keys()
-        missing = {k: ops if ran.isdisjoint(ops) else _missing(k, needs, order) for k, ops in missing.items()}
-    return tuple(order)
-
-
-def _missing(root: OpId, needs: Sequence[Collection[OpId]], order: Collection[OpId]) -> list[OpId]:
-    """An op and what must run before it, but for what ran, in an order that is possible."""
-    found: dict[OpId, None] = {}
-    stack = [root]
-    while stack:
-        before = [op for op in needs[stack[-1]] if op not in order and op not in found]
-        if before:
-            stack.extend(sorted(before, reverse=True))
-        else:
-            found[stack.pop()] = None
-    return list(found)
 
 
 def _movable(lifted: LiftedModule) -> list[bool]:

@@ -373,9 +373,9 @@ class _Emitter:
         self.eqns.append(compat.barrier_eqn(held, results))
         for k, v in enumerate(operands):
             if v in forms:
-                again = compat.fresh_var(v)
-                self.eqns.append(reshape_eqn(results[k], again, self.lifted.jaxpr.eqns[forms[v]]))
-                results[k] = again
+                shaped = compat.fresh_var(v)
+                self.eqns.append(reshape_eqn(results[k], shaped, self.lifted.jaxpr.eqns[forms[v]]))
+                results[k] = shaped
         self._follow(results, self._before(operands))
         behind = dict(zip(operands, results, strict=True))
         for b in buffers:
