@@ -221,20 +221,24 @@ class Together:
         self, root: int, body: Sequence[int], read: Collection[Var], size: int, follows: int
     ) -> Group | None:
         """The elementwise kernel that makes some of `read`, if nothing else of these follows from it."""
-        apart = self._read_at_several_places(root, body)
+        apart: set[Var] | None = None
         for v in read:
             made_with = self._made_with.get(v)
             if made_with is None or size_of(v) != size or self._is_beside_a_sum(v, root, body):
                 continue
-            if v in apart:
-                continue
             others = (self._follows.get(u, 0) for u in read if self._made_with.get(u) is not made_with)
-            if not any(other & made_with.place for other in others):
+            if any(other & made_with.place for other in others):
+                continue
+            apart = self._read_at_several_places(root, body) if apart is None else apart
+            if v not in apart:
                 return made_with
         return None
 
     def _read_at_several_places(self, root: int, body: Sequence[int]) -> set[Var]:
-        """What a kernel would compute more than once, as it takes elements of it from several places."""
+        """What a kernel would compute more than once, as it takes elements of it from several places.
+
+        That includes what such a value is computed from; `Storage` looks for where it is to be stored.
+        """
         places: dict[Var, set[tuple[int, int]]] = {}
         for i in sorted(body, reverse=True):
             eqn = self._eqns[i]
