@@ -36,6 +36,24 @@ def test_a_policys_level_stacks_what_jax_stacks_under_it(k: int) -> None:
     assert stack_bytes(rewrite(jaxpr, level)) == stack_bytes(opened(jax.grad(by_hand), WS, X)[0])
 
 
+def test_what_a_policy_around_a_step_runs_anew_is_stacked_inside_it() -> None:
+    """As under `jax.checkpoint`: nothing inside a step is run anew a second time."""
+
+    def steps(ws: jax.Array, xs: jax.Array) -> jax.Array:
+        def step(h: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            h = lax.scan(lambda h, w: (layer(w, h), None), h + x, ws)[0]
+            return h, (h**2).mean()
+
+        return lax.scan(step, xs[0], xs)[1].mean()
+
+    ws, x = WORTH_KEEPING
+    jaxpr, _ = opened(jax.grad(steps), ws, jnp.stack([x] * 8))
+    (choice,) = hand_levels(jaxpr, CPU)[NOTHING]
+    (inside,) = choice.inner
+    assert choice.recomputed
+    assert not any(r.op == "dot_general" for r in inside.recomputed)
+
+
 @pytest.mark.parametrize("name", ["two carries", "random bits", "layers of layers", "branches", "effects"])
 def test_a_policys_level_computes_the_same(name: str) -> None:
     jaxpr, consts = opened(jax.value_and_grad(GRADIENTS[name], argnums=(0, 1)), WS, X)

@@ -41,6 +41,11 @@ class Choice:
     late: bool = False
 
     @property
+    def place(self) -> int:
+        """Where the first of the pair is among the equations of its program."""
+        return self.pair.first
+
+    @property
     def parts(self) -> tuple[Choice, ...]:
         """What is chosen for the parts of the pair's iterations, here for all of them."""
         return (self,)
@@ -87,6 +92,11 @@ class InParts:
         return self.parts[0].pair
 
     @property
+    def place(self) -> int:
+        """Where the first of the pair is among the equations of its program."""
+        return self.pair.first
+
+    @property
     def turns(self) -> tuple[range, ...]:
         """Where the steps of each part begin."""
         one, other = self.parts
@@ -127,6 +137,11 @@ class Inside:
     bodies: tuple[Level, ...]
 
     @property
+    def place(self) -> int:
+        """Where the control flow is among the equations of its program."""
+        return self.enclosure.place
+
+    @property
     def inner(self) -> Level:
         """The choices of all bodies."""
         return tuple(c for body in self.bodies for c in body)
@@ -161,6 +176,11 @@ class InBranches:
     pair: CondPair
     branches: tuple[Choice, ...]
     places: tuple[ShapedArray, ...]
+
+    @property
+    def place(self) -> int:
+        """Where the first of the conds is among the equations of their program."""
+        return self.pair.first
 
     @property
     def stacked_bytes(self) -> int:

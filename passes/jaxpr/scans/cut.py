@@ -173,13 +173,25 @@ def kernels_of(iteration: Iteration) -> tuple[Recomputed, ...]:
     return tuple(iteration.kernels[k] for k in sorted(iteration.kernels))
 
 
-def _all_recomputed(iteration: Iteration, kept: tuple[int, ...]) -> tuple[Recomputed, ...]:
+def recomputed_vars(iteration: Iteration, choice: Choice) -> frozenset[Var]:
+    """Results of what the second half runs again."""
+    place = {v: k for k, v in enumerate(iteration.values)}
+    ops = _recomputed_ops(iteration, [place[v] for v in choice.kept])
+    return frozenset(iteration.values[v] for k in ops for v in iteration.ops[k].outputs)
+
+
+def _all_recomputed(iteration: Iteration, kept: Sequence[int]) -> tuple[Recomputed, ...]:
     """The kernels that are recomputed if `kept` is kept."""
+    recomputed = _recomputed_ops(iteration, kept)
+    return tuple(iteration.kernels[k] for k in sorted(recomputed & iteration.kernels.keys()))
+
+
+def _recomputed_ops(iteration: Iteration, kept: Sequence[int]) -> set[int]:
+    """The ops that are recomputed if `kept` is kept."""
     op_of = {v: k for k, op in enumerate(iteration.ops) for v in op.outputs}
     there = frozenset(kept)
     read = reached(iteration.demanded, lambda v: () if v in there else iteration.ops[op_of[v]].inputs)
-    recomputed = {op_of[v] for v in read - there}
-    return tuple(iteration.kernels[k] for k in sorted(recomputed & iteration.kernels.keys()))
+    return {op_of[v] for v in read - there}
 
 
 def _prices(pair: ScanPair, values: list[Var], weight: Weight) -> tuple[list[int], list[int]]:

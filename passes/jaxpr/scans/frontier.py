@@ -18,9 +18,10 @@ import jax
 
 from passes.cost import DeviceModel
 from passes.jaxpr import compat
-from passes.jaxpr.compat import Jaxpr, Var
+from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
 from passes.jaxpr.primitives import Kind
 from passes.jaxpr.purity import eqn_kind
+from passes.jaxpr.rewrite import bodies_of
 from passes.jaxpr.scans.branch_bodies import places_for
 from passes.jaxpr.scans.branches import CondPair, find_cond_pairs
 from passes.jaxpr.scans.choice import Choice, InBranches, InParts, Inside, Level, MadeInside, Site
@@ -33,8 +34,9 @@ from passes.jaxpr.scans.cut import (
     iteration_of_loop,
     joined_body,
     kernels_of,
+    recomputed_vars,
 )
-from passes.jaxpr.scans.emit import rewrite, with_inner
+from passes.jaxpr.scans.emit import rewrite, rewrite_groups, with_groups
 from passes.jaxpr.scans.loops import find_loops
 from passes.jaxpr.scans.pairs import Enclosure, ScanPair, find_enclosures, find_pairs
 from passes.jaxpr.scans.segments import Segments, segment_program, segmentations
@@ -298,22 +300,40 @@ class _Nested:
 
     def __init__(self, pair: ScanPair, weight: Weight) -> None:
         self._pair, self._weight, self._joined = pair, weight, joined_body(pair, passed=False)
-        self._made: dict[tuple[Any, ...], tuple[Level, Iteration]] = {}
+        self._made: dict[tuple[Any, ...], tuple[Level, Iteration, list[list[JaxprEqn]]]] = {}
 
-    def iteration(self, inner: Level) -> tuple[Level, Iteration]:
-        """The inner choices, those that were made first among equal ones, and the iteration with them."""
+    @property
+    def length(self) -> int:
+        """The number of iterations."""
+        return self._pair.length
+
+    def _with(self, inner: Level) -> tuple[Level, Iteration, list[list[JaxprEqn]]]:
+        """The inner choices, those that were made first among equal ones, the iteration with them, and what
+        stands in the place of each equation of its body."""
         signature = tuple(_signatures(inner))
         if signature not in self._made:
-            pair = with_inner(self._pair, self._joined, inner)
-            self._made[signature] = inner, iteration_of(pair, self._weight)
+            groups, rename = rewrite_groups(self._joined, inner)
+            pair = with_groups(self._pair, groups, rename)
+            self._made[signature] = inner, iteration_of(pair, self._weight), groups
         return self._made[signature]
 
     def chosen(self, inner: Level, choose_one: Choose) -> Choice:
         """The choice for the pair with these inside its bodies."""
-        inner, iteration = self.iteration(inner)
+        inner, iteration, _ = self._with(inner)
         choice = choose_one(iteration)
         assert isinstance(choice, Choice), "a pair is no loop"
         return dataclasses.replace(choice, inner=inner)
+
+    def run_anew(self, choice: Choice) -> list[bool]:
+        """For each choice inside whether the second half runs the first of its pair anew."""
+        _, iteration, groups = self._with(choice.inner)
+        recomputed = recomputed_vars(iteration, choice)
+        firsts = (None if isinstance(site, MadeInside) else site.place for site in choice.inner)
+        return [
+            place is not None
+            and any(recomputed.intersection(eqn.outvars) for eqn in groups[place] if bodies_of(eqn))
+            for place in firsts
+        ]
 
     def least_kept(self, inner: Level) -> Choice:
         """The same at the highest price of a byte."""
@@ -321,5 +341,18 @@ class _Nested:
 
 
 def _choose_nested(nested: _Nested, sites: Sequence[Place], choose_one: Choose) -> Choice:
-    """The choice for one pair after what is inside its bodies has been rewritten in the same way."""
-    return nested.chosen(tuple(site(choose_one) for site in sites), choose_one)
+    """The choice for one pair after what is inside its bodies has been rewritten in the same way.
+
+    What the second half runs anew keeps its bytes in one iteration at a time, and not on a stack of all: for
+    that they cost a share of the price.
+    """
+    choice = nested.chosen(tuple(site(choose_one) for site in sites), choose_one)
+    run_anew = nested.run_anew(choice)
+    if not any(run_anew):
+        return choice
+    once = _AtPrice(choose_one.of_byte / nested.length if isinstance(choose_one, _AtPrice) else 0.0)
+    inner = (
+        site(once) if anew else made for site, made, anew in zip(sites, choice.inner, run_anew, strict=True)
+    )
+    faster = nested.chosen(tuple(inner), choose_one)
+    return faster if faster.stacked_bytes <= choice.stacked_bytes else choice
