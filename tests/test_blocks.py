@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend.core import check_jaxpr
 
 import coop_jax as coop
 from benchmarks.random_blocks import Net
@@ -262,3 +263,32 @@ def test_numbers_are_those_of_the_program(
     for a, b in zip(jax.tree.leaves(plain(*args)), jax.tree.leaves(jax.jit(budgeted)(*args)), strict=True):
         assert jnp.allclose(a, b, rtol=1e-5, atol=1e-7)
     assert taken
+
+
+def test_blocks_with_second_derivatives_inside_run_again_what_was_made_by_then() -> None:
+    """Costs of a controller, in quadratic form: parts of a backward pass stand amid a block's forward one,
+    where what the block makes later was read."""
+
+    def cost(q: jax.Array, x: jax.Array) -> jax.Array:
+        return (q * jnp.cos(x)).sum()
+
+    def net(q: jax.Array, ws: list[jax.Array], x: jax.Array) -> jax.Array:
+        for w in ws:
+            x = jnp.tanh(x @ w)
+            curvature = jax.vmap(jax.hessian(cost, 1), (None, 0))(q, x)
+            x = x + jnp.einsum("bij,bj->bi", curvature, x)
+        return (x**2).mean()
+
+    ws = [0.3 * jax.random.normal(jax.random.key(k), (6, 6)) for k in range(4)]
+    args = jnp.ones(6), ws, jax.random.normal(jax.random.key(9), (48, 6))
+    closed = jax.make_jaxpr(jax.value_and_grad(net, (0, 1)))(*args)
+    jaxpr, consts = compat.open_jaxpr(inline_calls(closed))
+    written = under_policies(jaxpr)
+    assert written
+    for name in written:
+        check_jaxpr(written[name])
+        made = jax.core.eval_jaxpr(written[name], consts, *jax.tree.leaves(args))
+        for value, expected in zip(
+            made, jax.core.eval_jaxpr(jaxpr, consts, *jax.tree.leaves(args)), strict=True
+        ):
+            assert jnp.allclose(value, expected, rtol=1e-5)

@@ -289,7 +289,9 @@ class _Cloner:
             missing = [v for v in eqn.invars if backward and self.is_missing(v)]
             if missing:
                 blocks = {b for v in missing if (b := compat.of_variable(self.block_of, v)) is not None}
-                missing += [v for b in sorted(blocks) for v in self.of_block[b] if self.is_missing(v)]
+                of_blocks = [v for b in sorted(blocks) for v in self.of_block[b] if self.is_missing(v)]
+                # A derivative of a derivative has equations of a backward pass amid the forward one.
+                missing += [v for v in of_blocks if self.values.place[v] < i]
                 self._recompute(missing, self._trigger(i, eqn))
             # Around blocks others read what they read: an update the weights, not those behind a barrier.
             is_behind = backward or not self.block_of
