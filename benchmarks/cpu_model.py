@@ -5,8 +5,8 @@
 Each figure is the best of several runs of one compiled program that does little else: dots of large
 matrices, a long chain of elementwise work on values that stay in the cache, the same chain of exponentials,
 additions of large arrays with and without a result of their own, and many small kernels one after the other.
-Printed beside what `passes.cost` has. What counts for plans is how they stand to each other, not how fast
-the machine is.
+Then programs of what XLA:CPU does one element at a time (`passes.scalar_work`), in seconds. Printed beside
+what `passes.cost` has. What counts for plans is how they stand to each other, not how fast the machine is.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -24,7 +25,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from passes.cost import DEVICES, EXPENSIVE_FLOPS
+from passes.cost import DEVICES, EXPENSIVE_FLOPS, scalar_ns
+from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.scalar_work import scalar_work
 
 RUNS = 7
 SIDE = 1024
@@ -110,6 +113,76 @@ def launch_ns() -> float:
     return 1e9 * best_s(many, jnp.ones(8)) / KERNELS
 
 
+def one_at_a_time() -> dict[str, tuple[float, float]]:
+    """For programs of scalar work the seconds that they take, and those that the model has for that work."""
+    model, rows = DEVICES["cpu"], {}
+    for name, (function, arguments) in _programs().items():
+        equations = inline_calls(jax.make_jaxpr(function)(*arguments)).jaxpr.eqns
+        modelled_s = 1e-9 * sum(scalar_ns(model, scalar_work(eqn)) for eqn in equations)
+        rows[name] = best_s(function, *arguments), modelled_s
+    return rows
+
+
+def _programs() -> dict[str, tuple[Callable[..., jax.Array], tuple[jax.Array, ...]]]:
+    def random(*shape: int) -> jax.Array:
+        return jax.random.uniform(jax.random.key(0), shape, minval=0.01, maxval=0.99)
+
+    x, rows, image = random(512, 1024), random(256, 1024), random(8, 64, 64, 16)
+    square = random(128, 128) + 128 * jnp.eye(128)
+    hundred = jnp.stack([square[:32, :32]] * 100)
+    functions: dict[str, Callable[..., jax.Array]] = {
+        "acos": lax.acos, "asin": lax.asin, "atan2": lambda x: lax.atan2(x, x), "cbrt": lax.cbrt,
+        "cos": lax.cos, "digamma": lax.digamma, "pow": lambda x: lax.pow(x, x),
+        "rem": lambda x: lax.rem(x, x + 0.5), "sin": lax.sin, "tan": lax.tan,
+    }  # fmt: skip
+    matrices: dict[str, Callable[..., jax.Array]] = {
+        "eigh": lambda a: jnp.linalg.eigh(a)[1], "svd": lambda a: jnp.linalg.svd(a)[0],
+        "eig": lambda a: jnp.linalg.eig(a)[1].real, "qr": lambda a: jnp.linalg.qr(a)[0],
+        "lu": lambda a: lax.linalg.lu(a)[0], "cholesky": jnp.linalg.cholesky,
+        "solve": lambda a: lax.linalg.triangular_solve(a, a, left_side=True, lower=True),
+    }  # fmt: skip
+    return {
+        **{name: (function, (x,)) for name, function in functions.items()},
+        "sort": (jnp.sort, (rows,)),
+        "sort of integers": (jnp.sort, ((1e6 * rows).astype(jnp.int32),)),
+        "top_k": (lambda a: lax.top_k(a, 32)[0], (rows,)),
+        "argmax": (lambda a: jnp.argmax(a, -1), (rows,)),
+        "maximum in windows": (partial(windows, reducer=lax.max), (image,)),
+        "its gradient": (jax.grad(lambda a: windows(a, lax.max).sum()), (image,)),
+        "cumsum": (lambda a: jnp.cumsum(a, 1), (rows,)),
+        "cumlogsumexp": (lambda a: lax.cumlogsumexp(a, 1), (rows,)),
+        **{f"{name} of 128 x 128": (function, (square,)) for name, function in matrices.items()},
+        **{f"{name} of 100 of 32 x 32": (function, (hundred,)) for name, function in matrices.items()},
+        "fft": (lambda a: jnp.fft.fft(a).real, (rows,)),
+        "rfft": (lambda a: jnp.fft.rfft(a).real, (rows,)),
+        **{
+            f"convolution of {rank}-D, {groups} groups": (
+                partial(convolution, groups=groups),
+                (values, kernel),
+            )
+            for rank, side in ((1, 4096), (2, 64), (3, 16))
+            for groups in ((2, 8, 32) if rank < 3 else (1, 2, 32))
+            for values in (random(1, *[side] * rank, 32),)
+            for kernel in (random(*[3] * rank, 32 // groups, 32),)
+        },
+    }
+
+
+def windows(x: jax.Array, reducer: Callable[..., jax.Array]) -> jax.Array:
+    """A reduction in windows of 3 x 3 of (batch, height, width, features)."""
+    return lax.reduce_window(x, -jnp.inf, reducer, (1, 3, 3, 1), (1, 1, 1, 1), "SAME")
+
+
+def convolution(x: jax.Array, kernel: jax.Array, *, groups: int) -> jax.Array:
+    """Of (batch, ..., features) with (..., features of a group, features)."""
+    dims = "DHW"[: x.ndim - 2]
+    numbers = f"N{dims}C", f"{dims}IO", f"N{dims}C"
+    strides = (1,) * len(dims)
+    return lax.conv_general_dilated(
+        x, kernel, strides, "SAME", dimension_numbers=numbers, feature_group_count=groups
+    )
+
+
 def main() -> None:
     """Measure, and print beside the model."""
     model = DEVICES["cpu"]
@@ -123,11 +196,12 @@ def main() -> None:
         "bytes_per_second": (in_place, model.bytes_per_second),
         "mapped_bytes_per_second": (mapped, model.mapped_bytes_per_second or math.inf),
         "launch_ns": (launch_ns(), model.launch_ns),
+        **one_at_a_time(),
     }
     lines = [f"{os.cpu_count()} cores, jax {jax.__version__}"]
     for name, (measured, modelled) in rows.items():
         ratio = measured / modelled
-        lines.append(f"{name:24s} measured {measured:12.4g}   model {modelled:12.4g}   ratio {ratio:5.2f}")
+        lines.append(f"{name:28s} measured {measured:12.4g}   model {modelled:12.4g}   ratio {ratio:5.2f}")
     lines.append(json.dumps({name: measured for name, (measured, _) in rows.items()}))
     sys.stdout.write("\n".join(lines) + "\n")
 

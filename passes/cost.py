@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from passes.backend import CPU, CUDA, TPU
 from passes.link import PCIE4, PCIE5, TPU_V5E, TPU_V6E, Link
+from passes.scalar_work import NO_WORK, Work
 
 TERA = 10**12
 EXPENSIVE_FLOPS = 16
@@ -71,6 +72,7 @@ class DeviceModel:
         memory_picojoules_per_byte: energy of a byte of device memory, HBM2's 3.92 pJ a bit (O'Connor et al.,
             MICRO 2017) unless known better.
         partitioned: True for one of several over which XLA partitions a program.
+        scalar_ns: of a unit of each kind of work that runs one element at a time (`passes.scalar_work`).
     """
 
     name: str
@@ -93,6 +95,7 @@ class DeviceModel:
     split: SplitWeights | None = None
     memory_picojoules_per_byte: float = 8 * 3.92
     partitioned: bool = False
+    scalar_ns: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def matrix_flops(self, bits: int) -> float:
         """Matrix flop/s for operands of a width."""
@@ -112,6 +115,19 @@ def maps_huge_pages(
     said = setting.read_text() if setting.exists() else ""
     asks = "glibc.malloc.hugetlb=1" in environ.get("GLIBC_TUNABLES", "")
     return "[always]" in said or ("[madvise]" in said and asks)
+
+
+# By `benchmarks.cpu_model`, as they stand to the other figures of the "cpu" model.
+_XLA_CPU_NS = {
+    "acos": 39.0, "asin": 42.0, "atan2": 15.6, "cbrt": 23.0, "cosine": 11.0, "power": 8.3, "remainder": 6.9,
+    "sine": 10.0, "tan": 25.0,
+    "comparison": 21.0, "comparison of integers": 5.0, "largest": 1.6,
+    "reduction of pairs": 5.0, "window": 1.2, "window of a line": 0.45,
+    "eigh": 75.0, "svd": 125.0, "eig": 380.0, "qr": 16.0, "lu": 9.5, "cholesky": 7.0, "solve": 10.0,
+    "butterfly": 0.5,
+    "group of lines": 56.0, "patch of lines": 0.5, "group of planes": 19.0, "patch of planes": 2.8,
+    "volume": 450.0, "patch of volumes": 3.7, "row of volumes": 9.6, "patch of dilated volumes": 28.0,
+}  # fmt: skip
 
 
 _AMPERE = SplitWeights(byte=0.0666955, sum_byte=467.815, sum_launch=5.65307e7)
@@ -170,7 +186,7 @@ DEVICES: dict[str, DeviceModel] = {
             vector_flops=0.04 * TERA, bytes_per_second=0.01 * TERA, link_bytes_per_second=0.01 * TERA,
             launch_ns=1000, host_link=None,
             mapped_bytes_per_second=(0.005 if maps_huge_pages() else 0.001) * TERA,
-            kept_bytes=(32 << 20) - (1 << 16),
+            kept_bytes=(32 << 20) - (1 << 16), scalar_ns=_XLA_CPU_NS,
         ),
         _tpu("v4", "tpu v4", flops=137.5, vector=4.3, bandwidth=0.614, link=0.075),
         _tpu("v5e", "tpu v5 lite", "tpu v5e", flops=197, vector=6.1, bandwidth=0.819, link=0.1),
@@ -189,6 +205,7 @@ def kernel_ns(
     unaligned_flops: int = 0,
     bits: int = 32,
     vector_flops: int = 0,
+    scalar_work: Work = NO_WORK,
     elements: int = 0,
 ) -> int:
     """Estimated time of one kernel.
@@ -199,12 +216,19 @@ def kernel_ns(
         unaligned_flops: those of `matrix_flops` in products whose rows are no whole words.
         bits: width of their operands' elements.
         vector_flops: flops of everything else.
+        scalar_work: what runs one element at a time.
         elements: that a kernel of elementwise work writes; 0 for other kernels.
     """
     slow_flops = (device.unaligned_ratio - 1) * unaligned_flops
     compute = (matrix_flops + slow_flops) / device.matrix_flops(bits) + vector_flops / device.vector_flops
+    compute += 1e-9 * scalar_ns(device, scalar_work)
     other_ns = round(1e9 * max(compute, nbytes / device.bytes_per_second))
     return device.launch_ns + max(other_ns, writing_ns(device, elements))
+
+
+def scalar_ns(device: DeviceModel, work: Work) -> float:
+    """Estimated time of what runs one element at a time."""
+    return sum(device.scalar_ns.get(kind, 0.0) * units for kind, units in work.items())
 
 
 def writing_ns(device: DeviceModel, elements: int) -> int:

@@ -36,8 +36,8 @@ def test_a_policys_level_stacks_what_jax_stacks_under_it(k: int) -> None:
     assert stack_bytes(rewrite(jaxpr, level)) == stack_bytes(opened(jax.grad(by_hand), WS, X)[0])
 
 
-def test_what_a_policy_around_a_step_runs_anew_is_stacked_inside_it() -> None:
-    """As under `jax.checkpoint`: nothing inside a step is run anew a second time."""
+def test_what_a_policy_around_a_step_recomputes_is_stacked_inside_it() -> None:
+    """As under `jax.checkpoint`: nothing inside a step is recomputed twice."""
 
     def steps(ws: jax.Array, xs: jax.Array) -> jax.Array:
         def step(h: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -126,3 +126,33 @@ def test_a_loop_that_carries_nothing_to_wait_for_is_left_alone() -> None:
     jaxpr = opened(count)
     assert any(eqn.primitive.name == "while" for eqn in jaxpr.eqns)
     assert find_loops(jaxpr, ()) == []
+
+
+def test_a_solver_inside_a_step_is_recomputed_as_under_checkpoint() -> None:
+    """What it is given passes a `device_put` that names no device, which was taken for one that acts."""
+
+    def simulated(around: Callable[[Any], Any]) -> Step:
+        def loss(stiffness: Any, x: Any) -> Any:
+            def step(x: Any, _: Any) -> Any:
+                pull = lambda d: d + stiffness * jnp.tanh(d)  # noqa: E731
+                d, _ = cg(lambda d: jax.jvp(pull, (x,), (d,))[1], jnp.sin(x), maxiter=4)
+                return jnp.tanh(x + 0.1 * d), None
+
+            return (lax.scan(around(step), x, None, length=24)[0] ** 2).mean()
+
+        return jax.value_and_grad(loss)
+
+    x = jax.random.normal(KEY, (128, 64))
+    budget = aot.memory(jax.jit(simulated(jax.checkpoint)).lower(0.5, x).compile()).total_bytes
+    plain = jax.jit(simulated(lambda step: step)).lower(0.5, x).compile()
+    assert budget < 0.8 * aot.memory(plain).total_bytes
+    kept = jax.jit(remat(simulated(lambda step: step), budget=budget)).lower(0.5, x).compile()
+    assert aot.memory(kept).total_bytes <= budget
+    close(kept(0.5, x), plain(0.5, x))
+
+
+def test_what_goes_to_another_memory_or_device_still_acts() -> None:
+    here = inline_calls(jax.make_jaxpr(lambda x: jax.device_put(x) + 1)(X))
+    there = inline_calls(jax.make_jaxpr(lambda x: jax.device_put(x, jax.memory.Space.Host))(X))
+    assert [eqn.primitive.name for eqn in here.eqns] == ["add"]
+    assert [eqn.primitive.name for eqn in there.eqns] == ["device_put"]

@@ -22,6 +22,8 @@ from weakref import WeakKeyDictionary
 from passes.cost import ASSUMED_ITERATIONS, EXPENSIVE_FLOPS, DeviceModel, is_unaligned, kernel_ns, kernel_pj
 from passes.hlo import graph
 from passes.hlo.graph import HOST, VIEWS, Computation, Instruction, Module
+from passes.hlo.scalar_work import scalar_work
+from passes.scalar_work import Work, total
 
 _FREE = VIEWS | {
     "async-done", "async-update", "copy-start", "copy-done", "partition-id", "replica-id", "after-all",
@@ -60,7 +62,7 @@ def instruction_ns(
     work, nbytes = _work(module, computation, instruction)
     return kernel_ns(
         device, nbytes=nbytes, matrix_flops=work.matrix_flops, unaligned_flops=work.unaligned_flops,
-        bits=work.bits, vector_flops=work.vector_flops,
+        bits=work.bits, vector_flops=work.vector_flops, scalar_work=work.scalar_work,
         elements=work.elements if instruction.proto.fusion_kind == "kLoop" else 0,
     )  # fmt: skip
 
@@ -212,7 +214,7 @@ class _Work:
         written_bytes: of its results.
         elements: of the largest result of a fused computation.
         used_bytes: of each parameter of a fused computation, or each distinct operand.
-        matrix_flops, unaligned_flops, bits, vector_flops: as `passes.cost.kernel_ns` has them.
+        matrix_flops, unaligned_flops, bits, vector_flops, scalar_work: as `passes.cost.kernel_ns` has them.
     """
 
     written_bytes: int
@@ -222,6 +224,7 @@ class _Work:
     unaligned_flops: int
     bits: int
     vector_flops: int
+    scalar_work: Work
 
     def read_bytes(self, operands: tuple[int, ...]) -> int:
         """Bytes read of every distinct operand."""
@@ -245,6 +248,7 @@ def _own_work(module: Module, computation: Computation, instruction: Instruction
         unaligned_flops=_unaligned_flops(module, computation, instruction),
         bits=bits,
         vector_flops=_vector_flops(module, computation, instruction),
+        scalar_work=scalar_work(module, computation, instruction, _EXPENSIVE),
     )
 
 
@@ -262,6 +266,7 @@ def _fused_work(module: Module, fused: Computation) -> _Work:
             unaligned_flops=sum(_unaligned_flops(module, fused, i) for i in inside),
             bits=max((b for f, b in flops if f), default=32),
             vector_flops=sum(_vector_flops(module, fused, i) for i in inside),
+            scalar_work=total([_scalar_work(module, fused, i) for i in inside]),
         )
     return _WORK[fused]
 
@@ -353,6 +358,12 @@ def _vector_flops(module: Module, computation: Computation, instruction: Instruc
     shapes = [instruction.shape, *(computation.by_id[o].shape for o in instruction.operands)]
     elements = max((leaf.count for shape in shapes for _, leaf in shape.leaves()), default=0)
     return elements * (EXPENSIVE_FLOPS if instruction.opcode in _EXPENSIVE else 1)
+
+
+def _scalar_work(module: Module, fused: Computation, instruction: Instruction) -> Work:
+    if instruction.opcode == "fusion":
+        return _fused_work(module, module.computations[instruction.called[0]]).scalar_work
+    return scalar_work(module, fused, instruction, _EXPENSIVE)
 
 
 def _flops(module: Module, computation: Computation, instruction: Instruction) -> tuple[int, int]:

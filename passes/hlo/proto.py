@@ -41,6 +41,7 @@ _MESSAGES: dict[str, str] = {
     "Instruction": "name 1 string, opcode 2 string, shape 3 Shape, metadata 7 Metadata, literal 8 Literal,"
     " parameter_number 9 int64, fusion_kind 11 string, tuple_index 13 int64, dimensions 14 int64*,"
     " window 15 Window, convolution_dimension_numbers 16 ConvolutionDimensions,"
+    " fft_type 31 int32, fft_length 32 int64*,"
     " custom_call_target 28 string, dot_dimension_numbers 30 DotDimensions, id 35 int64,"
     " operand_ids 36 int64*, control_predecessor_ids 37 int64*, called_computation_ids 38 int64*,"
     " backend_config 43 bytes, is_host_transfer 47 bool, feature_group_count 50 int64,"

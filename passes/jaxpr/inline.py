@@ -6,7 +6,7 @@ them, of which the solver is what runs. The backward half of
 `jax.checkpoint` is opened behind the barrier that JAX puts there, so that what a user recomputes stays
 recomputed. The forward part of a decorated function inside is opened: the plan around it decides what it
 saves. Its backward part stays one equation, which tells the program its budget. Control flow and everything
-unknown stays one equation. An inner constant becomes an outer one.
+unknown stays one equation, but for what puts a value where it is. An inner constant becomes an outer one.
 
 Nothing that went through here is differentiated any more.
 """
@@ -44,6 +44,9 @@ class _Flat:
         for eqn in map(_inlined, jaxpr.eqns):
             source = compat.called_from(caller, eqn.source_info)
             operands = [compat.renamed(v, env) for v in eqn.invars]
+            if _names_no_device(eqn):
+                env.update(zip(eqn.outvars, operands, strict=True))
+                continue
             body = _opened(eqn)
             if body is None:
                 results = [_write(env, v, fresh=caller is not None) for v in eqn.outvars]
@@ -142,6 +145,14 @@ def _opened(eqn: JaxprEqn) -> ClosedJaxpr | None:
     if eqn.primitive.name == CHECKPOINT:
         body = compat.close_jaxpr(body, [])
     return body if len(body.in_avals) == len(eqn.invars) else None
+
+
+def _names_no_device(eqn: JaxprEqn) -> bool:
+    """True for a `device_put` to where its operands are: `jax.scipy.sparse.linalg` has one around what it is
+    given. In a program it does nothing, and as something that acts it could not be run again."""
+    if eqn.primitive.name != "device_put" or any(device is not None for device in eqn.params["devices"]):
+        return False
+    return all(v.aval == x.aval for v, x in zip(eqn.outvars, eqn.invars, strict=True))
 
 
 def _of_solver(eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:

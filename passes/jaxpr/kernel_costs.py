@@ -13,9 +13,11 @@ from passes.jaxpr.in_place import UPDATES
 from passes.jaxpr.primitives import CONTROL_FLOW, INSIDE, RESHAPES, Kind
 from passes.jaxpr.purity import moves_memory
 from passes.jaxpr.rolled_bits import moved_bytes
+from passes.jaxpr.scalar_work import scalar_work
 from passes.jaxpr.split_dots import split_bytes, sum_ns
 from passes.jaxpr.storage import WHOLE, Storage
 from passes.jaxpr.together import Group, Together
+from passes.scalar_work import NO_WORK, total
 
 
 class KernelCosts:
@@ -37,6 +39,7 @@ class KernelCosts:
         self.joins = together is not None
         self.kernel_of: dict[int, Group] = {}
         self._vector_flops = list(map(vector_work, storage.jaxpr.eqns, storage.kinds))
+        self._scalar_work = list(map(scalar_work, storage.jaxpr.eqns)) if device.scalar_ns else None
 
     def of_kernel(self, root: int, body: Sequence[int], outvars: Sequence[Var]) -> tuple[int, int]:
         """Time and energy of one kernel, the time of what it sends to other devices, too.
@@ -73,6 +76,7 @@ class KernelCosts:
         own_ns = -device.launch_ns + kernel_ns(
             device, nbytes=nbytes, matrix_flops=work.flops, unaligned_flops=work.unaligned_flops,
             bits=work.bits, vector_flops=sum(self._vector_flops[i] for i in own),
+            scalar_work=total([self._scalar_work[i] for i in own]) if self._scalar_work else NO_WORK,
         )  # fmt: skip
         elementwise = not is_saved and all(kinds[i] in INSIDE for i in body if part is None or i != root)
         elements = largest_size(outvars) if part is None else size_of(part)

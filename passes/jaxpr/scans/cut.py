@@ -25,6 +25,7 @@ from passes.jaxpr.lift import lift
 from passes.jaxpr.primitives import FUSING, Kind
 from passes.jaxpr.purity import has_effect, kernel_kind
 from passes.jaxpr.rewrite import defined
+from passes.jaxpr.scalar_work import scalar_work
 from passes.jaxpr.scans.choice import Choice, MadeInside
 from passes.jaxpr.scans.loops import Loop
 from passes.jaxpr.scans.pairs import ScanPair
@@ -269,4 +270,4 @@ def _recomputed(eqn: JaxprEqn, op: Op) -> Recomputed:
 def _fused(eqn: JaxprEqn, weight: Weight) -> int:
     """What an equation weighs that is computed inside another kernel."""
     size = largest_size(eqn.outvars)
-    return weight.of_flops(size * flops_per_element(eqn))
+    return weight.of_flops(size * flops_per_element(eqn)) + weight.of_scalar_work(scalar_work(eqn))

@@ -324,8 +324,8 @@ class _Nested:
         assert isinstance(choice, Choice), "a pair is no loop"
         return dataclasses.replace(choice, inner=inner)
 
-    def run_anew(self, choice: Choice) -> list[bool]:
-        """For each choice inside whether the second half runs the first of its pair anew."""
+    def are_recomputed(self, choice: Choice) -> list[bool]:
+        """For each choice inside whether the second half recomputes the first of its pair."""
         _, iteration, groups = self._with(choice.inner)
         recomputed = recomputed_vars(iteration, choice)
         firsts = (None if isinstance(site, MadeInside) else site.place for site in choice.inner)
@@ -343,16 +343,16 @@ class _Nested:
 def _choose_nested(nested: _Nested, sites: Sequence[Place], choose_one: Choose) -> Choice:
     """The choice for one pair after what is inside its bodies has been rewritten in the same way.
 
-    What the second half runs anew keeps its bytes in one iteration at a time, and not on a stack of all: for
+    What the second half recomputes keeps its bytes in one iteration at a time, and not on a stack of all: for
     that they cost a share of the price.
     """
     choice = nested.chosen(tuple(site(choose_one) for site in sites), choose_one)
-    run_anew = nested.run_anew(choice)
-    if not any(run_anew):
+    recomputed = nested.are_recomputed(choice)
+    if not any(recomputed):
         return choice
     once = _AtPrice(choose_one.of_byte / nested.length if isinstance(choose_one, _AtPrice) else 0.0)
-    inner = (
-        site(once) if anew else made for site, made, anew in zip(sites, choice.inner, run_anew, strict=True)
+    chosen = zip(sites, choice.inner, recomputed, strict=True)
+    faster = nested.chosen(
+        tuple(site(once) if is_once else made for site, made, is_once in chosen), choose_one
     )
-    faster = nested.chosen(tuple(inner), choose_one)
     return faster if faster.stacked_bytes <= choice.stacked_bytes else choice

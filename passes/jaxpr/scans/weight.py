@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from passes.cost import DeviceModel
+from passes.cost import DeviceModel, scalar_ns
 from passes.ir import Op
+from passes.scalar_work import Work
 
 PICO = 1000
 
@@ -43,3 +44,7 @@ class Weight:
     def of_flops(self, flops: int) -> int:
         """Of elementwise work inside another kernel; never nothing, so that it is avoided."""
         return 1 + (0 if self.least == "energy" else round(PICO * 1e9 * flops / self.device.vector_flops))
+
+    def of_scalar_work(self, work: Work) -> int:
+        """Of what runs one element at a time."""
+        return 0 if self.least == "energy" else round(PICO * scalar_ns(self.device, work))

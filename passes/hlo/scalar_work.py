@@ -1,0 +1,95 @@
+"""Work of HLO instructions that runs one element at a time, see `passes.scalar_work`."""
+
+from __future__ import annotations
+
+from math import prod
+
+from passes.hlo.graph import Computation, Instruction, Module, Shape
+from passes.scalar_work import (
+    NO_WORK,
+    Work,
+    of_convolution,
+    of_function,
+    of_largest,
+    of_matrices,
+    of_reduction,
+    of_sort,
+    of_transform,
+    of_windows,
+    total,
+)
+
+_FLOATS, _COMPLEX = frozenset({10, 11, 12, 16}), frozenset({15, 18})  # XLA's PrimitiveType numbers
+_FUNCTIONS_OF_COMPLEX = {"exponential": ("sine", "cosine")}
+_LAPACK = {
+    "syevd": "eigh", "heevd": "eigh", "gesdd": "svd", "gesvd": "svd", "geev": "eig", "geqrf": "qr",
+    "orgqr": "qr", "ungqr": "qr", "getrf": "lu", "potrf": "cholesky", "trsm": "solve",
+}  # fmt: skip
+
+
+def scalar_work(
+    module: Module, computation: Computation, instruction: Instruction, expensive: frozenset[str]
+) -> Work:
+    """What an instruction that is no fusion leaves to loops over single elements.
+
+    Args:
+        expensive: opcodes of transcendental functions.
+    """
+    operands = [computation.by_id[o].shape for o in instruction.operands]
+    match instruction.opcode:
+        case "convolution":
+            return _of_convolution(instruction, *operands[:2])
+        case "custom-call":
+            return _of_call(instruction, operands)
+        case "fft":
+            real = instruction.proto.fft_type > 1  # RFFT, IRFFT
+            elements = max(operands[0].count, instruction.shape.count)
+            return of_transform(elements, prod(instruction.proto.fft_length), of_reals=real)
+        case "reduce-window":
+            return _of_windows(module, instruction, expensive)
+        case "reduce":
+            return of_reduction(operands[0].count, len(operands) // 2)
+        case "sort":
+            length = operands[0].dims[instruction.proto.dimensions[0]]
+            return of_sort(operands[0].count, length, of_floats=operands[0].element in _FLOATS)
+    return _of_function(instruction)
+
+
+def _of_function(instruction: Instruction) -> Work:
+    shape = instruction.shape
+    if shape.element in _COMPLEX:
+        names = _FUNCTIONS_OF_COMPLEX.get(instruction.opcode, ())
+        return total([of_function(name, shape.count) for name in names]) if names else NO_WORK
+    return of_function(instruction.opcode, shape.count) if shape.element in _FLOATS else NO_WORK
+
+
+def _of_windows(module: Module, instruction: Instruction, expensive: frozenset[str]) -> Work:
+    sizes = tuple(d.size for d in instruction.proto.window.dimensions)
+    results = [leaf for _, leaf in instruction.shape.leaves() if not leaf.is_tuple]
+    reducer = module.computations[instruction.called[0]].by_id.values()
+    functions = sum(i.opcode in expensive for i in reducer)
+    return of_windows(results[0].count, sizes, results=len(results), functions=functions)
+
+
+def _of_call(instruction: Instruction, operands: list[Shape]) -> Work:
+    target = instruction.proto.custom_call_target
+    if target == "TopK":
+        return of_largest(operands[0].count, instruction.shape.at((0,)).dims[-1])
+    operation = next((name for part, name in _LAPACK.items() if part in target), None)
+    if operation is None or not target.startswith("lapack_"):
+        return NO_WORK
+    *batch, rows, columns = operands[-1 if operation == "solve" else 0].dims
+    return of_matrices(operation, rows, columns, prod(batch))
+
+
+def _of_convolution(instruction: Instruction, taken: Shape, kernel: Shape) -> Work:
+    proto, output = instruction.proto, instruction.shape
+    numbers = proto.convolution_dimension_numbers
+    return of_convolution(
+        rank=len(numbers.output_spatial_dimensions),
+        positions=output.count // max(1, output.dims[numbers.output_feature_dimension]),
+        window=prod(kernel.dims[d] for d in numbers.kernel_spatial_dimensions),
+        features=taken.dims[numbers.input_feature_dimension],
+        groups=max(1, proto.feature_group_count),
+        dilated=any(d.base_dilation > 1 for d in proto.window.dimensions),
+    )

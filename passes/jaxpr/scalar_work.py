@@ -1,0 +1,96 @@
+"""Work of equations that runs one element at a time, see `passes.scalar_work`."""
+
+from __future__ import annotations
+
+from math import prod
+
+from passes.jaxpr.avals import array_of, size_of
+from passes.jaxpr.compat import JaxprEqn
+from passes.scalar_work import (
+    NO_WORK,
+    Work,
+    of_convolution,
+    of_function,
+    of_largest,
+    of_matrices,
+    of_reduction,
+    of_scattered_windows,
+    of_sort,
+    of_transform,
+    of_windows,
+    total,
+)
+
+# What XLA makes of each, by HLO's names.
+_FUNCTIONS = {
+    "acos": ("acos",), "asin": ("asin",), "atan2": ("atan2",), "cbrt": ("cbrt",), "cos": ("cosine",),
+    "digamma": ("sine", "cosine"), "pow": ("power",), "rem": ("remainder",), "sin": ("sine",),
+    "tan": ("tan",),
+}  # fmt: skip
+_FUNCTIONS_OF_COMPLEX = {"exp": ("sine", "cosine")}
+_MATRICES = {
+    "cholesky": "cholesky", "eig": "eig", "eigh": "eigh", "geqrf": "qr", "householder_product": "qr",
+    "lu": "lu", "qr": "qr", "svd": "svd", "triangular_solve": "solve",
+}  # fmt: skip
+_CALLS = {"qr": 2}  # of LAPACK: the factors, and what is made of them
+_ONE_AFTER_THE_OTHER = {"cumlogsumexp": 2, "cummax": 0, "cummin": 0, "cumprod": 0, "cumsum": 0}
+_BLOCK = 17  # elements that XLA reduces for each of those: windows of 16, and windows of these
+
+
+def scalar_work(eqn: JaxprEqn) -> Work:
+    """What an equation leaves to loops over single elements."""
+    name, params = eqn.primitive.name, eqn.params
+    if name in _FUNCTIONS or name in _FUNCTIONS_OF_COMPLEX:
+        return _of_function(eqn)
+    if name in _ONE_AFTER_THE_OTHER:
+        return of_windows(size_of(eqn.outvars[0]), (_BLOCK,), functions=_ONE_AFTER_THE_OTHER[name])
+    if name in _MATRICES:
+        *batch, rows, columns = array_of(eqn.invars[-1 if name == "triangular_solve" else 0]).shape
+        return of_matrices(_MATRICES[name], rows, columns, prod(batch) * _CALLS.get(name, 1))
+    match name:
+        case "conv_general_dilated":
+            return _of_convolution(eqn)
+        case "argmax" | "argmin":
+            return of_reduction(size_of(eqn.invars[0]), 2)
+        case "fft":
+            elements = max(size_of(eqn.invars[0]), size_of(eqn.outvars[0]))
+            return of_transform(elements, prod(params["fft_lengths"]), of_reals=int(params["fft_type"]) > 1)
+        case "reduce_window" | "reduce_window_max" | "reduce_window_min" | "reduce_window_sum":
+            window = tuple(params["window_dimensions"])
+            return of_windows(size_of(eqn.outvars[0]), window, results=len(eqn.outvars))
+        case "select_and_scatter_add":
+            return of_scattered_windows(size_of(eqn.invars[0]), tuple(params["window_dimensions"]))
+        case "sort":
+            operand = array_of(eqn.invars[0])
+            length = operand.shape[params["dimension"]]
+            return of_sort(operand.size, length, of_floats=operand.dtype.kind not in "iub")
+        case "top_k":
+            return of_largest(size_of(eqn.invars[0]), params["k"])
+    return NO_WORK
+
+
+def _of_function(eqn: JaxprEqn) -> Work:
+    name, result = eqn.primitive.name, array_of(eqn.outvars[0])
+    known = _FUNCTIONS_OF_COMPLEX if result.dtype.kind == "c" else _FUNCTIONS
+    if name not in known or result.dtype.kind in "iub":
+        return NO_WORK
+    return total([of_function(function, result.size) for function in known[name]])
+
+
+def _of_convolution(eqn: JaxprEqn) -> Work:
+    """XLA:CPU makes one more spatial dimension of groups of the batch."""
+    numbers, params = eqn.params["dimension_numbers"], eqn.params
+    kernel, output = array_of(eqn.invars[1]), array_of(eqn.outvars[0])
+    out_feature, in_feature, *spatial = numbers.rhs_spec
+    batches, groups = params["batch_group_count"], params["feature_group_count"]
+    window = prod(kernel.shape[d] for d in spatial)
+    if batches > 1 and batches == kernel.shape[out_feature]:
+        return NO_WORK  # it multiplies all with all, and takes the diagonal
+    return of_convolution(
+        rank=len(spatial) + (batches > 1),
+        positions=batches * output.size // max(1, output.shape[numbers.out_spec[1]]),
+        window=batches * window,
+        features=groups * kernel.shape[in_feature],
+        groups=groups,
+        dilated=batches > 1 or any(d > 1 for d in params["lhs_dilation"]),
+    )
