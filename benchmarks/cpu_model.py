@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from passes.cost import DEVICES, EXPENSIVE_FLOPS, scalar_ns
+from passes.cost import DEVICES, EXPENSIVE_FLOPS, scalar_work_ns
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.scalar_work import scalar_work
 
@@ -118,7 +118,7 @@ def one_at_a_time() -> dict[str, tuple[float, float]]:
     model, rows = DEVICES["cpu"], {}
     for name, (function, arguments) in _programs().items():
         equations = inline_calls(jax.make_jaxpr(function)(*arguments)).jaxpr.eqns
-        modelled_s = 1e-9 * sum(scalar_ns(model, scalar_work(eqn)) for eqn in equations)
+        modelled_s = 1e-9 * sum(scalar_work_ns(model, scalar_work(eqn)) for eqn in equations)
         rows[name] = best_s(function, *arguments), modelled_s
     return rows
 

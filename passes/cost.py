@@ -17,7 +17,7 @@ from pathlib import Path
 
 from passes.backend import CPU, CUDA, TPU
 from passes.link import PCIE4, PCIE5, TPU_V5E, TPU_V6E, Link
-from passes.scalar_work import NO_WORK, Work
+from passes.scalar_work import Work
 
 TERA = 10**12
 EXPENSIVE_FLOPS = 16
@@ -205,7 +205,7 @@ def kernel_ns(
     unaligned_flops: int = 0,
     bits: int = 32,
     vector_flops: int = 0,
-    scalar_work: Work = NO_WORK,
+    scalar_ns: float = 0.0,
     elements: int = 0,
 ) -> int:
     """Estimated time of one kernel.
@@ -216,17 +216,16 @@ def kernel_ns(
         unaligned_flops: those of `matrix_flops` in products whose rows are no whole words.
         bits: width of their operands' elements.
         vector_flops: flops of everything else.
-        scalar_work: what runs one element at a time.
+        scalar_ns: of what runs one element at a time, see `scalar_work_ns`.
         elements: that a kernel of elementwise work writes; 0 for other kernels.
     """
     slow_flops = (device.unaligned_ratio - 1) * unaligned_flops
     compute = (matrix_flops + slow_flops) / device.matrix_flops(bits) + vector_flops / device.vector_flops
-    compute += 1e-9 * scalar_ns(device, scalar_work)
-    other_ns = round(1e9 * max(compute, nbytes / device.bytes_per_second))
+    other_ns = round(max(1e9 * compute + scalar_ns, 1e9 * nbytes / device.bytes_per_second))
     return device.launch_ns + max(other_ns, writing_ns(device, elements))
 
 
-def scalar_ns(device: DeviceModel, work: Work) -> float:
+def scalar_work_ns(device: DeviceModel, work: Work) -> float:
     """Estimated time of what runs one element at a time."""
     return sum(device.scalar_ns.get(kind, 0.0) * units for kind, units in work.items())
 

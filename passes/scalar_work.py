@@ -9,8 +9,7 @@ each. A device whose model has none does it at its peaks. Each kind was set by t
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import log2
 
 Work = Mapping[str, float]
@@ -27,12 +26,12 @@ _OUTPUTS_OF_SCATTER = 5  # that a window's place is found with: XLA reduces a wi
 _REDUCER_FACTOR = 30  # what a transcendental function in what reduces a window makes it dearer
 
 
-def total(works: list[Work]) -> Work:
+def total(works: Iterable[Work]) -> Work:
     """The sum."""
-    units: Counter[str] = Counter()
+    units: dict[str, float] = {}
     for work in works:
         for kind, count in work.items():
-            units[kind] += count  # type: ignore[assignment]
+            units[kind] = units.get(kind, 0.0) + count
     return units
 
 

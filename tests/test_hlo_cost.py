@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from passes.cost import ASSUMED_ITERATIONS, DEVICES, DeviceModel, kernel_ns, scalar_ns
+from passes.cost import ASSUMED_ITERATIONS, DEVICES, DeviceModel, kernel_ns, scalar_work_ns
 from passes.hlo import graph, proto
 from passes.hlo.cost import computation_ns, instruction_ns, trip_count
 from passes.jaxpr import compat
@@ -125,7 +125,7 @@ def test_what_a_cpu_does_one_element_at_a_time_costs_the_same_in_equations_and_i
     _, compiled = h.scheduled(h.Example(name="one", fn=fn, args=(spec,)))
     final = compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
     equations = compat.open_jaxpr(inline_calls(jax.make_jaxpr(fn)(spec)))[0].eqns
-    work_ns = sum(scalar_ns(cpu, scalar_work(eqn)) for eqn in equations)
+    work_ns = sum(scalar_work_ns(cpu, scalar_work(eqn)) for eqn in equations)
     assert work_ns > program_ns(final, replace(cpu, scalar_ns={})) / 2
     nothing_else = replace(
         cpu, launch_ns=0, bytes_per_second=1e30, vector_flops=1e30, flops_32bit=1e30, flops_16bit=1e30

@@ -19,19 +19,21 @@ from math import gcd, prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from passes.cost import ASSUMED_ITERATIONS, EXPENSIVE_FLOPS, DeviceModel, is_unaligned, kernel_ns, kernel_pj
+from passes.cost import (
+    ASSUMED_ITERATIONS,
+    EXPENSIVE_FLOPS,
+    DeviceModel,
+    is_unaligned,
+    kernel_ns,
+    kernel_pj,
+)
 from passes.hlo import graph
 from passes.hlo.graph import HOST, VIEWS, Computation, Instruction, Module
-from passes.hlo.scalar_work import scalar_work
-from passes.scalar_work import Work, total
+from passes.hlo.scalar_work import TRANSCENDENTAL, scalar_ns
 
 _FREE = VIEWS | {
     "async-done", "async-update", "copy-start", "copy-done", "partition-id", "replica-id", "after-all",
 }  # fmt: skip
-_EXPENSIVE = frozenset(
-    {"acos", "acosh", "asin", "asinh", "atan2", "atanh", "cbrt", "cosine", "cosh", "erf", "exponential",
-     "exponential-minus-one", "log", "log-plus-one", "logistic", "power", "sine", "sinh", "tan", "tanh"}
-)  # fmt: skip
 # They move values, or are counted as matrix flops.
 _NO_ARITHMETIC = _FREE | {
     "bitcast-convert", "broadcast", "concatenate", "convolution", "copy", "custom-call", "dot",
@@ -62,7 +64,8 @@ def instruction_ns(
     work, nbytes = _work(module, computation, instruction)
     return kernel_ns(
         device, nbytes=nbytes, matrix_flops=work.matrix_flops, unaligned_flops=work.unaligned_flops,
-        bits=work.bits, vector_flops=work.vector_flops, scalar_work=work.scalar_work,
+        bits=work.bits, vector_flops=work.vector_flops,
+        scalar_ns=scalar_ns(module, computation, instruction, device),
         elements=work.elements if instruction.proto.fusion_kind == "kLoop" else 0,
     )  # fmt: skip
 
@@ -214,7 +217,7 @@ class _Work:
         written_bytes: of its results.
         elements: of the largest result of a fused computation.
         used_bytes: of each parameter of a fused computation, or each distinct operand.
-        matrix_flops, unaligned_flops, bits, vector_flops, scalar_work: as `passes.cost.kernel_ns` has them.
+        matrix_flops, unaligned_flops, bits, vector_flops: as `passes.cost.kernel_ns` has them.
     """
 
     written_bytes: int
@@ -224,7 +227,6 @@ class _Work:
     unaligned_flops: int
     bits: int
     vector_flops: int
-    scalar_work: Work
 
     def read_bytes(self, operands: tuple[int, ...]) -> int:
         """Bytes read of every distinct operand."""
@@ -248,7 +250,6 @@ def _own_work(module: Module, computation: Computation, instruction: Instruction
         unaligned_flops=_unaligned_flops(module, computation, instruction),
         bits=bits,
         vector_flops=_vector_flops(module, computation, instruction),
-        scalar_work=scalar_work(module, computation, instruction, _EXPENSIVE),
     )
 
 
@@ -266,7 +267,6 @@ def _fused_work(module: Module, fused: Computation) -> _Work:
             unaligned_flops=sum(_unaligned_flops(module, fused, i) for i in inside),
             bits=max((b for f, b in flops if f), default=32),
             vector_flops=sum(_vector_flops(module, fused, i) for i in inside),
-            scalar_work=total([_scalar_work(module, fused, i) for i in inside]),
         )
     return _WORK[fused]
 
@@ -357,13 +357,7 @@ def _vector_flops(module: Module, computation: Computation, instruction: Instruc
         return 0
     shapes = [instruction.shape, *(computation.by_id[o].shape for o in instruction.operands)]
     elements = max((leaf.count for shape in shapes for _, leaf in shape.leaves()), default=0)
-    return elements * (EXPENSIVE_FLOPS if instruction.opcode in _EXPENSIVE else 1)
-
-
-def _scalar_work(module: Module, fused: Computation, instruction: Instruction) -> Work:
-    if instruction.opcode == "fusion":
-        return _fused_work(module, module.computations[instruction.called[0]]).scalar_work
-    return scalar_work(module, fused, instruction, _EXPENSIVE)
+    return elements * (EXPENSIVE_FLOPS if instruction.opcode in TRANSCENDENTAL else 1)
 
 
 def _flops(module: Module, computation: Computation, instruction: Instruction) -> tuple[int, int]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from math import prod
+from weakref import WeakKeyDictionary
 
+from passes.cost import DeviceModel, scalar_work_ns
 from passes.hlo.graph import Computation, Instruction, Module, Shape
 from passes.scalar_work import (
     NO_WORK,
@@ -19,6 +21,12 @@ from passes.scalar_work import (
     total,
 )
 
+TRANSCENDENTAL = frozenset(
+    {"acos", "acosh", "asin", "asinh", "atan2", "atanh", "cbrt", "cosine", "cosh", "erf", "exponential",
+     "exponential-minus-one", "log", "log-plus-one", "logistic", "power", "sine", "sinh", "tan", "tanh"}
+)  # fmt: skip
+"""Opcodes of elementwise functions that take many instructions."""
+
 _FLOATS, _COMPLEX = frozenset({10, 11, 12, 16}), frozenset({15, 18})  # XLA's PrimitiveType numbers
 _FUNCTIONS_OF_COMPLEX = {"exponential": ("sine", "cosine")}
 _LAPACK = {
@@ -26,15 +34,28 @@ _LAPACK = {
     "orgqr": "qr", "ungqr": "qr", "getrf": "lu", "potrf": "cholesky", "trsm": "solve",
 }  # fmt: skip
 
+# A module is looked at several times; what is fused stays as it is.
+_FUSED_WORK: WeakKeyDictionary[Computation, Work] = WeakKeyDictionary()
 
-def scalar_work(
-    module: Module, computation: Computation, instruction: Instruction, expensive: frozenset[str]
-) -> Work:
-    """What an instruction that is no fusion leaves to loops over single elements.
 
-    Args:
-        expensive: opcodes of transcendental functions.
-    """
+def scalar_ns(
+    module: Module, computation: Computation, instruction: Instruction, device: DeviceModel
+) -> float:
+    """Estimated time of what a kernel leaves to loops over single elements."""
+    return scalar_work_ns(device, _work(module, computation, instruction)) if device.scalar_ns else 0.0
+
+
+def _work(module: Module, computation: Computation, instruction: Instruction) -> Work:
+    if instruction.opcode != "fusion":
+        return _own_work(module, computation, instruction)
+    fused = module.computations[instruction.called[0]]
+    if fused not in _FUSED_WORK:
+        _FUSED_WORK[fused] = total(_work(module, fused, i) for i in fused.by_id.values())
+    return _FUSED_WORK[fused]
+
+
+def _own_work(module: Module, computation: Computation, instruction: Instruction) -> Work:
+    """Of an instruction that is no fusion."""
     operands = [computation.by_id[o].shape for o in instruction.operands]
     match instruction.opcode:
         case "convolution":
@@ -46,7 +67,7 @@ def scalar_work(
             elements = max(operands[0].count, instruction.shape.count)
             return of_transform(elements, prod(instruction.proto.fft_length), of_reals=real)
         case "reduce-window":
-            return _of_windows(module, instruction, expensive)
+            return _of_windows(module, instruction)
         case "reduce":
             return of_reduction(operands[0].count, len(operands) // 2)
         case "sort":
@@ -59,15 +80,15 @@ def _of_function(instruction: Instruction) -> Work:
     shape = instruction.shape
     if shape.element in _COMPLEX:
         names = _FUNCTIONS_OF_COMPLEX.get(instruction.opcode, ())
-        return total([of_function(name, shape.count) for name in names]) if names else NO_WORK
+        return total(of_function(name, shape.count) for name in names) if names else NO_WORK
     return of_function(instruction.opcode, shape.count) if shape.element in _FLOATS else NO_WORK
 
 
-def _of_windows(module: Module, instruction: Instruction, expensive: frozenset[str]) -> Work:
+def _of_windows(module: Module, instruction: Instruction) -> Work:
     sizes = tuple(d.size for d in instruction.proto.window.dimensions)
     results = [leaf for _, leaf in instruction.shape.leaves() if not leaf.is_tuple]
     reducer = module.computations[instruction.called[0]].by_id.values()
-    functions = sum(i.opcode in expensive for i in reducer)
+    functions = sum(i.opcode in TRANSCENDENTAL for i in reducer)
     return of_windows(results[0].count, sizes, results=len(results), functions=functions)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from passes.cost import DeviceModel, kernel_ns, kernel_pj, writing_ns
+from passes.cost import DeviceModel, kernel_ns, kernel_pj, scalar_work_ns, writing_ns
 from passes.jaxpr import compat
 from passes.jaxpr.avals import size_of
 from passes.jaxpr.compat import Var
@@ -17,7 +17,6 @@ from passes.jaxpr.scalar_work import scalar_work
 from passes.jaxpr.split_dots import split_bytes, sum_ns
 from passes.jaxpr.storage import WHOLE, Storage
 from passes.jaxpr.together import Group, Together
-from passes.scalar_work import NO_WORK, total
 
 
 class KernelCosts:
@@ -39,7 +38,8 @@ class KernelCosts:
         self.joins = together is not None
         self.kernel_of: dict[int, Group] = {}
         self._vector_flops = list(map(vector_work, storage.jaxpr.eqns, storage.kinds))
-        self._scalar_work = list(map(scalar_work, storage.jaxpr.eqns)) if device.scalar_ns else None
+        works = map(scalar_work, storage.jaxpr.eqns) if device.scalar_ns else ()
+        self._scalar_ns = [scalar_work_ns(device, work) for work in works]
 
     def of_kernel(self, root: int, body: Sequence[int], outvars: Sequence[Var]) -> tuple[int, int]:
         """Time and energy of one kernel, the time of what it sends to other devices, too.
@@ -76,7 +76,7 @@ class KernelCosts:
         own_ns = -device.launch_ns + kernel_ns(
             device, nbytes=nbytes, matrix_flops=work.flops, unaligned_flops=work.unaligned_flops,
             bits=work.bits, vector_flops=sum(self._vector_flops[i] for i in own),
-            scalar_work=total([self._scalar_work[i] for i in own]) if self._scalar_work else NO_WORK,
+            scalar_ns=sum(self._scalar_ns[i] for i in own) if self._scalar_ns else 0.0,
         )  # fmt: skip
         elementwise = not is_saved and all(kinds[i] in INSIDE for i in body if part is None or i != root)
         elements = largest_size(outvars) if part is None else size_of(part)

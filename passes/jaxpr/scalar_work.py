@@ -74,7 +74,7 @@ def _of_function(eqn: JaxprEqn) -> Work:
     known = _FUNCTIONS_OF_COMPLEX if result.dtype.kind == "c" else _FUNCTIONS
     if name not in known or result.dtype.kind in "iub":
         return NO_WORK
-    return total([of_function(function, result.size) for function in known[name]])
+    return total(of_function(function, result.size) for function in known[name])
 
 
 def _of_convolution(eqn: JaxprEqn) -> Work:

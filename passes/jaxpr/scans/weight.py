@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from passes.cost import DeviceModel, scalar_ns
+from passes.cost import DeviceModel, scalar_work_ns
 from passes.ir import Op
 from passes.scalar_work import Work
 
@@ -47,4 +47,4 @@ class Weight:
 
     def of_scalar_work(self, work: Work) -> int:
         """Of what runs one element at a time."""
-        return 0 if self.least == "energy" else round(PICO * scalar_ns(self.device, work))
+        return 0 if self.least == "energy" else round(PICO * scalar_work_ns(self.device, work))
