@@ -20,6 +20,8 @@ NO_WORK: Work = {}
 # As HLO calls them.
 FUNCTIONS = frozenset({"acos", "asin", "atan2", "cbrt", "cosine", "power", "remainder", "sine", "tan"})
 """Elementwise functions of floats that are called for one element at a time; a unit is an element."""
+OF_COMPLEX_EXPONENTIAL = ("sine", "cosine")
+"""Those that the exponential of a complex number calls."""
 
 _LARGE_SIDE = 256  # of a matrix, from which on LAPACK's time grows with the third power of it
 _OUTPUTS_OF_SCATTER = 5  # that a window's place is found with: XLA reduces a window to values and places
@@ -35,9 +37,9 @@ def total(works: Iterable[Work]) -> Work:
     return units
 
 
-def of_function(name: str, elements: int) -> Work:
-    """Of an elementwise function, by HLO's name; nothing for those that are vectorized."""
-    return {name: elements} if name in FUNCTIONS else NO_WORK
+def of_functions(names: Iterable[str], elements: int) -> Work:
+    """Of elementwise functions, by HLO's names; nothing for those that are vectorized."""
+    return {name: elements for name in names if name in FUNCTIONS}
 
 
 def of_sort(elements: int, length: int, *, of_floats: bool) -> Work:

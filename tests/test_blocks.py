@@ -283,12 +283,11 @@ def test_blocks_with_second_derivatives_inside_run_again_what_was_made_by_then()
     args = jnp.ones(6), ws, jax.random.normal(jax.random.key(9), (48, 6))
     closed = jax.make_jaxpr(jax.value_and_grad(net, (0, 1)))(*args)
     jaxpr, consts = compat.open_jaxpr(inline_calls(closed))
+    expected = jax.core.eval_jaxpr(jaxpr, consts, *jax.tree.leaves(args))
     written = under_policies(jaxpr)
     assert written
-    for name in written:
-        check_jaxpr(written[name])
-        made = jax.core.eval_jaxpr(written[name], consts, *jax.tree.leaves(args))
-        for value, expected in zip(
-            made, jax.core.eval_jaxpr(jaxpr, consts, *jax.tree.leaves(args)), strict=True
-        ):
-            assert jnp.allclose(value, expected, rtol=1e-5)
+    for program in written.values():
+        check_jaxpr(program)
+        made = jax.core.eval_jaxpr(program, consts, *jax.tree.leaves(args))
+        for value, plain in zip(made, expected, strict=True):
+            assert jnp.allclose(value, plain, rtol=1e-5)

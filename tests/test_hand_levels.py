@@ -18,7 +18,20 @@ from passes.jaxpr.scans.frontier import POLICIES, frontier, hand_levels
 from passes.jaxpr.scans.levels import Levels, on_frontier
 from passes.jaxpr.straight import as_it_is, search
 from passes.jaxpr.structured import search_structured
-from tests.test_scan import CPU, GRADIENTS, WORTH_KEEPING, WS, X, layer, opened, plain, run, same, stack_bytes
+from tests.test_scan import (
+    CPU,
+    GRADIENTS,
+    WORTH_KEEPING,
+    WS,
+    X,
+    layer,
+    opened,
+    plain,
+    run,
+    same,
+    stack_bytes,
+    steps,
+)
 
 DOTS, NO_BATCH, NOTHING = range(3)
 
@@ -38,13 +51,6 @@ def test_a_policys_level_stacks_what_jax_stacks_under_it(k: int) -> None:
 
 def test_what_a_policy_around_a_step_recomputes_is_stacked_inside_it() -> None:
     """As under `jax.checkpoint`: nothing inside a step is recomputed twice."""
-
-    def steps(ws: jax.Array, xs: jax.Array) -> jax.Array:
-        def step(h: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-            h = lax.scan(lambda h, w: (layer(w, h), None), h + x, ws)[0]
-            return h, (h**2).mean()
-
-        return lax.scan(step, xs[0], xs)[1].mean()
 
     ws, x = WORTH_KEEPING
     jaxpr, _ = opened(jax.grad(steps), ws, jnp.stack([x] * 8))

@@ -53,6 +53,16 @@ def two_carries(ws: Any, x: Any) -> Any:
     return (h * total).mean() * count
 
 
+def steps(ws: jax.Array, xs: jax.Array) -> jax.Array:
+    """Layers in each step of a sequence."""
+
+    def step(h: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        h = lax.scan(lambda h, w: (layer(w, h), None), h + x, ws)[0]
+        return h, (h**2).mean()
+
+    return lax.scan(step, xs[0], xs)[1].mean()
+
+
 def stacks_read_elsewhere(ws: Any, x: Any) -> Any:
     def body(h: Any, w: Any) -> Any:
         new = layer(w, h)
@@ -450,13 +460,6 @@ def test_an_absent_gpu_keeps_the_budget_of_a_scanned_program(h200: str) -> None:
 def test_what_the_second_half_recomputes_stacks_inside_for_one_iteration_alone() -> None:
     """It cost as much as on a stack of all: layers in steps on an H200 ran twice what one step had room for
     (-2.7 % beside `nothing_saveable` around a step, -7 % at .05 between it and all)."""
-
-    def steps(ws: jax.Array, xs: jax.Array) -> jax.Array:
-        def step(h: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-            h = lax.scan(lambda h, w: (layer(w, h), None), h + x, ws)[0]
-            return h, (h**2).mean()
-
-        return lax.scan(step, xs[0], xs)[1].mean()
 
     ws, x = WORTH_KEEPING
     args = ws, jnp.stack([x] * 8)

@@ -9,9 +9,10 @@ from passes.cost import DeviceModel, scalar_work_ns
 from passes.hlo.graph import Computation, Instruction, Module, Shape
 from passes.scalar_work import (
     NO_WORK,
+    OF_COMPLEX_EXPONENTIAL,
     Work,
     of_convolution,
-    of_function,
+    of_functions,
     of_largest,
     of_matrices,
     of_reduction,
@@ -28,7 +29,6 @@ TRANSCENDENTAL = frozenset(
 """Opcodes of elementwise functions that take many instructions."""
 
 _FLOATS, _COMPLEX = frozenset({10, 11, 12, 16}), frozenset({15, 18})  # XLA's PrimitiveType numbers
-_FUNCTIONS_OF_COMPLEX = {"exponential": ("sine", "cosine")}
 _LAPACK = {
     "syevd": "eigh", "heevd": "eigh", "gesdd": "svd", "gesvd": "svd", "geev": "eig", "geqrf": "qr",
     "orgqr": "qr", "ungqr": "qr", "getrf": "lu", "potrf": "cholesky", "trsm": "solve",
@@ -78,10 +78,9 @@ def _own_work(module: Module, computation: Computation, instruction: Instruction
 
 def _of_function(instruction: Instruction) -> Work:
     shape = instruction.shape
-    if shape.element in _COMPLEX:
-        names = _FUNCTIONS_OF_COMPLEX.get(instruction.opcode, ())
-        return total(of_function(name, shape.count) for name in names) if names else NO_WORK
-    return of_function(instruction.opcode, shape.count) if shape.element in _FLOATS else NO_WORK
+    if shape.element in _COMPLEX and instruction.opcode == "exponential":
+        return of_functions(OF_COMPLEX_EXPONENTIAL, shape.count)
+    return of_functions([instruction.opcode], shape.count) if shape.element in _FLOATS else NO_WORK
 
 
 def _of_windows(module: Module, instruction: Instruction) -> Work:

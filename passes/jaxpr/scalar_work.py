@@ -8,9 +8,10 @@ from passes.jaxpr.avals import array_of, size_of
 from passes.jaxpr.compat import JaxprEqn
 from passes.scalar_work import (
     NO_WORK,
+    OF_COMPLEX_EXPONENTIAL,
     Work,
     of_convolution,
-    of_function,
+    of_functions,
     of_largest,
     of_matrices,
     of_reduction,
@@ -18,7 +19,6 @@ from passes.scalar_work import (
     of_sort,
     of_transform,
     of_windows,
-    total,
 )
 
 # What XLA makes of each, by HLO's names.
@@ -27,7 +27,7 @@ _FUNCTIONS = {
     "digamma": ("sine", "cosine"), "pow": ("power",), "rem": ("remainder",), "sin": ("sine",),
     "tan": ("tan",),
 }  # fmt: skip
-_FUNCTIONS_OF_COMPLEX = {"exp": ("sine", "cosine")}
+_FUNCTIONS_OF_COMPLEX = {"exp": OF_COMPLEX_EXPONENTIAL}
 _MATRICES = {
     "cholesky": "cholesky", "eig": "eig", "eigh": "eigh", "geqrf": "qr", "householder_product": "qr",
     "lu": "lu", "qr": "qr", "svd": "svd", "triangular_solve": "solve",
@@ -74,7 +74,7 @@ def _of_function(eqn: JaxprEqn) -> Work:
     known = _FUNCTIONS_OF_COMPLEX if result.dtype.kind == "c" else _FUNCTIONS
     if name not in known or result.dtype.kind in "iub":
         return NO_WORK
-    return total(of_function(function, result.size) for function in known[name])
+    return of_functions(known[name], result.size)
 
 
 def _of_convolution(eqn: JaxprEqn) -> Work:

@@ -41,11 +41,6 @@ class Choice:
     late: bool = False
 
     @property
-    def place(self) -> int:
-        """Where the first of the pair is among the equations of its program."""
-        return self.pair.first
-
-    @property
     def parts(self) -> tuple[Choice, ...]:
         """What is chosen for the parts of the pair's iterations, here for all of them."""
         return (self,)
@@ -92,11 +87,6 @@ class InParts:
         return self.parts[0].pair
 
     @property
-    def place(self) -> int:
-        """Where the first of the pair is among the equations of its program."""
-        return self.pair.first
-
-    @property
     def turns(self) -> tuple[range, ...]:
         """Where the steps of each part begin."""
         one, other = self.parts
@@ -137,11 +127,6 @@ class Inside:
     bodies: tuple[Level, ...]
 
     @property
-    def place(self) -> int:
-        """Where the control flow is among the equations of its program."""
-        return self.enclosure.place
-
-    @property
     def inner(self) -> Level:
         """The choices of all bodies."""
         return tuple(c for body in self.bodies for c in body)
@@ -176,11 +161,6 @@ class InBranches:
     pair: CondPair
     branches: tuple[Choice, ...]
     places: tuple[ShapedArray, ...]
-
-    @property
-    def place(self) -> int:
-        """Where the first of the conds is among the equations of their program."""
-        return self.pair.first
 
     @property
     def stacked_bytes(self) -> int:
@@ -224,6 +204,11 @@ class MadeInside:
 
 Site = Choice | InParts | InBranches | Inside | MadeInside
 Level = tuple[Site, ...]
+
+
+def place_of(choice: Choice | InParts | InBranches | Inside) -> int:
+    """Where the control flow, or the first of the pair, is among the equations of its program."""
+    return choice.enclosure.place if isinstance(choice, Inside) else choice.pair.first
 
 
 def all_recomputed(choice: Site) -> tuple[Recomputed, ...]:

@@ -24,7 +24,16 @@ from passes.jaxpr.purity import eqn_kind
 from passes.jaxpr.rewrite import bodies_of
 from passes.jaxpr.scans.branch_bodies import places_for
 from passes.jaxpr.scans.branches import CondPair, find_cond_pairs
-from passes.jaxpr.scans.choice import Choice, InBranches, InParts, Inside, Level, MadeInside, Site
+from passes.jaxpr.scans.choice import (
+    Choice,
+    InBranches,
+    InParts,
+    Inside,
+    Level,
+    MadeInside,
+    Site,
+    place_of,
+)
 from passes.jaxpr.scans.cut import (
     TILT_RATIO,
     Iteration,
@@ -328,11 +337,10 @@ class _Nested:
         """For each choice inside whether the second half recomputes the first of its pair."""
         _, iteration, groups = self._with(choice.inner)
         recomputed = recomputed_vars(iteration, choice)
-        firsts = (None if isinstance(site, MadeInside) else site.place for site in choice.inner)
         return [
-            place is not None
-            and any(recomputed.intersection(eqn.outvars) for eqn in groups[place] if bodies_of(eqn))
-            for place in firsts
+            not isinstance(site, MadeInside)
+            and any(recomputed.intersection(eqn.outvars) for eqn in groups[place_of(site)] if bodies_of(eqn))
+            for site in choice.inner
         ]
 
     def least_kept(self, inner: Level) -> Choice:
