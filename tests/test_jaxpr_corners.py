@@ -22,10 +22,10 @@ from passes.cost import DEVICES
 from passes.ir import OpId
 from passes.jaxpr import compat, flops, in_place, inline, primitives, purity, simplify, stage, straight
 from passes.jaxpr.candidate import JaxprRequest
-from passes.jaxpr.emit import MOVES, emit
+from passes.jaxpr.emit import emit
 from passes.jaxpr.freedom import emit_config, emit_configs
 from passes.jaxpr.lift import lift
-from passes.jaxpr.lifted import LiftedJaxpr
+from passes.jaxpr.lifted import MOVES, LiftedJaxpr
 from passes.jaxpr.scans import views
 from passes.pipeline import plan_program
 from passes.simulate import simulate

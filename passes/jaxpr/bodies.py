@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from passes.cost import DeviceModel
 from passes.jaxpr.compat import Jaxpr, JaxprEqn
 from passes.jaxpr.inline import with_flat_bodies
-from passes.jaxpr.lift import inner_work, lift, results_bytes
+from passes.jaxpr.lift import carried_by, inner_work, lift, results_bytes
 from passes.jaxpr.primitives import CONTROL_FLOW
 from passes.jaxpr.rewrite import with_equations
 from passes.simulate import simulate
@@ -25,8 +25,8 @@ def fit_bodies(jaxpr: Jaxpr, device: DeviceModel, target_bytes: int, plan_body: 
     """An open jaxpr whose bodies take no more than the target leaves them, as far as they can be planned.
 
     Args:
-        plan_body: (open jaxpr, bytes for its temporaries) -> an open jaxpr that computes the same; itself
-            where nothing is won.
+        plan_body: (open jaxpr, by how many bytes its temporaries exceed what they may take) -> an open jaxpr
+            that computes the same; itself where nothing is won.
 
     Returns:
         The same object if no body is changed.
@@ -47,14 +47,12 @@ def fit_bodies(jaxpr: Jaxpr, device: DeviceModel, target_bytes: int, plan_body: 
 
 def _with_bodies(eqn: JaxprEqn, device: DeviceModel, allowed_bytes: int, plan_body: PlanBody) -> JaxprEqn:
     def fitted(body: Jaxpr) -> Jaxpr:
-        work, results = inner_work(body, device), results_bytes(body.outvars, device)
+        work = inner_work(body, device, carried_by(eqn))
+        taken_bytes = work.peak_bytes
         if eqn.primitive.name == "cond":
-            excess_bytes = work.branch_bytes - results - allowed_bytes
-        else:
-            excess_bytes = work.peak_bytes - allowed_bytes
-        if excess_bytes <= 0:
-            return body
-        return plan_body(body, max(work.peak_bytes - results - excess_bytes, 1))
+            taken_bytes = work.branch_bytes - results_bytes(body.outvars, device)
+        excess_bytes = taken_bytes - allowed_bytes
+        return plan_body(body, excess_bytes) if excess_bytes > 0 else body
 
     return with_flat_bodies(eqn, fitted)
 

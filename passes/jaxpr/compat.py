@@ -166,7 +166,7 @@ def barrier_eqn(operands: Sequence[Any], results: Sequence[Atom]) -> JaxprEqn:
     return core.new_jaxpr_eqn(list(operands), list(results), optimization_barrier_p, {}, core.no_effects)
 
 
-def unary_eqn(primitive: Any, operand: Var, result: Var, like: JaxprEqn, **params: Any) -> JaxprEqn:
+def unary_eqn(primitive: Any, operand: Atom, result: Var, like: JaxprEqn, **params: Any) -> JaxprEqn:
     """`result` as `primitive` of `operand`, at the source line of equation `like`."""
     return core.new_jaxpr_eqn([operand], [result], primitive, params, core.no_effects, like.source_info)
 

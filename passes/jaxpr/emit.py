@@ -15,7 +15,7 @@ a barrier computes its elementwise chains from there. The program's own barriers
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -24,15 +24,19 @@ from passes.ir import BufferId, OpId, Program
 from passes.jaxpr import compat
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
 from passes.jaxpr.halves import Split, split
-from passes.jaxpr.lifted import LiftedJaxpr
+from passes.jaxpr.lifted import (
+    LiftedJaxpr,
+    made_by,
+    ready_from_the_start,
+    reshaped_for_products,
+    spread_constant,
+)
 from passes.jaxpr.primitives import MATRIX, Kind
 from passes.jaxpr.purity import eqn_kind
-from passes.jaxpr.rewrite import reshape_eqn
+from passes.jaxpr.rewrite import reshape_eqn, spread_eqn
 from passes.liveness import last_readers
 from passes.outcome import RECOMPUTE_SCOPE
 from passes.simulate import simulate
-
-MOVES = frozenset({"slice", "dynamic_slice", "split", "gather", "convert_element_type"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,46 +95,6 @@ def emit_split(
     return split(whole, cut, n_arguments=n_arguments, n_forward_results=n_forward_results)
 
 
-def _made_by(
-    lifted: LiftedJaxpr, names: Collection[str], but_for: Collection[int] = ()
-) -> frozenset[BufferId]:
-    """What kernels store whose last equation is of one of some primitives, `but_for` some equations."""
-    made = [(op, body[-1]) for op, body in zip(lifted.program.ops, lifted.bodies, strict=True)]
-    return frozenset(
-        b
-        for op, root in made
-        if root not in but_for and lifted.jaxpr.eqns[root].primitive.name in names
-        for b in op.outputs
-    )
-
-
-def ready_from_the_start(program: Program) -> set[BufferId]:
-    """Arguments, what follows from them by moving data alone, and what follows from nothing."""
-    ready = set(program.arguments)
-    for op in program.ops:
-        if not op.inputs or (op.name in MOVES and ready.issuperset(op.inputs)):
-            ready.update(op.outputs)
-    return ready
-
-
-def _reshaped_for_products(lifted: LiftedJaxpr) -> dict[BufferId, int]:
-    """For what elementwise kernels store and products read reshaped: the equation that reshapes it."""
-    eqns = lifted.jaxpr.eqns
-    made = {
-        v
-        for body in lifted.bodies
-        if eqn_kind(eqns[body[-1]]) is Kind.FUSIBLE
-        for v in eqns[body[-1]].outvars
-    }
-    read = {v for eqn in eqns if eqn.primitive.name in MATRIX for v in compat.variables(eqn.invars)}
-    found = {
-        eqn.invars[0]: i
-        for i, eqn in enumerate(eqns)
-        if eqn.primitive.name == "reshape" and eqn.invars[0] in made and eqn.outvars[0] in read
-    }
-    return {lifted.buffer_of[v]: i for v, i in found.items() if v not in read}
-
-
 def _when(program: Program, steps: Sequence[OpId]) -> tuple[list[list[int]], list[list[int]]]:
     """For every buffer the steps that read it, and those that make it."""
     readers: list[list[int]] = [[] for _ in program.buffers]
@@ -163,11 +127,13 @@ class _Emitter:
         self.ready = ready_from_the_start(lifted.program)
         self.last_reader = last_readers(lifted.program)
         self.readers, self.runs = _when(lifted.program, steps)
-        self.products = _made_by(lifted, MATRIX, but_for=config.apart)
-        self.transposed = _made_by(lifted, ("transpose",))
-        self.reshaped = _reshaped_for_products(lifted) if config.as_read else {}
+        self.products = made_by(lifted, MATRIX, but_for=config.apart)
+        self.transposed = made_by(lifted, ("transpose",))
+        self.reshaped = reshaped_for_products(lifted) if config.as_read else {}
         # Whose present copy has passed a barrier.
         self.behind: set[BufferId] = set()
+        # For equations that read nothing but constants: the first of them as it came out of a barrier last.
+        self.constant: dict[int, Var] = {}
         # How many kernels that compute shared equations have run, and which everything follows from, as bits.
         self.n_sharing = 0
         self.sharing_before: dict[Var, int] = {}
@@ -244,7 +210,9 @@ class _Emitter:
         if trigger is not None:
             operands[trigger] = None
         if operands:
-            self._barrier(list(operands))
+            # Without a trigger nothing is waited for.
+            spread = () if trigger is None else [spread_constant(self.lifted, op_id) for op_id in segment]
+            self._barrier(list(operands), constants=[i for i in spread if i is not None])
 
     def _pass_own_barriers(self, root: int) -> None:
         """The program's own barriers that stand before equation `root`, but for those whose operands come
@@ -362,13 +330,17 @@ class _Emitter:
         reader, run = bisect_left(readers, self.reached), bisect_left(runs, self.reached)
         return reader < len(readers) and (run == len(runs) or readers[reader] < runs[run])
 
-    def _barrier(self, buffers: Sequence[BufferId], tables: Sequence[int] = ()) -> None:
-        """A barrier over stored values, and over the results of equations that arguments are enough for."""
+    def _barrier(
+        self, buffers: Sequence[BufferId], tables: Sequence[int] = (), constants: Sequence[int] = ()
+    ) -> None:
+        """A barrier over stored values, over the results of equations that arguments are enough for, and over
+        the constants that equations spread out."""
         buffers = list(dict.fromkeys(buffers))
         made = [self.tables[i] for i in tables]
         operands = [*(self.current[b] for b in buffers), *(v for key in made for v in self.made[key])]
         forms = {self.current[b]: self.reshaped[b] for b in buffers if b in self.reshaped}
         held = [self._append_once(forms[v], [v])[0] if v in forms else v for v in operands]
+        held += [self._scalar(self.lifted.jaxpr.eqns[i]) for i in constants]
         results = [compat.fresh_var(v) for v in held]
         self.eqns.append(compat.barrier_eqn(held, results))
         for k, v in enumerate(operands):
@@ -376,8 +348,9 @@ class _Emitter:
                 shaped = compat.fresh_var(v)
                 self.eqns.append(reshape_eqn(results[k], shaped, self.lifted.jaxpr.eqns[forms[v]]))
                 results[k] = shaped
+        self.constant.update(zip(constants, results[len(operands) :], strict=True))
         self._follow(results, self._before(operands))
-        behind = dict(zip(operands, results, strict=True))
+        behind = dict(zip(operands, results, strict=False))
         for b in buffers:
             self.current[b] = behind[self.current[b]]
             self.version[b] += 1
@@ -386,11 +359,18 @@ class _Emitter:
             self.made[key] = [behind[v] for v in self.made[key]]
             self.made_at[self._key(i)] = self.step, self.n_sharing
 
+    def _scalar(self, eqn: JaxprEqn) -> Var:
+        """What an equation spreads out, as a value: a barrier has no literals."""
+        scalar = compat.fresh_var(eqn.invars[0])
+        self.eqns.append(spread_eqn(eqn.invars[0], scalar, eqn))
+        return scalar
+
     def _run_op(self, op_id: OpId, *, is_recompute: bool = False) -> None:
         body, first = self.lifted.bodies[op_id], len(self.eqns)
         local: dict[Var, Var] = {}
+        is_constant = not self.lifted.program.ops[op_id].inputs
         for i in body[:-1]:
-            operands = self._operands(i, local)
+            operands = self._operands(i, local, is_constant=is_constant)
             made = self._append_once(i, operands)
             if i in self.config.shared:
                 self.made_at.setdefault(self._key(i), (self.step, self.n_sharing))
@@ -398,7 +378,7 @@ class _Emitter:
             local.update(zip(self.lifted.jaxpr.eqns[i].outvars, made, strict=True))
         root = body[-1]
         append = self._append if is_recompute else self._append_once
-        outvars = append(root, self._operands(root, local))
+        outvars = append(root, self._operands(root, local, is_constant=is_constant))
         run: list[BufferId] = []
         before = self._before(self.current[b] for b in self.lifted.program.ops[op_id].inputs)
         if not self.config.shared.isdisjoint(body[:-1]):
@@ -435,8 +415,11 @@ class _Emitter:
         self.made[i, *compat.variables(operands)] = outvars
         return outvars
 
-    def _operands(self, i: int, local: dict[Var, Var]) -> list[Atom]:
-        """What equation `i` reads: what its own kernel computes, else the current copies."""
+    def _operands(self, i: int, local: dict[Var, Var], *, is_constant: bool) -> list[Atom]:
+        """What equation `i` reads: what its own kernel computes, else the current copies, or a constant that
+        has passed a barrier."""
+        if is_constant and i in self.constant:
+            return [self.constant[i]]
         atoms = self.lifted.jaxpr.eqns[i].invars
         return [v if isinstance(v, compat.Literal) else self._read(v, local) for v in atoms]
 

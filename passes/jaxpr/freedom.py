@@ -16,8 +16,8 @@ from passes.ir import Op
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of
 from passes.jaxpr.compat import JaxprEqn
-from passes.jaxpr.emit import EmitConfig, ready_from_the_start
-from passes.jaxpr.lifted import LiftedJaxpr
+from passes.jaxpr.emit import EmitConfig
+from passes.jaxpr.lifted import LiftedJaxpr, ready_from_the_start
 from passes.jaxpr.primitives import MATRIX, Kind
 from passes.jaxpr.purity import eqn_kind, kernel_kind
 from passes.liveness import last_readers

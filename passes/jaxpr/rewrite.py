@@ -125,6 +125,12 @@ def carried_inputs(loop: JaxprEqn) -> range:
     return range(end - first, end - first + n_carry)
 
 
+def spread_eqn(value: Atom, result: Var, like: JaxprEqn) -> JaxprEqn:
+    """`result` as a scalar broadcast to its shape, at the source line of equation `like`."""
+    params = {"shape": array_of(result).shape, "broadcast_dimensions": (), "sharding": None}
+    return compat.unary_eqn(lax.broadcast_in_dim_p, value, result, like, **params)
+
+
 def reshape_eqn(operand: Var, result: Var, like: JaxprEqn) -> JaxprEqn:
     """`operand` in the shape of `result`, at the source line of equation `like`."""
     params = {"new_sizes": array_of(result).shape, "dimensions": None, "sharding": None}

@@ -28,13 +28,24 @@ from passes.backend import Backend
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of, form_of
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
+from passes.jaxpr.inline import with_flat_bodies
 from passes.jaxpr.primitives import MOVING, Kind, kind_of
 from passes.jaxpr.purity import eqn_kind
-from passes.jaxpr.rewrite import with_operands_in
+from passes.jaxpr.rewrite import with_equations, with_operands_in
 
 SCATTER_ADD = "scatter-add"
 ADDS = frozenset({"add", "add_any"})
 GATHER, CONVERT = "gather", "convert_element_type"
+
+
+def simplified(jaxpr: Jaxpr) -> Jaxpr:
+    """An open jaxpr, bodies of control flow included, with what is written down before it is planned.
+
+    Returns:
+        The same object if there is nothing to rewrite.
+    """
+    inside = with_equations(jaxpr, [with_flat_bodies(eqn, simplified) for eqn in jaxpr.eqns])
+    return without_literal_barriers(scatter_in_place(gather_then_convert(inside)))
 
 
 def scatter_in_place(jaxpr: Jaxpr) -> Jaxpr:

@@ -32,7 +32,7 @@ from passes.jaxpr.order import run_bytes
 from passes.jaxpr.own_constants import with_own_constants, with_own_zeros
 from passes.jaxpr.primitives import LOOPS
 from passes.jaxpr.shards import Inside, enter
-from passes.jaxpr.simplify import gather_then_convert, scatter_in_place, without_literal_barriers
+from passes.jaxpr.simplify import simplified
 from passes.jaxpr.straight import as_it_is, fit_then_cost, lift_as_xla, search
 from passes.jaxpr.structured import CONFIG as STRUCTURED
 from passes.jaxpr.structured import search_structured
@@ -163,8 +163,7 @@ _joined = compat.cached_by_jaxpr(join)
 
 @compat.cached_by_jaxpr
 def _simplified(jaxpr: Jaxpr) -> Jaxpr:
-    live = compared_whole(compat.without_dead_code(jaxpr))
-    return without_literal_barriers(scatter_in_place(gather_then_convert(live)))
+    return simplified(compared_whole(compat.without_dead_code(jaxpr)))
 
 
 def lift(jaxpr: Jaxpr, request: JaxprRequest) -> LiftedJaxpr:
@@ -363,15 +362,18 @@ def _scale(peak_bytes: int, request: JaxprRequest) -> float:
     return 1 / ratio
 
 
-def _body(body: Jaxpr, nbytes: int, request: JaxprRequest) -> Jaxpr:
-    """A body of control flow planned for some bytes of temporaries."""
-    return _planned_body(body, nbytes, request.device, request.planner, request.objective)
+def _body(body: Jaxpr, excess_bytes: int, request: JaxprRequest) -> Jaxpr:
+    """A body of control flow planned for so many bytes of temporaries less."""
+    return _planned_body(body, excess_bytes, request.device, request.planner, request.objective)
 
 
 @compat.cached_by_jaxpr
-def _planned_body(body: Jaxpr, nbytes: int, device: DeviceModel, planner: str, objective: Objective) -> Jaxpr:
+def _planned_body(
+    body: Jaxpr, excess_bytes: int, device: DeviceModel, planner: str, objective: Objective
+) -> Jaxpr:
+    lifted = lift_as_xla(body, device)
     inner = JaxprRequest(
-        budget_bytes=nbytes,
+        budget_bytes=max(as_it_is(lifted).peak_bytes - excess_bytes, 1),
         argument_bytes=0,
         output_bytes=0,
         alias_bytes=0,
@@ -380,7 +382,7 @@ def _planned_body(body: Jaxpr, nbytes: int, device: DeviceModel, planner: str, o
         objective=objective,
         inside=True,
     )
-    made = plan(lift(body, inner), inner).candidate
+    made = plan(lifted, inner).candidate
     return made.emitted if made.changed else body
 
 

@@ -25,7 +25,7 @@ from passes.outcome import Recomputed
 from passes.planners import cut_bound
 from passes.recipe import Recipe, Scans
 
-# (open jaxpr of a body, bytes for its temporaries, request) -> an open jaxpr.
+# (open jaxpr of a body, by how many bytes its temporaries are too many, request) -> an open jaxpr.
 type PlanBody = Callable[[Jaxpr, int, JaxprRequest], Jaxpr]
 
 WAYS = (ALONE, RECOMPUTES, BODIES, TIGHTER) = (0, 1, 2, 3)
@@ -344,7 +344,7 @@ class _Search:
         aim_bytes = target_bytes if target_bytes < peak_bytes else int(CONFIG.bodies_ratio * peak_bytes)
         for _ in range(aims):
             planned = fit_bodies(
-                program, device, aim_bytes, lambda body, nbytes: self.plan_body(body, nbytes, self.request)
+                program, device, aim_bytes, lambda body, excess: self.plan_body(body, excess, self.request)
             )
             lifted = as_is if planned is program else lift_as_xla(planned, device)
             excess_bytes = as_it_is(lifted, fresh).peak_bytes - target_bytes
