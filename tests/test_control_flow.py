@@ -20,6 +20,8 @@ from passes.cost import DEVICES
 from passes.jaxpr import compat
 from passes.jaxpr.bodies import fit_bodies
 from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.lift import lift
+from passes.simulate import simulate
 
 KEY = jax.random.key(0)
 W = jax.random.normal(KEY, (32, 32)) / 6
@@ -153,12 +155,33 @@ def test_bodies_that_nothing_is_won_in_stay() -> None:
     jaxpr = opened(rolled)
     asked: list[int] = []
 
-    def in_vain(body: compat.Jaxpr, nbytes: int) -> compat.Jaxpr:
-        asked.append(nbytes)
+    def in_vain(body: compat.Jaxpr, excess_bytes: int) -> compat.Jaxpr:
+        asked.append(excess_bytes)
         return body
 
     assert fit_bodies(jaxpr, DEVICES["cpu"], 1, in_vain) is jaxpr
     assert len(asked) == 1
+
+
+def test_a_body_is_planned_for_what_its_loop_may_take() -> None:
+    """Gradients of microbatches are summed where the loop has them anyway; a body may take the rest."""
+
+    def microbatches(w: Any, x: Any) -> Any:
+        def body(total: Any, x: Any) -> Any:
+            return total + jax.grad(lambda w: jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w)))(w), None
+
+        return lax.scan(body, jnp.zeros_like(w), jnp.stack([x, 2 * x]))[0]
+
+    jaxpr = opened(microbatches)
+    live_bytes = simulate(lift(jaxpr, DEVICES["cpu"], as_xla=True).program).peak_bytes
+    asked: list[int] = []
+
+    def in_vain(body: compat.Jaxpr, excess_bytes: int) -> compat.Jaxpr:
+        asked.append(excess_bytes)
+        return body
+
+    fit_bodies(jaxpr, DEVICES["cpu"], live_bytes - 1000, in_vain)
+    assert asked == [1000]
 
 
 def bounded_loop(w: Any, x: Any, field: Callable[[Any, Any], Any]) -> Any:

@@ -15,7 +15,13 @@ from passes.cost import DEVICES
 from passes.jaxpr import compat
 from passes.jaxpr.inline import inline_calls
 from passes.jaxpr.lift import lift, lift_seen
-from passes.jaxpr.simplify import gather_then_convert, scatter_in_place, without_repeats, without_rounding
+from passes.jaxpr.simplify import (
+    gather_then_convert,
+    scatter_in_place,
+    simplified,
+    without_repeats,
+    without_rounding,
+)
 from passes.jaxpr.stage import prepare
 from passes.jaxpr.straight import as_it_is
 
@@ -53,6 +59,22 @@ def test_gradient_of_an_indexed_read_is_scattered_into_the_other_gradient():
     assert names(before).count("add-any") == 1
     assert "add-any" not in names(after)
     assert scatter_in_place(after) is after
+
+
+def test_gradients_in_the_body_of_a_loop_are_scattered_in_place_too():
+    def microbatches(x: Any, rows: Any) -> Any:
+        def body(total: Any, rows: Any) -> Any:
+            return total + jax.grad(lambda x: jnp.sum(x**2) + jnp.sum(x[rows] ** 3))(x), None
+
+        return jax.lax.scan(body, jnp.zeros_like(x), rows)[0]
+
+    rows = jnp.stack([PICKED, 1 + PICKED])
+    before, after = rewritten(microbatches, ROWS, rows, by=simplified)
+    bodies = [loop.params["jaxpr"].jaxpr for jaxpr in (before, after) for loop in jaxpr.eqns[-1:]]
+    assert ["add-any" in names(inline_calls(compat.close_jaxpr(body, [])).jaxpr) for body in bodies] == [
+        True, False,
+    ]  # fmt: skip
+    assert simplified(after) is after
 
 
 LOW = ROWS.astype(jnp.bfloat16)

@@ -43,6 +43,9 @@ from passes.planners.paging.pager import Host, Pager
 from passes.recipe import Recipe
 
 OnFragmentation = Literal["recompute", "pin", "error"]
+LOOP_ROUNDS = 4
+"""How often bodies of loops are planned, each time for as much less as the packing was over, before they are
+planned for as little as can be."""
 MISSED_RATIO = 1.25
 """How far a plan may miss the bytes that stay mapped on a CPU and be held to them; set by
 `benchmarks.side_by_side`."""
@@ -271,13 +274,18 @@ def _found(request: EnforceRequest, lifted: LiftedModule) -> _Found:
     task = _task(request, lifted)
     written, inside = fit(task), tuple[Recomputed, ...]()
     entry, lowest, loops = task, written, False
-    for limit_bytes in (_limit_bytes(task, lowest), 0):
-        if not task.is_over(written):
-            break
+    limit_bytes, rounds = _limit_bytes(task, lowest), 0
+    while task.is_over(written) and limit_bytes >= 0:
         if (deeper := _with_loops(request, entry, lowest, limit_bytes)) is None:
             break
-        (task, inside), loops = deeper, True
+        before_bytes = written.needed_bytes
+        (task, inside), loops, rounds = deeper, True, rounds + 1
         written = fit(task)
+        if not limit_bytes:
+            break
+        # What is packed with other holes than were foreseen is planned tighter, while that helps.
+        is_less = written.needed_bytes < before_bytes and rounds < LOOP_ROUNDS
+        limit_bytes = max(0, limit_bytes - task.excess_bytes(written)) if is_less else 0
     return _Found(request=request, task=task, written=written, inside=inside, loops=loops)
 
 

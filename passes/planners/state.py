@@ -115,9 +115,13 @@ class SearchState:
         """The cut bound, at one position only if none is wanted."""
         return Bound(self.graph, self.config.n_cuts(self.n_ops) if self.config.bound else 1)
 
+    def bound_at(self, budget_bytes: int) -> float:
+        """The cut bound, for the search itself."""
+        return self._bound.ratio(budget_bytes)
+
     def floor_ns(self, budget_bytes: int, near_overhead: float = 0.0) -> int:
         """Cheap enough: a little above what no sequence within the budget can cost less than."""
-        bound_ratio = self._bound.ratio(budget_bytes)
+        bound_ratio = self.bound_at(budget_bytes)
         near_ratio = max(near_overhead, SEARCH.near_overhead) + SEARCH.near_bound * bound_ratio
         if self.n_ops >= SEARCH.large_ops:
             near_ratio = max(near_ratio, SEARCH.large_near_overhead)

@@ -16,6 +16,8 @@ from passes.planners.cut import Style, deepen, descend, lower_to, relax
 from passes.planners.greedy import evict_one_by_one
 from passes.planners.neighbourhood import improve
 from passes.planners.placing import end_of, walks, with_offsets, with_slack
+from passes.planners.schedule import Schedule, prune
+from passes.planners.segments import in_segments, forward_end
 from passes.planners.state import SEARCH, SearchState
 
 
@@ -33,6 +35,9 @@ class StrategyConfig:
         evict_units_per_op, evict_limits: one-by-one evictions need so much work to be left, and take this
             share of it.
         evict_tried: how many evictions are looked at each time.
+        segments: into how many the forward pass is divided, where cuts cost this much more than the bound.
+            `benchmarks.planners`: random_layered_100 costs 94 % at .6 without them.
+        far_ratio, segments_limits: by how much, as a share of the bound; what each number may take.
         low_styles: those of the bisection for the lowest peak. `benchmarks.planners`, column "least".
         near_ratio: where the bisection ends.
         restarts: from how many of the other candidates neighbourhoods are searched, too.
@@ -64,6 +69,9 @@ class StrategyConfig:
     evict_units_per_op: int = 1000
     evict_limits: float = 1 / 2
     evict_tried: int = 8
+    segments: tuple[int, ...] = (6, 16, 24)
+    far_ratio: float = 1.1
+    segments_limits: float = 1 / 3
     low_styles: tuple[Style, ...] = (
         Style(tilt_ratio=0.1),
         Style(reserve_ratio=0.06),
@@ -98,6 +106,19 @@ def longer_cuts(state: SearchState, pool: CandidatePool, work: WorkLimit) -> Ite
     part = WorkLimit(int(work.limit * CONFIG.missed_cuts_limits) - work.done)
     yield descend(state.graph, state.start, pool.budget_bytes, part, CONFIG.portfolio[0])
     work.done += part.done
+
+
+def segments(state: SearchState, pool: CandidatePool, work: WorkLimit) -> Iterator[Candidate]:
+    """The forward pass in segments, lowered by cuts from there, where cuts alone are far above the bound."""
+    end = forward_end(Schedule(state.graph, state.start.steps))
+    for count in CONFIG.segments:
+        if state.is_near(pool, (CONFIG.far_ratio - 1) * state.bound_at(pool.budget_bytes)):
+            break
+        part = WorkLimit(int(CONFIG.segments_limits * work.limit))
+        schedule = Schedule(state.graph, in_segments(state.graph, end, count))
+        prune(schedule)
+        yield lower_to(state.graph, schedule.compact(), pool.budget_bytes, part)
+        work.done += part.done
 
 
 def evictions(state: SearchState, pool: CandidatePool, work: WorkLimit) -> Iterator[Candidate]:
@@ -236,6 +257,7 @@ def _around(state: SearchState) -> float:
 _AUTO = (
     Strategy(name="cuts", run=cuts),
     Strategy(name="longer cuts", run=longer_cuts, when="missed", limits=_none, after=("cuts",)),
+    Strategy(name="segments", run=segments, own=True),
     Strategy(name="evictions", run=evictions, limits=_none, after=("cuts",)),
     Strategy(name="led below", run=led_below, when="missed", limits=lambda state: 2.0),
     Strategy(name="relaxed", run=relaxed, when="missed", limits=_none, after=("cuts",)),
