@@ -17,7 +17,7 @@ from passes.planners.greedy import evict_one_by_one
 from passes.planners.neighbourhood import improve
 from passes.planners.placing import end_of, walks, with_offsets, with_slack
 from passes.planners.schedule import Schedule, prune
-from passes.planners.segments import in_segments, forward_end
+from passes.planners.segments import forward_end, in_segments
 from passes.planners.state import SEARCH, SearchState
 
 

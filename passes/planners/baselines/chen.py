@@ -13,7 +13,7 @@ import math
 
 from passes.liveness import Graph
 from passes.planners.schedule import Schedule
-from passes.planners.segments import kept_at, forward_end, with_recomputes
+from passes.planners.segments import forward_end, kept_at, with_recomputes
 
 # Numbers of segments besides the square root of the length.
 SEGMENTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
