@@ -24,7 +24,7 @@ import jax
 from coop_jax.errors import CoopError
 from passes.checked import MOST, InputError
 
-_SPEC = re.compile(r"([a-z][a-z0-9]*)\[([0-9, ]*)\]")
+_SPEC = re.compile(r"([a-z][a-z0-9]*)\[((?: *[0-9]+ *,)*(?: *[0-9]+)? *)\]")
 _TYPES = {
     "f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "bool": "bool",
     "pred": "bool", "i8": "int8", "i16": "int16", "i32": "int32", "i64": "int64", "s8": "int8",
@@ -109,7 +109,7 @@ def _spec(module: ModuleType, text: str) -> Any:
             raise InputError(f"--spec {text}: calling it failed: {_said(error)}") from error
     if match[1] not in _TYPES:
         raise InputError(f"--spec is {reprlib.repr(text)}; types are {', '.join(_TYPES)}")
-    shape = tuple(int(n) for n in match[2].replace(" ", "").split(",") if n)
+    shape = tuple(int(n) for n in match[2].split(",") if n.strip())
     if any(n >= MOST for n in shape):
         raise InputError(f"--spec is {reprlib.repr(text)}; that is too large")
     return jax.ShapeDtypeStruct(shape, _TYPES[match[1]])

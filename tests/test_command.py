@@ -161,6 +161,7 @@ def test_the_doctor_finds_this_place_healthy(capsys: pytest.CaptureFixture[str])
         (["explain", "{dir}/training.py:nothing"], "has no 'nothing'"),
         (["explain", "{dir}/missing.py:step"], "does not exist"),
         (["explain", "{dir}/training.py:step", "--spec", "f32[9"], "write a shape"),
+        (["explain", "{dir}/training.py:step", "--spec", "f32[3 4]"], "write a shape"),
         (["explain", "{dir}/training.py:step"], "could not be compiled: TypeError"),
         (["explain", "{dir}/training.py:broken", "--spec", "params", "--spec", "f32[8,64]"], "not today"),
         (["explain", "{dir}/training.py:step", "--out", "x.doc"], "must end in one of"),
