@@ -96,8 +96,8 @@ def pareto(
         fn: the function, not decorated: a whole step, with its gradient taken inside.
         specs: its positional arguments, as arrays or `jax.ShapeDtypeStruct` objects.
         budgets: how many, at most a third of them below what a refusal names as the least, the others from
-            that to what the plain program needs; or the budgets themselves: bytes, sizes such as "8GiB",
-            fractions of what the plain program needs.
+            that up, below what the plain program needs; or the budgets themselves: bytes, sizes such as
+            "8GiB", fractions of what the plain program needs.
         device: such as "h200"; None means the default device of this process.
         donate_argnums, static_argnums: as in `jax.jit`.
         kwargs: keyword arguments of `fn`.
@@ -173,10 +173,10 @@ class _Search:
 
 
 def _spread(least: int, most: int, n: int) -> list[int]:
-    """`n` budgets from `least` to `most`, evenly."""
-    if n < 2 or least >= most:
+    """`n` budgets from `least` up, evenly, below `most`: what that takes is known."""
+    if least >= most or n < 2:
         return [max(1, min(least, most))]
-    return [least + (most - least) * i // (n - 1) for i in range(n)]
+    return [least + (most - least) * i // n for i in range(n)]
 
 
 def _rival(name: str, made: Plain, plain_ns: int) -> Rival:

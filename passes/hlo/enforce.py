@@ -274,8 +274,8 @@ def _found(request: EnforceRequest, lifted: LiftedModule) -> _Found:
     task = _task(request, lifted)
     written, inside = fit(task), tuple[Recomputed, ...]()
     entry, lowest, loops = task, written, False
-    limit_bytes, rounds = _limit_bytes(task, lowest), 0
-    while task.is_over(written) and limit_bytes >= 0:
+    limit_bytes, rounds = max(0, _limit_bytes(task, lowest)), 0
+    while task.is_over(written):
         if (deeper := _with_loops(request, entry, lowest, limit_bytes)) is None:
             break
         before_bytes = written.needed_bytes

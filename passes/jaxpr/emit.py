@@ -350,7 +350,7 @@ class _Emitter:
                 results[k] = shaped
         self.constant.update(zip(constants, results[len(operands) :], strict=True))
         self._follow(results, self._before(operands))
-        behind = dict(zip(operands, results, strict=False))
+        behind = dict(zip(operands, results[: len(operands)], strict=True))
         for b in buffers:
             self.current[b] = behind[self.current[b]]
             self.version[b] += 1
