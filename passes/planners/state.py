@@ -16,6 +16,7 @@ from passes.planners.config import PlannerConfig
 from passes.planners.neighbourhood import alike
 from passes.planners.proof import is_impossible
 from passes.planners.schedule import Schedule
+from passes.planners.segments import forward_end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,7 @@ class SearchState:
 
     Attributes:
         start: the schedule without recomputes.
+        forward_end: see `passes.planners.segments`.
         working_set_bytes: no sequence's peak is lower.
         effort: what every limit is multiplied with.
         impossible_bytes: the largest budget that is proved to be kept by no sequence.
@@ -63,6 +65,7 @@ class SearchState:
         self.graph = Graph.of(program)
         schedule = Schedule(self.graph, range(len(program.ops)))
         self.start = Candidate.of(schedule)
+        self.forward_end = forward_end(schedule)
         self.working_set_bytes = least_bytes(self.graph, schedule)
         self.effort = 1.0
         self.impossible_bytes = self.working_set_bytes - 1

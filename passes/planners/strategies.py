@@ -17,7 +17,7 @@ from passes.planners.greedy import evict_one_by_one
 from passes.planners.neighbourhood import improve
 from passes.planners.placing import end_of, walks, with_offsets, with_slack
 from passes.planners.schedule import Schedule, prune
-from passes.planners.segments import forward_end, in_segments
+from passes.planners.segments import in_segments
 from passes.planners.state import SEARCH, SearchState
 
 
@@ -111,12 +111,11 @@ def longer_cuts(state: SearchState, pool: CandidatePool, work: WorkLimit) -> Ite
 
 def segments(state: SearchState, pool: CandidatePool, work: WorkLimit) -> Iterator[Candidate]:
     """The forward pass in segments, lowered by cuts from there, where cuts alone are far above the bound."""
-    end = forward_end(Schedule(state.graph, state.start.steps))
     for count in CONFIG.segments:
         if state.is_near(pool, CONFIG.far_ratio * state.bound_at(pool.budget_bytes)):
             break
         part = WorkLimit(int(CONFIG.segments_limits * work.limit))
-        schedule = Schedule(state.graph, in_segments(state.graph, end, count))
+        schedule = Schedule(state.graph, in_segments(state.graph, state.forward_end, count))
         prune(schedule)
         yield lower_to(state.graph, schedule.compact(), pool.budget_bytes, part)
         work.done += part.done
