@@ -111,7 +111,9 @@ def search(
         for as_xla in ((True, False) if BACKENDS[device.platform].fuses_greedily else (False,))
     ]  # fmt: skip
     best = than
-    for each in sorted(deepenings, key=lambda each: each.first.cost_ns):
+    for each in sorted(
+        deepenings, key=lambda each: (each.first.peak_bytes > target_bytes, each.first.cost_ns)
+    ):
         best = each.best(than=best)
     assert best is not None, "there is a base"
     if BACKENDS[device.platform].splits_small_dots and not calibration.strict:
@@ -171,6 +173,7 @@ class _Deepening:
         level, above, below = self._first_level, None, None
         for _ in range(CONFIG.most_candidates):
             made, candidate = self.depths.plan(level), self.depths.candidate(level, self._way)
+            is_found_below = below is not None and made.steps == below[1].steps
             if best is None or self._rank(candidate) < self._rank(best):
                 best = candidate
             if candidate.cost_ns - self.depths.recompute_ns(level) >= most_ns:
@@ -183,11 +186,12 @@ class _Deepening:
             elif candidate.cost_ns >= most_ns:
                 break
             else:
-                above = level, candidate
+                above = self._last_kept(level, made), candidate
             if below is None:
                 # What XLA is expected to need beyond the plan grows a little with the depth.
                 beyond_bytes = candidate.peak_bytes - made.peak_bytes
-                level = 1 + max(level, self._level_of(max(self._target_bytes - beyond_bytes, 1)))
+                kept = above[0] if above else level
+                level = 1 + max(kept, self._level_of(max(self._target_bytes - beyond_bytes, 1)))
             elif above is None:
                 # What is in results' storage needs no plan.
                 spare_bytes = made.peak_bytes - candidate.peak_bytes
@@ -202,6 +206,8 @@ class _Deepening:
                 if below[0] - above[0] <= 1 or hoped_ns <= CONFIG.near_overhead * below[1].cost_ns:
                     break
                 between = above[0] + math.ceil(share * (below[0] - above[0]))
+                if is_found_below:  # then only what barely exceeds the plan above may be another one
+                    between = above[0] + 1
                 level = min(max(between, above[0] + 1), below[0] - 1)
         assert best is not None, "at least one candidate is evaluated"
         return best
@@ -215,6 +221,12 @@ class _Deepening:
         """How many levels down from the peak without recomputes so many bytes are, at least none."""
         ratio = nbytes / max(self.depths.peak_bytes, 1)
         return max(0, math.ceil(math.log(ratio) / math.log(CONFIG.level_ratio) - 1e-9))
+
+    def _last_kept(self, level: int, made: Plan) -> int:
+        """The deepest level whose bytes a level's plan keeps: nothing cheaper is found for those between."""
+        deepest = self._level_of(max(made.peak_bytes, 1))
+        keeps = made.peak_bytes <= self.depths.level_bytes(deepest)
+        return max(level, deepest if keeps else deepest - 1)
 
     def _rank(self, candidate: Candidate) -> tuple[int, int]:
         return fit_then_cost(candidate, self._target_bytes)
@@ -253,8 +265,12 @@ class _Depths:
     def plan(self, level: int) -> Plan:
         """The plan for the bytes of a level."""
         if level not in self._plans:
-            self._plans[level] = self.planner(int(self.peak_bytes * CONFIG.level_ratio**level))
+            self._plans[level] = self.planner(self.level_bytes(level))
         return self._plans[level]
+
+    def level_bytes(self, level: int) -> int:
+        """What a level's plan is made for."""
+        return int(self.peak_bytes * CONFIG.level_ratio**level)
 
     def recompute_ns(self, level: int) -> int:
         """What the recomputes of a level's plan take; no shallower one saves more."""
