@@ -48,6 +48,7 @@ class Memory:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: OrderedDict[str, tuple[Known, ...]] = OrderedDict()
+        self._named: dict[str, int] = {}
 
     def of(self, program: str, alone: str = "") -> tuple[Known, ...]:
         """All that is known of a program, by its key, and of the same `alone`, without host memory."""
@@ -80,6 +81,18 @@ class Memory:
             while len(self._known) > MOST_PROGRAMS:
                 self._known.popitem(last=False)
 
+    def name(self, program: str, least_bytes: int) -> None:
+        """Remember the least budget that a refusal named, which is met, and was refused in what is less."""
+        with self._lock:
+            self._named[program] = least_bytes
+            while len(self._named) > MOST_PROGRAMS:
+                del self._named[next(iter(self._named))]
+
+    def named(self, program: str) -> int | None:
+        """The least budget that the last refusal named; None if there was none."""
+        with self._lock:
+            return self._named.get(program)
+
     def forget(self, program: str, asked: Wish) -> None:
         """Forget one way to write a program, which turned out to be otherwise."""
         with self._lock:
@@ -91,6 +104,7 @@ class Memory:
         """Forget every program."""
         with self._lock:
             self._known.clear()
+            self._named.clear()
 
 
 def cheapest_first(known: Iterable[Known]) -> list[Known]:

@@ -12,41 +12,18 @@ from functools import partial
 from itertools import chain
 from typing import Literal
 
-from coop_jax import counting, relowering, tries, tuning
-from coop_jax.known import Known, Memory, cheapest_first, is_answer, least_above, least_answered_above
+from coop_jax import counting, least, relowering, tries
+from coop_jax.known import Known, is_answer
+from coop_jax.least import Missed
 from coop_jax.record import UNLIMITED_BYTES, Record, with_hlo
 from coop_jax.registry import Choice
 from coop_jax.relowering import Plain, Variant, Wish
-from coop_jax.replacing import Calls, in_place_of, signature
+from coop_jax.replacing import in_place_of, signature
 from coop_jax.tries import TRIES, hlo_of, is_cheaper, plan_key, price_of, rank
 from coop_jax.verdict import named
+from coop_jax.ways import Ways
 from passes.jaxpr.calibration import UNCALIBRATED
-from passes.jaxpr.compat import BeingLowered
 from passes.outcome import StageOutcome
-
-MEMORY = Memory()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Ways:
-    """How to write one program once more, and what is known of that.
-
-    Attributes:
-        program: how to lower it again.
-        key: tells programs apart, whatever their budgets.
-        alone: the key of the same program without the host memory that this one has; "" if it has none.
-        calls: the Python functions that it calls, by number.
-    """
-
-    program: BeingLowered
-    key: str
-    alone: str = ""
-    calls: Calls = ()
-
-    def learn(self, asked: Wish, way: Choice | Variant, counted_bytes: int | None = None) -> None:
-        """Remember what keeps its budget, or what would keep a larger one."""
-        for found in tries.known_of(asked, way, counted_bytes):
-            MEMORY.learn(self.key, found)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,6 +42,9 @@ class Search:
         limited: True if something was not looked at, since that would have taken too long.
         steering: whether a packing that is steered is "counted" by XLA, "trusted", or "failed" once.
         alone: True for the search of a request without the host's memory, whatever the user gives of it.
+        missed: what missed the budget, or a smaller one.
+        names: True for a request that is made for the least: what missed a smaller budget is not looked at.
+        met: True once such a request met its budget by that.
     """
 
     ways: Ways
@@ -79,11 +59,17 @@ class Search:
     limited: bool = False
     steering: Literal["counted", "trusted", "failed"] = "counted"
     alone: bool = False
+    missed: Missed = field(default_factory=Missed)
+    names: bool = False
+    met: bool = False
 
     def cheapest(self, first: Choice) -> Choice:
         """The cheapest way that is found, given what XLA made of the first; else the refusal."""
         first_wish = tries.at_once(self.record)
         self.is_seen(self.record, first_wish)
+        if self.module is not None and not hlo_of(first).status.found:
+            made = Variant(record=first.record, module=self.module, calls=self.ways.calls)
+            self.missed.add(first_wish, plan_key(first.record, first_wish), made)
         tuned = self.paged(self.tuned(first), hlo_of(first))
         if not hlo_of(tuned).status.found:
             return self.instead_of(first)
@@ -113,11 +99,11 @@ class Search:
         if self.ways.program.as_one is None or tries.is_as_planned(first):
             return first
         whole = dataclasses.replace(self.record, whole=True)
-        variant = self._look(tries.at_once(whole))
+        variant = self.look(tries.at_once(whole))
         if variant is None or rank(variant) >= rank(first):
             return first
         self.record = dataclasses.replace(whole, jaxpr=variant.record.jaxpr)
-        return self._choice(variant)
+        return self.choice(variant)
 
     def tuned(self, first: Choice) -> Choice:
         """The best of the plans that follow one from the other from what XLA made of the first, and of the
@@ -128,9 +114,9 @@ class Search:
         by_hand = tries.by_hand(self.record, first)
         best = self._followed(first, None if by_hand is None else by_hand[1])
         if (by_hand := tries.by_hand(self.record, best)) is not None:
-            variant = self._in_time(best, partial(self._look, by_hand[0]))
+            variant = self._in_time(best, partial(self.look, by_hand[0]))
             if variant is not None and rank(variant) < rank(best):
-                return self._choice(variant)
+                return self.choice(variant)
         return best
 
     def _followed(self, first: Choice, promised_ns: int | None) -> Choice:
@@ -147,12 +133,12 @@ class Search:
             calibration = following
             asked = dataclasses.replace(tries.at_once(self.record), calibration=calibration)
             most_ns = None if n else promised_ns
-            variant = self._in_time(best, partial(self._look, asked, than=best, most_ns=most_ns))
+            variant = self._in_time(best, partial(self.look, asked, than=best, most_ns=most_ns))
             if variant is None:
                 break
             planned, verdict = variant.record.jaxpr, hlo_of(variant)
             if rank(variant) < rank(best):
-                best = self._choice(variant)
+                best = self.choice(variant)
         return best
 
     def paged(self, best: Choice, first: StageOutcome) -> Choice:
@@ -160,9 +146,9 @@ class Search:
         rest; these looks leave as many to those that follow as a request without host memory has."""
         asked_before = self.asked
         for asked in tries.less_recomputed(self.record, first):
-            variant = self._in_time(best, partial(self._look, asked))
+            variant = self._in_time(best, partial(self.look, asked))
             if variant is not None and rank(variant) < rank(best):
-                best = self._choice(variant)
+                best = self.choice(variant)
                 break
         self.asked = asked_before
         return best
@@ -174,9 +160,10 @@ class Search:
         alone = dataclasses.replace(
             self, ways=dataclasses.replace(self.ways, key=self.ways.alone, alone=""), alone=True,
             record=dataclasses.replace(self.record, host_budget_bytes=0), seen=set(), kept=[], asked=0,
+            missed=Missed(),
         )  # fmt: skip
-        first = alone._look(tries.at_once(alone.record))
-        found = None if first is None else alone.cheapest(alone._choice(first))
+        first = alone.look(tries.at_once(alone.record))
+        found = None if first is None else alone.cheapest(alone.choice(first))
         self.looks, self.limited = alone.looks, self.limited or alone.limited
         self.kept += [(dataclasses.replace(asked, alone=True), variant) for asked, variant in alone.kept]
         if found is None or not hlo_of(found).status.found:
@@ -201,24 +188,7 @@ class Search:
         variant = self._in_time(made, partial(self._try, asked, known=True))
         if variant is None or price_of(variant) >= price_of(made):
             return made
-        return self._choice(variant)
-
-    def fastest(self, best: Choice) -> Choice:
-        """The fastest of the `tune` cheapest ways that keep the budget; `best` is one of them."""
-        most = self.record.tune
-        tuning.refuse_what_acts(tuple(self.ways.program.jaxpr.effects), self.ways.calls)
-        if best.module is None:
-            self._look(tries.at_once(self.record), known=True)
-        for asked in (*tries.own_kernels(self.record), *tries.deeper(self.record, hlo_of(best))):
-            if len(tries.distinct(self.kept)) < most:
-                self._look(asked)
-        found = sorted(tries.distinct(self.kept), key=lambda way: rank(way[1]))[:most]
-        self.tell(f"running {len(found)} programs")
-        timed = tries.timed(self.ways.program, found)
-        order = sorted(range(len(found)), key=lambda k: (timed[k].run_ns, k))
-        taken = self._choice(found[order[0]][1])
-        record = dataclasses.replace(taken.record, timed=tuple(timed[k] for k in order))
-        return dataclasses.replace(taken, record=record)
+        return self.choice(variant)
 
     def cheaper_than(self, first: Choice) -> Choice | None:
         """What is known to keep the budget for less time, if anything is; where nothing was planned, and the
@@ -233,13 +203,13 @@ class Search:
         for asked in known:
             variant = self._try(asked, known=True)
             if variant is not None and is_cheaper(price_of(variant), price):
-                return self._choice(variant)
+                return self.choice(variant)
         return None
 
     def by_count(self, made: Choice) -> Choice | None:
         """What keeps the budget by XLA's count alone, where what is predicted to keep it costs much more."""
-        found = counting.by_count(self.record, made, look=self._look, count=self._counted)
-        return None if found is None else self._choice(found)
+        found = counting.by_count(self.record, made, look=self.look, count=self._counted)
+        return None if found is None else self.choice(found)
 
     def _counted(self, asked: Wish, found: Variant) -> Variant:
         """What was looked at, with XLA's count of it, unless XLA refuses it."""
@@ -255,7 +225,7 @@ class Search:
         return dataclasses.replace(asked, alone=asked.alone or self.alone)
 
     def _count(self, asked: Wish, found: Choice | Variant) -> int | None:
-        if (known_bytes := MEMORY.counted(self.ways.key, asked)) is not None:
+        if (known_bytes := self.ways.counted(asked)) is not None:
             return known_bytes
         self.tell("compiling to the end, for XLA's own count")
         self.looks += 1
@@ -270,7 +240,7 @@ class Search:
             self.ways.learn(asked, way, counted_bytes)
             return way if counted_bytes is None else tries.as_counted(way, counted_bytes)
         self.steering = "failed"
-        MEMORY.forget(self.ways.key, asked)
+        self.ways.forget(asked)
         return counting.unsteered(way)
 
     def instead_of(self, first: Choice) -> Choice:
@@ -283,8 +253,8 @@ class Search:
         met = self._first((k.wish for k in known), known=True)  # seen for another budget: maybe far too deep
         if met is not None and is_answer(known, self.record.budget_bytes):
             return met
-        found = self._first(tries.as_it_is(self.record)) or self.by_count(met or first)
-        deeper = tries.before_refusal(self.record, refused, self._is_planned_before)
+        found = self._first(self._by_itself()) or self.by_count(met or first)
+        deeper = tries.before_refusal(self.record, refused, self._deepest)
         found = found or self._first(deeper, than=met)
         least_bytes = None
         if met is None and found is None and (found := self.without_host()) is None and not self.alone:
@@ -298,82 +268,66 @@ class Search:
     ) -> Choice | None:
         """The first way that keeps the budget and promises less `than` another; `known`: they keep it."""
         tried = (self._try(asked, known=known, than=than) for asked in wishes)
-        return next(map(self._choice, filter(None, tried)), None)
+        return next(map(self.choice, filter(None, tried)), None)
 
     def find_the_least(self, refused: StageOutcome) -> int | None:
-        """What a refusal should name: what is met when it is asked for, by XLA's count, too.
-
-        What is known was planned for other budgets: of ten small programs two refused in a fresh process what
-        they had named. So that is asked for, and ever less, until something is refused.
-        """
-        refused_bytes = max(self.record.budget_bytes, refused.fixed_bytes - 1)
-        met_bytes, most_bytes = None, UNLIMITED_BYTES
-        for _ in range(TRIES.most_asked):
-            least = self._least_above(refused_bytes)
-            is_proved = refused.least_proved and least and least.sure_bytes == refused.least_total_bytes
-            if least is None or is_proved or most_bytes <= refused_bytes:
-                break
-            asked_bytes = min(least.sure_bytes, most_bytes)
-            if self.is_met(asked_bytes, refused, least.wish):
-                met_bytes, most_bytes = asked_bytes, int(asked_bytes * TRIES.asked_ratio)
-                continue
-            refused_bytes = asked_bytes
-            most_bytes = min(int(asked_bytes / TRIES.asked_ratio), self._answered_above(asked_bytes))
-            if met_bytes is not None:
-                break
-        if met_bytes is None:
-            refused_bytes = self.record.budget_bytes
+        """What a refusal should name: what is met when it is asked for, by XLA's count, too."""
+        if (named_bytes := self.ways.named_above(self.record.budget_bytes)) is not None:
+            return named_bytes
+        met_bytes, refused_bytes = least.find(
+            self.record.budget_bytes, refused, least_above=self.ways.least_above,
+            answered_above=self.ways.answered_above, is_met=partial(self.is_met, refused),
+        )  # fmt: skip
         counting.count_the_least(
-            self.record, lambda: self._least_above(refused_bytes), look=self._look, count=self._counted
+            self.record, lambda: self.ways.least_above(refused_bytes), look=self.look, count=self._counted
         )
-        least = self._least_above(refused_bytes)
-        if met_bytes is not None:
-            return met_bytes if least is None else max(met_bytes, least.counted_bytes or 0)
-        return None if least is None else least.sure_bytes
+        known = self.ways.least_above(refused_bytes)
+        if met_bytes is None:
+            return None if known is None else known.sure_bytes
+        least_bytes = met_bytes if known is None else max(met_bytes, known.counted_bytes or 0)
+        self.ways.name(least_bytes)
+        return least_bytes
 
-    def is_met(self, budget_bytes: int, refused: StageOutcome, known: Wish | None = None) -> bool:
+    def is_met(self, refused: StageOutcome, budget_bytes: int, known: Known | None = None) -> bool:
         """Whether a request for a budget is met in a process that knows nothing; `known`: by what it is known
         to be."""
         record = dataclasses.replace(self.record, jaxpr=None, budget_bytes=budget_bytes)
-        request = dataclasses.replace(self, record=record, seen=set(), kept=[], looks=0, asked=0)
+        request = dataclasses.replace(self, record=record, seen=set(), kept=[], looks=0, asked=0, names=True)
         request.steering = "trusted"  # what is named is counted
-        if known is not None and known in tries.own_kernels(record):
-            request._look(known, known=True)  # every request looks at it in the end
-        else:
+        if known is not None and known.sure_bytes <= budget_bytes and least.is_of_no_budget(known.wish):
+            request.look(known.wish, known=True)  # every request looks at it in the end
+        if not request.is_answered:
             request.explore(refused)
         self.looks += request.looks
-        return bool(request.kept)
+        return request.is_answered
+
+    @property
+    def is_answered(self) -> bool:
+        """True once something keeps the budget of a request that is made for the least."""
+        return bool(self.kept) or self.met
 
     def explore(self, refused: StageOutcome) -> None:
         """Look at what a request looks at, until it is kept; own kernels say what there is as it is."""
-        first = self._look(tries.at_once(self.record))
+        first = self.look(tries.at_once(self.record))
         if first is not None:
-            self.paged(self.tuned(self._choice(first)), hlo_of(first))
+            self.paged(self.tuned(self.choice(first)), hlo_of(first))
         alone = bool(self.ways.alone)
-        deeper = tries.before_refusal(self.record, refused, self._is_planned_before, alone=alone)
-        for asked in chain(tries.as_it_is(self.record), deeper):
-            if not self.kept:
-                self._look(asked)
-
-    def _least_above(self, nbytes: int) -> Known | None:
-        """What needs the least of all that is known to need more."""
-        return least_above(MEMORY.of(self.ways.key, self.ways.alone), nbytes)
-
-    def _answered_above(self, nbytes: int) -> int:
-        """The least budget above some bytes that was asked for, and kept."""
-        return least_answered_above(MEMORY.of(self.ways.key, self.ways.alone), nbytes)
+        deeper = tries.before_refusal(self.record, refused, self._deepest, alone=alone)
+        for asked in chain(self._by_itself(), deeper):
+            if self.is_answered:
+                return
+            self.look(asked)
 
     def _known(self) -> list[Known]:
         """What keeps the budget, cheapest first."""
-        known = MEMORY.of(self.ways.key, self.ways.alone)
-        return cheapest_first(k for k in known if k.needed_bytes <= self.record.budget_bytes)
+        return self.ways.known_within(self.record.budget_bytes)
 
     def _try(self, asked: Wish, *, known: bool, than: Choice | None = None) -> Variant | None:
         """The program as it is with a wish, if that keeps the budget; `known`: though it looks seen."""
-        variant = self._look(asked, known=known, than=than)
+        variant = self.look(asked, known=known, than=than)
         return variant if variant is not None and tries.keeps(variant, self.record.budget_bytes) else None
 
-    def _look(
+    def look(
         self, asked: Wish, *, known: bool = False, than: Choice | None = None, most_ns: int | None = None
     ) -> Variant | None:
         """The program with a wish, unless it promises no less `than` another, or more than `most_ns`; its
@@ -381,16 +335,22 @@ class Search:
         plain = self._plain() if asked == relowering.PLAIN else None
         if plain is not None and not self._is_met_by(plain):
             return None
+        if self.names and (before := self.missed.of(asked)) is not None:
+            return self._as_before(before)
         record = dataclasses.replace(self.record, jaxpr=None, budget_bytes=asked.budget_bytes)
         self.tell(tries.said_of(asked, self.record.budget_bytes))
+        missed: list[Variant] = []
         variant = relowering.variant(
             self.ways.program, self._wish(asked), record, scheduled=self.scheduled,
             skip=lambda r: (
                 tries.promises_no_less(r, than)
                 or tries.promises_more(r, most_ns)
                 or (not known and self.is_seen(r, asked))
+                or self._missed_before(r, asked, missed)
             ),
         )  # fmt: skip
+        if missed:
+            return self._as_before(missed[0])
         if variant is None:
             return None
         self.looks += 1
@@ -405,11 +365,32 @@ class Search:
             variant = dataclasses.replace(variant, module=fit)
         variant = self.as_packed(asked, variant)
         self.ways.learn(asked, variant)
-        if (counted_bytes := MEMORY.counted(self.ways.key, asked)) is not None:
+        if (counted_bytes := self.ways.counted(asked)) is not None:
             variant = tries.as_counted(variant, counted_bytes)
         if tries.keeps(variant, self.record.budget_bytes):
             self.kept.append((asked, variant))
+        elif not hlo_of(variant).status.found:
+            self.missed.add(asked, plan_key(variant.record, asked), variant)
         return variant
+
+    def _missed_before(self, planned: Record, asked: Wish, found: list[Variant]) -> bool:
+        """True where a request for the least comes to a plan that missed a smaller budget; it is `found`."""
+        before = self.missed.by_plan.get(plan_key(planned, asked)) if self.names else None
+        found += filter(None, [before])
+        return before is not None
+
+    def _as_before(self, missed: Variant) -> Variant | None:
+        """What missed a smaller budget, if it misses this one."""
+        self.met = self.met or least.is_met_by(missed, self.record.budget_bytes)
+        return None if self.met else missed
+
+    def _by_itself(self) -> list[Wish]:
+        """The program without `coop.remat`, unless XLA's schedule of it shows that it needs more."""
+        by_itself = tries.as_it_is(self.record)
+        if by_itself and not tries.backend_of(self.record).fast_bytes:
+            needed_bytes = relowering.foreseen_bytes(self.ways.program, self.record, self.scheduled)
+            by_itself = by_itself if needed_bytes <= self.record.budget_bytes else []
+        return by_itself
 
     def _plain(self) -> Plain | None:
         """The program without `coop.remat`, as XLA counts it; None where it cannot be had."""
@@ -421,7 +402,7 @@ class Search:
             return False
         if plain.memory.host_bytes > self.record.host_budget_bytes > 0:
             return False
-        MEMORY.learn(self.ways.key, tries.known_of_plain(plain, self.record.objective))
+        self.ways.learn_plain(plain, self.record.objective)
         return plain.memory.total_bytes <= self.record.budget_bytes
 
     def is_seen(self, record: Record, asked: Wish) -> bool:
@@ -434,14 +415,15 @@ class Search:
         self.seen.add(key)
         return False
 
-    def _is_planned_before(self, asked: Wish) -> bool:
-        """True if a wish is planned as something that was looked at; nothing is compiled for the answer."""
+    def _deepest(self, asked: Wish) -> tuple[Record | None, bool]:
+        """What a wish for as little as can be is planned as, and whether that was looked at; nothing is
+        compiled for the answer."""
         self.tell("planning for as little as can be")
         record = dataclasses.replace(self.record, jaxpr=None, budget_bytes=asked.budget_bytes)
         planned = relowering.planned(self.ways.program, self._wish(asked), record)
-        return planned is not None and (plan_key(planned, asked), planned.budget_bytes) in self.seen
+        return planned, planned is not None and (plan_key(planned, asked), planned.budget_bytes) in self.seen
 
-    def _choice(self, variant: Variant) -> Choice:
+    def choice(self, variant: Variant) -> Choice:
         """A way with the words of the user's own request."""
         outcome = dataclasses.replace(hlo_of(variant), budget_bytes=self.record.budget_bytes)
         planned = variant.record

@@ -160,9 +160,23 @@ def _plain(program: BeingLowered, device: str, options: dict[str, Any] | None) -
 def written_bytes(program: BeingLowered) -> int:
     """Bytes in total of the program with the plans that are written in it, and no more; 0 where unknown."""
     written = variant(program, Wish(), None, scheduled={}, skip=lambda _: False)
-    if written is None or written.record.hlo is None:
-        return 0
-    return written.record.hlo.fixed_bytes + written.record.hlo.before_temp_bytes
+    return 0 if written is None else _came_with_bytes(written)
+
+
+def foreseen_bytes(program: BeingLowered, record: Record, scheduled: MutableMapping[str, bytes]) -> int:
+    """Bytes in total of the program without `coop.remat`, by XLA's schedule of it; 0 where unknown.
+
+    Args:
+        record, scheduled: as in `variant`.
+    """
+    whole = dataclasses.replace(record, jaxpr=None, budget_bytes=UNLIMITED_BYTES)
+    found = variant(program, PLAIN, whole, scheduled=scheduled, skip=lambda _: False)
+    return 0 if found is None else _came_with_bytes(found)
+
+
+def _came_with_bytes(found: Variant) -> int:
+    hlo = found.record.hlo
+    return 0 if hlo is None else hlo.fixed_bytes + hlo.before_temp_bytes
 
 
 def variant(

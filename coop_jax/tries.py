@@ -106,20 +106,23 @@ def own_kernels(record: Record) -> list[Wish]:
 
 
 def before_refusal(
-    record: Record, refused: StageOutcome, is_planned_before: Callable[[Wish], bool], *, alone: bool = False
+    record: Record,
+    refused: StageOutcome,
+    deepest: Callable[[Wish], tuple[Record | None, bool]],
+    *,
+    alone: bool = False,
 ) -> Iterator[Wish]:
     """Deeper plans, mildest first, then the program's own kernels planned, plans that count on rounded
     values, and last those with smaller kernels.
 
     Args:
-        is_planned_before: says of a wish that it is planned as something that was looked at.
+        deepest: says what the deepest of them is planned as, and whether that was looked at.
         alone: whether to add the first and the deepest plan of a request without host memory.
     """
     ways = deeper(record, refused)
-    if is_planned_before(ways[-1]):  # then nothing is below the first plan
-        yield from [asked for asked in ways if _is_milder(asked, record)]
-    else:
-        yield from ways
+    planned, is_known = deepest(ways[-1])
+    yield from [asked for asked in ways[:-1] if _is_milder(asked, planned)]
+    yield from [] if is_known else ways[-1:]
     yield from own_kernels(record)
     if backend_of(record).rounds_products:
         milder = deeper(record, refused, milder=1)
@@ -130,9 +133,9 @@ def before_refusal(
         yield from [dataclasses.replace(asked, alone=True) for asked in (at_once(record), ways[-1])]
 
 
-def _is_milder(asked: Wish, record: Record) -> bool:
-    """True for a share of the temporaries that is more than what was planned at first."""
-    made = record.jaxpr
+def _is_milder(asked: Wish, deepest: Record | None) -> bool:
+    """True for a share of the temporaries that is more than the deepest plan needs: others are that plan."""
+    made = None if deepest is None else deepest.jaxpr
     return made is None or (asked.temp_ratio or 0) * made.before_temp_bytes > made.planned_temp_bytes
 
 

@@ -99,6 +99,6 @@ def v5e() -> str:
 @pytest.fixture(autouse=True)
 def nothing_is_remembered() -> None:
     """What an earlier test met says nothing of this one: which test is earlier depends on the workers."""
-    looks = sys.modules.get("coop_jax.looks")
-    if looks is not None:
-        looks.MEMORY.clear()
+    ways = sys.modules.get("coop_jax.ways")
+    if ways is not None:
+        ways.MEMORY.clear()

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coop_jax import callback, known, looks, relowering, tries
+from coop_jax import callback, known, relowering, tries
+from coop_jax import ways as ways_of_programs
 from coop_jax.alternatives import OtherWays
 from coop_jax.known import Known
 from coop_jax.record import UNLIMITED_BYTES, Record, with_hlo
@@ -55,7 +56,7 @@ MODULE = b""
 @pytest.fixture(autouse=True)
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is known before a test."""
-    monkeypatch.setattr(looks, "MEMORY", known.Memory())
+    monkeypatch.setattr(ways_of_programs, "MEMORY", known.Memory())
 
 
 def answer_with(monkeypatch: pytest.MonkeyPatch, variant: Callable[..., Variant | None]) -> None:
@@ -106,6 +107,7 @@ def asked_of(
     counted: Any = SimpleNamespace(total_bytes=plain_bytes, host_bytes=0)
     plain = Plain(memory=counted, cost_ns=plain_ns, energy_pj=0, signature=signature(module))
     monkeypatch.setattr(relowering, "plain_program", lambda *_: plain)
+    monkeypatch.setattr(relowering, "foreseen_bytes", lambda *_: plain_bytes)
     return asked
 
 
@@ -122,7 +124,9 @@ def test_what_was_found_is_taken_and_remembered(monkeypatch: pytest.MonkeyPatch)
     assert dataclasses.replace(choice.record.hlo, seconds=0.0) == OUTCOME
     assert asked == []
     wish = Wish(budget_bytes=BUDGET, aim_bytes=BUDGET)
-    assert looks.MEMORY.of("one program") == (Known(wish=wish, total_bytes=1000, price=(False, 1100)),)
+    assert ways_of_programs.MEMORY.of("one program") == (
+        Known(wish=wish, total_bytes=1000, price=(False, 1100)),
+    )
 
 
 def test_a_refusal_of_a_program_that_is_held_to_less_names_what_xla_would_count() -> None:
@@ -189,6 +193,24 @@ def test_the_least_that_is_named_is_what_a_request_for_it_gets(monkeypatch: pyte
     asked = asked_of(monkeypatch, outcome_of)
     ways(key="proved").choose(RECORD, proved, MODULE)
     assert not any(w.aim_bytes == 2000 for w in asked)
+
+
+def test_what_a_refusal_named_is_named_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`coop.minimum_budget` of four layers looked for it after each of five refusals: half of its time."""
+
+    def outcome_of(asked: Wish) -> StageOutcome:
+        if asked.budget_bytes >= 2000:
+            return dataclasses.replace(OUTCOME, planned_temp_bytes=2000 - FIXED)
+        return dataclasses.replace(REFUSED, least_total_bytes=2000)
+
+    asked = asked_of(monkeypatch, outcome_of)
+    for budget in (BUDGET, BUDGET + 1):
+        asked.clear()
+        record = dataclasses.replace(RECORD, budget_bytes=budget)
+        refusal = ways().choose(record, REFUSED, MODULE).record.hlo
+        assert refusal is not None
+        assert refusal.least_total_bytes == 2000
+    assert {w.budget_bytes for w in asked} == {BUDGET + 1}
 
 
 def test_what_is_met_is_named_though_nothing_above_what_is_refused_is_known(
@@ -465,7 +487,7 @@ def test_looks_take_no_longer_than_the_compile_once_something_keeps_the_budget(
         assert choice.record.hlo is not None
         # Not for the least that a refusal names.
         times[choice.record.hlo.limited] = sum(w == PLAIN or w.budget_bytes == BUDGET for w in asked)
-    refused = 8 + len(TRIES.ratios) - 3
+    refused = 7 + len(TRIES.ratios) - 3
     assert times == {True: BACKENDS["cuda"].looks, False: refused}
 
 
@@ -503,7 +525,7 @@ def test_what_is_known_to_keep_a_budget_is_looked_at_though_a_plan_like_it_was_s
 ) -> None:
     asked_of(monkeypatch)
     known = Wish(budget_bytes=BUDGET, aim_bytes=900)
-    looks.MEMORY.learn("one program", Known(wish=known, total_bytes=1000, price=(False, 1)))
+    ways_of_programs.MEMORY.learn("one program", Known(wish=known, total_bytes=1000, price=(False, 1)))
 
     def variant(program: Any, wish: Wish, plain: Record, *, skip: Any, **_: Any) -> Variant | None:
         record = planned(plain)
@@ -521,7 +543,7 @@ def test_what_another_budget_left_behind_is_taken_only_where_the_search_finds_no
     deep = Wish(budget_bytes=asked_for, temp_ratio=0.08)
     of_ratio = {0.08: dataclasses.replace(OUTCOME, recompute_ns=1000), 0.15: OUTCOME}
     asked = asked_of(monkeypatch, lambda w: of_ratio.get(w.temp_ratio or 0.0))
-    looks.MEMORY.learn("one program", Known(wish=deep, total_bytes=900, price=(False, 2000)))
+    ways_of_programs.MEMORY.learn("one program", Known(wish=deep, total_bytes=900, price=(False, 2000)))
     choice = ways().choose(RECORD, REFUSED, MODULE)
     assert choice.record.hlo is not None
     assert choice.record.hlo.recompute_ns == of_ratio[taken].recompute_ns
@@ -813,7 +835,8 @@ def test_a_packing_that_is_steered_is_taken_where_xla_counts_no_more(
 def test_a_packing_that_xla_does_not_follow_is_refused_and_named_without_buffers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked_of(monkeypatch, lambda w: REFUSED)
+    met = dataclasses.replace(OUTCOME, planned_temp_bytes=STEERED.unsteered_bytes - FIXED)  # type: ignore[operator]
+    asked_of(monkeypatch, lambda w: met if w.budget_bytes == STEERED.unsteered_bytes else REFUSED)
     counted_as(monkeypatch, lambda w: BUDGET + 50 if w.budget_bytes == BUDGET else None)
     refused = ways().choose(TPU, STEERED, MODULE).record.hlo
     assert refused is not None
@@ -939,8 +962,26 @@ def test_where_the_first_plan_is_the_deepest_only_milder_ones_are_left_before_a_
     refused = dataclasses.replace(REFUSED, before_temp_bytes=1100)
 
     def ratios(*, deepest_is_known: bool) -> list[float]:
-        found = tries.before_refusal(record, refused, lambda _: deepest_is_known)
+        found = tries.before_refusal(record, refused, lambda _: (record, deepest_is_known))
         return [asked.temp_ratio for asked in found if asked.temp_ratio is not None]
 
-    assert ratios(deepest_is_known=False) == list(TRIES.ratios)
-    assert ratios(deepest_is_known=True) == [r for r in TRIES.ratios if 4000 * r > 1500]
+    milder = [r for r in TRIES.ratios if 4000 * r > 1500]  # below it there is nothing but the deepest one
+    assert ratios(deepest_is_known=False) == [*milder, TRIES.ratios[-1]]
+    assert ratios(deepest_is_known=True) == milder
+
+
+def test_what_a_plan_is_found_to_need_keeps_a_budget_of_that_without_another_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And what missed a budget by more is not looked at again: a refusal took twice as long to be named."""
+
+    def outcome_of(asked: Wish) -> StageOutcome:
+        return dataclasses.replace(REFUSED, least_total_bytes=1700 if asked.temp_ratio else 2100)
+
+    asked = asked_of(monkeypatch, outcome_of)
+    refusal = ways().choose(planned(), REFUSED, MODULE).record.hlo
+    assert refusal is not None
+    assert (refusal.status.found, refusal.least_total_bytes) == (False, 1700)
+    ratios = [w.temp_ratio for w in asked if w.temp_ratio is not None]
+    assert len(ratios) == len(set(ratios))
+    assert [w for w in asked if w.aim_bytes is not None and w.budget_bytes > BUDGET]  # another plan, maybe
