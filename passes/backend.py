@@ -79,6 +79,7 @@ class Backend:
             of an LSTM's inputs. On a CPU a barrier against that costs more than it holds back.
         merges_dots_bytes: products that share an operand are made one where one of them reads and writes no
             more (`passes.jaxpr.merged_dots`); 0 where that is not done.
+        multiplies_vectors: True if XLA multiplies a matrix with a vector element by element, and sums that.
         splits_small_dots: True if XLA splits and merges dots that do not fill the device.
         fills_stacks: how XLA writes zeros to the stacks of a scan's results before it: those of one form by
             one kernel; or one, which is copied to the others; or not at all.
@@ -129,6 +130,7 @@ class Backend:
     rounds_products: bool = False
     runs_free_early: bool = False
     merges_dots_bytes: int = 0
+    multiplies_vectors: bool = False
     splits_small_dots: bool = False
     fills_stacks: FillRule = "not"
     drops_copies: bool = False
@@ -144,9 +146,9 @@ CPU = Backend(
 CUDA = Backend(
     name="cuda", aliases=("gpu", "rocm"), alignment=256, sharing="emitters",
     library="jax_plugins.xla_cuda13", default_device="h100", takes_thunks=True,
-    splits_small_dots=True, fuses_normalisation=True, drops_rounding=True, reads_together=True,
-    launch_ns=1000, merges_dots_bytes=136 << 20, fuses_products=True, computes_scattered=True,
-    scatters_maxima=True, fills_stacks="together",
+    multiplies_vectors=True, splits_small_dots=True, fuses_normalisation=True, drops_rounding=True,
+    reads_together=True, launch_ns=1000, merges_dots_bytes=136 << 20, fuses_products=True,
+    computes_scattered=True, scatters_maxima=True, fills_stacks="together",
     host_pool_bytes=64 << 30, awaits_at_once=True,
 )  # fmt: skip
 TPU = Backend(

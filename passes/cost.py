@@ -72,6 +72,7 @@ class DeviceModel:
         memory_picojoules_per_byte: energy of a byte of device memory, HBM2's 3.92 pJ a bit (O'Connor et al.,
             MICRO 2017) unless known better.
         partitioned: True for one of several over which XLA partitions a program.
+        in_body: True inside of control flow, where XLA:CPU leaves convolutions in the form they come in.
         scalar_ns: of a unit of each kind of work that runs one element at a time (`passes.scalar_work`).
     """
 
@@ -95,6 +96,7 @@ class DeviceModel:
     split: SplitWeights | None = None
     memory_picojoules_per_byte: float = 8 * 3.92
     partitioned: bool = False
+    in_body: bool = False
     scalar_ns: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def matrix_flops(self, bits: int) -> float:
@@ -127,6 +129,7 @@ _XLA_CPU_NS = {
     "butterfly": 0.5,
     "group of lines": 56.0, "patch of lines": 0.5, "group of planes": 19.0, "patch of planes": 2.8,
     "volume": 450.0, "patch of volumes": 3.7, "row of volumes": 9.6, "patch of dilated volumes": 28.0,
+    "multiply-add": 0.8,
 }  # fmt: skip
 
 

@@ -89,6 +89,17 @@ def of_transform(elements: int, length: int, *, of_reals: bool) -> Work:
     return {"butterfly": elements * log2(max(2, length)) / (2 if of_reals else 1)}
 
 
+def of_looped_convolution(outputs: int, window: int, features: int) -> Work:
+    """What XLA's own loops over a convolution's elements do, where no library takes it.
+
+    Args:
+        outputs: elements of the output.
+        window: elements of the kernel's spatial dimensions.
+        features: of the input, in one group.
+    """
+    return {"multiply-add": outputs * window * features}
+
+
 def of_convolution(
     *, rank: int, positions: int, window: int, features: int, groups: int, dilated: bool
 ) -> Work:

@@ -18,6 +18,7 @@ from passes.hlo.cost import computation_ns, instruction_ns, trip_count
 from passes.jaxpr import compat
 from passes.jaxpr.flops import iterations_of, matrix_work
 from passes.jaxpr.inline import inline_calls
+from passes.jaxpr.lift import as_known
 from passes.jaxpr.scalar_work import scalar_work
 
 H200 = DEVICES["h200"]
@@ -124,7 +125,7 @@ def test_what_a_cpu_does_one_element_at_a_time_costs_the_same_in_equations_and_i
     cpu, spec = DEVICES["cpu"], h.spec(*shape)
     _, compiled = h.scheduled(h.Example(name="one", fn=fn, args=(spec,)))
     final = compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
-    equations = compat.open_jaxpr(inline_calls(jax.make_jaxpr(fn)(spec)))[0].eqns
+    equations = as_known(compat.open_jaxpr(inline_calls(jax.make_jaxpr(fn)(spec)))[0], cpu).eqns
     work_ns = sum(scalar_work_ns(cpu, scalar_work(eqn)) for eqn in equations)
     assert work_ns > program_ns(final, replace(cpu, scalar_ns={})) / 2
     nothing_else = replace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from passes.cost import DeviceModel, scalar_work_ns
@@ -14,6 +15,7 @@ from passes.scalar_work import (
     of_convolution,
     of_functions,
     of_largest,
+    of_looped_convolution,
     of_matrices,
     of_reduction,
     of_sort,
@@ -29,6 +31,7 @@ TRANSCENDENTAL = frozenset(
 """Opcodes of elementwise functions that take many instructions."""
 
 _FLOATS, _COMPLEX = frozenset({10, 11, 12, 16}), frozenset({15, 18})  # XLA's PrimitiveType numbers
+_CONVOLVED = frozenset({10, 11})  # by a library
 _LAPACK = {
     "syevd": "eigh", "heevd": "eigh", "gesdd": "svd", "gesvd": "svd", "geev": "eig", "geqrf": "qr",
     "orgqr": "qr", "ungqr": "qr", "getrf": "lu", "potrf": "cholesky", "trsm": "solve",
@@ -105,11 +108,30 @@ def _of_call(instruction: Instruction, operands: list[Shape]) -> Work:
 def _of_convolution(instruction: Instruction, taken: Shape, kernel: Shape) -> Work:
     proto, output = instruction.proto, instruction.shape
     numbers = proto.convolution_dimension_numbers
+    window = prod(kernel.dims[d] for d in numbers.kernel_spatial_dimensions)
+    if not _is_for_library(numbers, taken):
+        return of_looped_convolution(
+            output.count, window, kernel.dims[numbers.kernel_input_feature_dimension]
+        )
     return of_convolution(
         rank=len(numbers.output_spatial_dimensions),
         positions=output.count // max(1, output.dims[numbers.output_feature_dimension]),
-        window=prod(kernel.dims[d] for d in numbers.kernel_spatial_dimensions),
+        window=window,
         features=taken.dims[numbers.input_feature_dimension],
         groups=max(1, proto.feature_group_count),
         dilated=any(d.base_dilation > 1 for d in proto.window.dimensions),
     )
+
+
+def _is_for_library(numbers: Any, taken: Shape) -> bool:
+    """True for (batch, .., features) and (.., features, results) of types that a library multiplies."""
+    rank = len(taken.dims)
+    arrays, kernel = [0, rank - 1, *range(1, rank - 1)], [rank - 1, rank - 2, *range(rank - 2)]
+    said = (
+        [numbers.input_batch_dimension, numbers.input_feature_dimension, *numbers.input_spatial_dimensions],
+        [numbers.kernel_output_feature_dimension, numbers.kernel_input_feature_dimension,
+         *numbers.kernel_spatial_dimensions],
+        [numbers.output_batch_dimension, numbers.output_feature_dimension,
+         *numbers.output_spatial_dimensions],
+    )  # fmt: skip
+    return taken.element in _CONVOLVED and rank <= 5 and said == (arrays, kernel, arrays)

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from jax.core import ShapedArray
 
-from passes.jaxpr.compat import Atom
+from passes.jaxpr.compat import Atom, JaxprEqn
 
 
 def array_of(atom: Atom) -> ShapedArray:
@@ -42,3 +42,10 @@ def is_bitcast(shape: Sequence[int], permutation: Sequence[int]) -> bool:
     """True if an array lies in memory as it did, since only dimensions of 1 change places."""
     moved = [d for d in permutation if shape[d] != 1]
     return moved == sorted(moved)
+
+
+def is_placed(product: JaxprEqn) -> bool:
+    """True for a product whose result the user spreads over explicit axes of a mesh; of others JAX notes the
+    mesh alone, in gradients."""
+    sharding = product.params["out_sharding"]
+    return sharding is not None and not sharding.mesh.are_all_axes_auto

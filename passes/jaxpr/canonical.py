@@ -19,26 +19,32 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from passes.cost import DeviceModel, scalar_work_ns
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of, dtype_name, is_bitcast
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
+from passes.jaxpr.flops import matrix_work
 from passes.jaxpr.inline import traced_for
 from passes.jaxpr.rewrite import convert_eqn, reshape_eqn, with_operands_in
+from passes.jaxpr.scalar_work import has_library, library_convolution, library_numbers, looped_convolution
 from passes.jaxpr.simplify import says_types
 
 _HALVES = frozenset({"bfloat16", "float16"})
-_CONVOLVED = frozenset({"float16", "float32"})
-_MOST_SPATIAL = 3
 
 
-def with_canonical_products(jaxpr: Jaxpr) -> Jaxpr:
+def with_canonical_products(jaxpr: Jaxpr, device: DeviceModel | None = None) -> Jaxpr:
     """An open jaxpr with its products and convolutions in that form.
+
+    Args:
+        device: in a body of control flow (`in_body`) XLA leaves a convolution in the form that it comes in,
+            and computes it by its own loops where that is no library's: it gets the form that costs less.
 
     Returns:
         The same object if they are in it.
     """
     reads = [*(v for eqn in jaxpr.eqns for v in eqn.invars), *jaxpr.outvars]
-    writer = _Writer(Counter(compat.variables(reads)))
+    body_of = device if device is not None and device.in_body else None
+    writer = _Writer(Counter(compat.variables(reads)), body_of)
     for eqn in jaxpr.eqns:
         writer.write(eqn)
     eqns = [inner for eqn in writer.eqns for inner in _as_multiplied(eqn)]
@@ -50,8 +56,9 @@ def with_canonical_products(jaxpr: Jaxpr) -> Jaxpr:
 class _Writer:
     """The equations written so far."""
 
-    def __init__(self, n_reads: Mapping[Var, int]) -> None:
+    def __init__(self, n_reads: Mapping[Var, int], body_of: DeviceModel | None) -> None:
         self.eqns: list[JaxprEqn] = []
+        self._body_of = body_of
         self._n_reads = n_reads
         # What a transposed variable was before, and the place of the equation that multiplies two matrices.
         self._transposed: dict[Var, tuple[Var, Sequence[int]]] = {}
@@ -130,10 +137,11 @@ class _Writer:
             for inner in _without_groups(eqn):
                 self.write(inner)
             return
-        arrays = 0, rank - 1, *range(1, rank - 1)
-        new = lax.ConvDimensionNumbers(arrays, (rank - 1, rank - 2, *range(rank - 2)), arrays)
-        is_known = 3 <= rank <= _MOST_SPATIAL + 2 and dtype_name(lhs) in _CONVOLVED
-        if not is_known or old == new:
+        library = library_numbers(rank)
+        is_library, new = old == library, library
+        if self._is_cheaper_in_loops(eqn):
+            new = library._replace(rhs_spec=(rank - 2, rank - 1, *range(rank - 2))) if is_library else old
+        if not has_library(eqn) or old == new:
             self.eqns.append(eqn)
             return
         operands = [
@@ -146,6 +154,16 @@ class _Writer:
         self.eqns.append(_changed(eqn, operands, made, dimension_numbers=new))
         if made is not result:
             self._transpose(made, _order(new.out_spec, old.out_spec), eqn, result)
+
+    def _is_cheaper_in_loops(self, eqn: JaxprEqn) -> bool:
+        """True in a body where few features are multiplied with few: a depthwise convolution takes a library
+        3 to 59 times as long."""
+        if self._body_of is None:
+            return False
+        ways = library_convolution(eqn), looped_convolution(eqn)
+        library_ns, looped_ns = (scalar_work_ns(self._body_of, work) for work in ways)
+        flops, bits, _ = matrix_work([eqn])
+        return looped_ns < library_ns + 1e9 * flops / self._body_of.matrix_flops(bits)
 
     def _transpose(
         self, v: Var, permutation: Sequence[int], like: JaxprEqn, result: Var | None = None

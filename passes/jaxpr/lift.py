@@ -55,6 +55,7 @@ from passes.jaxpr.split_sums import read_in_parts
 from passes.jaxpr.storage import Storage
 from passes.jaxpr.stored import read_rounded, stored_bytes
 from passes.jaxpr.together import Group, Together
+from passes.jaxpr.vector_dots import with_multiplied_vectors
 from passes.reach import reached
 from passes.simulate import Timeline, simulate
 
@@ -127,12 +128,12 @@ def as_known(jaxpr: Jaxpr, device: DeviceModel) -> Jaxpr:
     backend = BACKENDS[device.platform]
     if not backend.rounds_products:
         jaxpr = masked_by_results(jaxpr)
-    jaxpr = with_converted_operands(hoisted(without_literal_barriers(jaxpr), device), backend)
+    converted = with_converted_operands(hoisted(without_literal_barriers(jaxpr), device), backend)
+    jaxpr = with_multiplied_vectors(converted, device)
     if not backend.fuses_greedily:
         return without_rounding(jaxpr) if backend.drops_rounding else jaxpr
-    # A product's form depends on how many read it, repeats counted once.
-    known = without_repeats(with_wide_operands(jaxpr))
-    if device.partitioned or (canonical := with_canonical_products(known)) is known:
+    known = without_repeats(with_wide_operands(jaxpr))  # a product's form depends on how many read it
+    if device.partitioned or (canonical := with_canonical_products(known, device)) is known:
         return known
     return without_repeats(canonical)
 

@@ -19,7 +19,7 @@ from math import prod
 from jax import lax
 
 from passes.jaxpr import compat
-from passes.jaxpr.avals import array_of
+from passes.jaxpr.avals import array_of, is_placed
 from passes.jaxpr.compat import Jaxpr, JaxprEqn, Var
 from passes.jaxpr.purity import has_effect
 from passes.jaxpr.rewrite import reshape_eqn
@@ -87,9 +87,9 @@ def _products(place: int, eqn: JaxprEqn) -> Iterator[_Product]:
     (summed, batch), params = eqn.params["dimension_numbers"], dict(eqn.params)
     leading = tuple(range(len(batch[0])))
     is_led = tuple(batch[0]) == tuple(batch[1]) == leading
-    if params.pop("out_sharding") is not None or len(summed[0]) != 1 or not is_led:
+    if is_placed(eqn) or len(summed[0]) != 1 or not is_led:
         return
-    del params["dimension_numbers"]
+    del params["dimension_numbers"], params["out_sharding"]
     # Its sums are in 32 bits until they are rounded.
     result = max(compat.aval_nbytes(eqn.outvars[0].aval), _SUM_BYTES * array_of(eqn.outvars[0]).size)
     nbytes = result + sum(compat.aval_nbytes(v.aval) for v in eqn.invars)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from math import prod
 
+from jax import lax
+
 from passes.jaxpr.avals import array_of, size_of
 from passes.jaxpr.compat import JaxprEqn
 from passes.scalar_work import (
@@ -13,6 +15,7 @@ from passes.scalar_work import (
     of_convolution,
     of_functions,
     of_largest,
+    of_looped_convolution,
     of_matrices,
     of_reduction,
     of_scattered_windows,
@@ -34,6 +37,7 @@ _MATRICES = {
 }  # fmt: skip
 _CALLS = {"qr": 2}  # of LAPACK: the factors, and what is made of them
 _ONE_AFTER_THE_OTHER = {"cumlogsumexp": 2, "cummax": 0, "cummin": 0, "cumprod": 0, "cumsum": 0}
+_CONVOLVED, _MOST_SPATIAL = frozenset({"float16", "float32"}), 3  # by a library
 _BLOCK = 17  # elements that XLA reduces for each of those: windows of 16, and windows of these
 
 
@@ -77,8 +81,33 @@ def _of_function(eqn: JaxprEqn) -> Work:
     return of_functions(known[name], result.size)
 
 
-def _of_convolution(eqn: JaxprEqn) -> Work:
-    """XLA:CPU makes one more spatial dimension of groups of the batch."""
+def library_numbers(rank: int) -> lax.ConvDimensionNumbers:
+    """The form in which a library takes a convolution: (batch, .., features) with (.., features, results)."""
+    arrays = 0, rank - 1, *range(1, rank - 1)
+    return lax.ConvDimensionNumbers(arrays, (rank - 1, rank - 2, *range(rank - 2)), arrays)
+
+
+def has_library(eqn: JaxprEqn) -> bool:
+    """True for a convolution that a library of XLA:CPU takes, in the form of `library_numbers`."""
+    lhs = array_of(eqn.invars[0])
+    return 3 <= len(lhs.shape) <= _MOST_SPATIAL + 2 and lhs.dtype.name in _CONVOLVED
+
+
+def looped_convolution(eqn: JaxprEqn) -> Work:
+    """A convolution in another form, in XLA's own loops; groups of a batch are computed for all features."""
+    output, kernel, numbers = (
+        array_of(eqn.outvars[0]),
+        array_of(eqn.invars[1]),
+        eqn.params["dimension_numbers"],
+    )
+    _, in_feature, *spatial = numbers.rhs_spec
+    outputs = output.size * eqn.params["batch_group_count"]
+    window = prod(kernel.shape[d] for d in spatial)
+    return of_looped_convolution(outputs, window, kernel.shape[in_feature])
+
+
+def library_convolution(eqn: JaxprEqn) -> Work:
+    """A convolution by a library. XLA:CPU makes one more spatial dimension of groups of the batch."""
     numbers, params = eqn.params["dimension_numbers"], eqn.params
     kernel, output = array_of(eqn.invars[1]), array_of(eqn.outvars[0])
     out_feature, in_feature, *spatial = numbers.rhs_spec
@@ -94,3 +123,9 @@ def _of_convolution(eqn: JaxprEqn) -> Work:
         groups=groups,
         dilated=batches > 1 or any(d > 1 for d in params["lhs_dilation"]),
     )
+
+
+def _of_convolution(eqn: JaxprEqn) -> Work:
+    rank = len(array_of(eqn.invars[0]).shape)
+    is_taken = has_library(eqn) and eqn.params["dimension_numbers"] == library_numbers(rank)
+    return library_convolution(eqn) if is_taken else looped_convolution(eqn)

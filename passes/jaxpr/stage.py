@@ -371,7 +371,7 @@ def _body(body: Jaxpr, excess_bytes: int, request: JaxprRequest) -> Jaxpr:
 def _planned_body(
     body: Jaxpr, excess_bytes: int, device: DeviceModel, planner: str, objective: Objective
 ) -> Jaxpr:
-    lifted = lift_as_xla(body, device)
+    lifted = lift_as_xla(body, device := replace(device, in_body=True))
     inner = JaxprRequest(
         budget_bytes=max(as_it_is(lifted).peak_bytes - excess_bytes, 1),
         argument_bytes=0,

@@ -72,7 +72,7 @@ def recomputed_in(jaxpr: Jaxpr, device: DeviceModel) -> tuple[Recomputed, ...]:
         for closed in bodies_of(eqn) if eqn.primitive.name in CONTROL_FLOW else ():
             times, body = iterations_of(eqn), flat(closed)
             if any(map(_is_marked, body.eqns)):
-                lifted = lift(body, device, as_xla=True)
+                lifted = lift(body, replace(device, in_body=True), as_xla=True)
                 own = [op for op, e in enumerate(lifted.bodies) if _is_marked(lifted.jaxpr.eqns[e[-1]])]
                 made = [recomputed_op(lifted.program, OpId(op), "jaxpr") for op in own]
                 found += [in_iterations(r, times, "a scan") for r in made]

@@ -233,7 +233,7 @@ def _ops(
 
     What is computed elementwise for kernels that compute their operands joins one that is there.
     """
-    lifted = lift(compat.without_dead_code(joined), weight.device, as_xla=False)
+    lifted = lift(compat.without_dead_code(joined), replace(weight.device, in_body=True), as_xla=False)
     kernel_of: dict[Var, Op] = {}
     for op, body in zip(lifted.program.ops, lifted.bodies, strict=True):
         kernel_of.update(dict.fromkeys(lifted.jaxpr.eqns[body[-1]].outvars, op))
