@@ -38,8 +38,8 @@ class ModuleFacts:
         argument_nbytes, output_nbytes: bytes of each argument and result of the program.
         argument_on_host, output_on_host: whether each is in the host's memory. An argument is where the
             result is that takes its place: JAX does not know what memories an absent GPU has.
-        argument_parts, output_parts: into how many parts each is split over the devices; an output that says
-            nothing is split as an argument of its type, else not.
+        argument_parts, output_parts: into how many parts each is split over the devices; what says nothing is
+            split as an argument of its type that does, the finest, else not: moments as their parameters.
         finest_parts: into how many parts a value is split that is split as all arguments together are.
         aliased: for every argument the result that may take its place, None where there is none.
         num_devices: over how many devices the program is partitioned.
@@ -189,15 +189,20 @@ def _axes(attributes: Any) -> tuple[tuple[str, ...], ...] | None:
 def _parts(
     sizes: Mapping[str, int], arguments: Sequence[Any], outputs: Sequence[Any], kind: Any
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Into how many parts arguments and results are split."""
+    """Into how many parts arguments and results are split; XLA decides of those that say nothing."""
 
     def parts(axes: Sequence[tuple[str, ...]]) -> int:
         return math.prod(sizes.get(name, 1) for names in axes for name in names)
 
-    given = [parts(axes or ()) for axes in arguments]
-    like = {str(t): n for t, n in zip(kind.inputs, given, strict=True)}
-    pairs = zip(outputs, kind.results, strict=True)
-    return tuple(given), tuple(like.get(str(t), 1) if axes is None else parts(axes) for axes, t in pairs)
+    like: dict[str, int] = {}
+    for axes, t in zip(arguments, kind.inputs, strict=True):
+        if axes is not None:
+            like[str(t)] = max(parts(axes), like.get(str(t), 1))
+
+    def found(axes: Sequence[tuple[str, ...]] | None, t: Any) -> int:
+        return like.get(str(t), 1) if axes is None else parts(axes)
+
+    return tuple(map(found, arguments, kind.inputs)), tuple(map(found, outputs, kind.results))
 
 
 def _is_on_host(attributes: Any) -> bool:
