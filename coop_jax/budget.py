@@ -90,7 +90,10 @@ class Budget:
         if self.headroom is None or _is_zero(self.headroom):
             return
         if _parse(self.headroom).unit == "fraction":
-            raise _refuse(self.headroom, "`headroom` must be bytes or a share of the device's memory")
+            raise BudgetError(
+                f"headroom {_SHORT.repr(self.headroom)} is refused: give bytes, "
+                '"512MiB" or "10%" of the device\'s memory.'
+            )
 
     @classmethod
     def of(cls, value: Any, host: int | str | None = None) -> Budget:

@@ -11,7 +11,7 @@ from typing import Any
 from coop_jax import aot
 from coop_jax.advice import least_of
 from coop_jax.budget import Budget
-from coop_jax.errors import CoopError
+from coop_jax.errors import BudgetError, CoopError
 from coop_jax.plain import Plain, compile_plain
 from coop_jax.points import ParetoPoint, Points, Rival
 from coop_jax.progress import progress
@@ -106,8 +106,10 @@ def pareto(
 
     Raises:
         UnsupportedError: the device is not known, or its compiler is not installed.
-        BudgetError: one of `budgets` is none, or a share of the device's memory.
+        BudgetError: one of `budgets` is none, or a share of the device's memory; or it is no number from 1.
     """
+    if isinstance(budgets, int) and budgets < 1:
+        raise BudgetError(f"budgets={budgets!r}: give how many, at least 1, or the budgets themselves.")
     static = tuple(static_argnums)
     donate = aot.donated(fn, specs, donate_argnums=donate_argnums, kwargs=kwargs, static_argnums=static)
     options: dict[str, Any] = {

@@ -293,7 +293,8 @@ def _constraints(save: Any, recompute: Any, policy: Any, offload: Any) -> Constr
     """
     names = {}
     for key, given in (("save", save), ("recompute", recompute), ("offload", offload)):
-        names[key] = (given,) if isinstance(given, str) else tuple(given)
+        several = tuple(given) if isinstance(given, Iterable) else (given,)
+        names[key] = (given,) if isinstance(given, str) else several
         if not all(isinstance(name, str) for name in names[key]):
             raise ConstraintError(f"{key}={given!r}: names are strings, as in checkpoint_name(x, 'h').")
     for one, other in itertools.combinations(names, 2):

@@ -174,3 +174,8 @@ def test_tables_are_aligned() -> None:
     assert lines[1] == "|--------|----:|"
     with pytest.raises(AssertionError):
         format_table(("a", "b"), [("only one",)])
+
+
+def test_a_fraction_of_headroom_is_refused_by_its_name() -> None:
+    with pytest.raises(BudgetError, match=r"headroom 0\.1 is refused"):
+        Budget(device=0.8, headroom=0.1)

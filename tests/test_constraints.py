@@ -259,6 +259,7 @@ def test_forward_programs_take_constraints() -> None:
         ({"recompute": ["h", "k"]}, "'k' in recompute="),
         ({"save": ["h"], "recompute": "h"}, "'h' cannot be in `save` and in `recompute`"),
         ({"save": [1]}, "names are strings"),
+        ({"save": 3}, "names are strings"),
         ({"policy": "dots"}, "not callable"),
         ({"offload": ["h"], "save": "h"}, "'h' cannot be in `save` and in `offload`"),
         ({"offload": "k"}, r"'k' in offload=\('k',\): no checkpoint_name"),

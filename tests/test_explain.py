@@ -79,6 +79,12 @@ def test_explain_says_what_could_be_had() -> None:
     assert data["paging"] is None
 
 
+@pytest.mark.parametrize("budgets", [0, -2])
+def test_no_number_of_budgets_is_refused(budgets: int) -> None:
+    with pytest.raises(coop.BudgetError, match="at least 1"):
+        coop.pareto(step, WS[:2], X, budgets=budgets)
+
+
 def test_the_least_that_is_named_is_met() -> None:
     found = explained().recompute
     assert found is not None
