@@ -99,6 +99,7 @@ class Memory:
             kept = [k for k in self._known.get(program, ()) if k.wish != asked]
             if program in self._known:
                 self._known[program] = tuple(kept)
+            self._named.pop(program, None)  # it may have been that one
 
     def clear(self) -> None:
         """Forget every program."""

@@ -213,6 +213,14 @@ def test_what_a_refusal_named_is_named_by_the_next_one(monkeypatch: pytest.Monke
     assert {w.budget_bytes for w in asked} == {BUDGET + 1}
 
 
+def test_what_was_named_is_forgotten_with_a_way_that_turned_out_otherwise() -> None:
+    memory = known.Memory()
+    memory.name("one program", 2000)
+    assert memory.named("one program") == 2000
+    memory.forget("one program", PLAIN)
+    assert memory.named("one program") is None
+
+
 def test_what_is_met_is_named_though_nothing_above_what_is_refused_is_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

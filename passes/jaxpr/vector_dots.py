@@ -29,11 +29,10 @@ _FEWEST_ELEMENTS = 10_000_000  # of both operands, from which on a library multi
 def with_multiplied_vectors(jaxpr: Jaxpr, device: DeviceModel) -> Jaxpr:
     """An open jaxpr whose products with vectors are written as XLA computes them on a device; the same object
     if it has none, or if XLA has yet to partition it."""
-    multiplies = BACKENDS[device.platform].multiplies_vectors and not device.partitioned
-    if not multiplies or not any(map(_is_with_vector, jaxpr.eqns)):
+    if device.partitioned or not BACKENDS[device.platform].multiplies_vectors:
         return jaxpr
     eqns = [made for eqn in jaxpr.eqns for made in (_multiplied(eqn) if _is_with_vector(eqn) else [eqn])]
-    return compat.rebuild(jaxpr, eqns=eqns)
+    return jaxpr if eqns == jaxpr.eqns else compat.rebuild(jaxpr, eqns=eqns)
 
 
 def _is_with_vector(eqn: JaxprEqn) -> bool:
