@@ -42,7 +42,8 @@ def fit_bodies(jaxpr: Jaxpr, device: DeviceModel, target_bytes: int, plan_body: 
         _with_bodies(eqn, device, allowed[i], plan_body) if i in allowed else eqn
         for i, eqn in enumerate(lifted.jaxpr.eqns)
     ]
-    return with_equations(lifted.jaxpr, eqns)
+    planned = with_equations(lifted.jaxpr, eqns)
+    return jaxpr if planned is lifted.jaxpr else planned
 
 
 def _with_bodies(eqn: JaxprEqn, device: DeviceModel, allowed_bytes: int, plan_body: PlanBody) -> JaxprEqn:

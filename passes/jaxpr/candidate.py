@@ -33,6 +33,7 @@ class JaxprRequest(Fixed):
         objective: what is least.
         parts: of how many devices together bytes and times are.
         optional: True where more bytes would do: what misses is given up soon.
+        most_ns: what takes longer is of no use, in time of kernels; None for no limit.
         policy: the ready policy of `jax.checkpoint` that blocks are to be under, not a plan; "" for none.
         fresh: positions of results whose storage no argument gives; none where that is not known.
         inside: True for a body of a program whose scans, inner ones, too, are rewritten already.
@@ -50,6 +51,7 @@ class JaxprRequest(Fixed):
     objective: Objective = LEAST_TIME
     parts: int = 1
     optional: bool = False
+    most_ns: int | None = None
     fresh: frozenset[int] = frozenset()
     inside: bool = False
     policy: str = ""

@@ -26,6 +26,7 @@ from passes.jaxpr.emit import emit_split
 from passes.jaxpr.extremes import compared_whole
 from passes.jaxpr.halves import Joined, Split, closed_halves, join
 from passes.jaxpr.hands import Hands, as_written
+from passes.jaxpr.less_mapped import run_ns, with_less_mapped
 from passes.jaxpr.lift import lift_seen
 from passes.jaxpr.lifted import LiftedJaxpr
 from passes.jaxpr.order import run_bytes
@@ -36,29 +37,12 @@ from passes.jaxpr.simplify import simplified
 from passes.jaxpr.straight import as_it_is, fit_then_cost, lift_as_xla, search
 from passes.jaxpr.structured import CONFIG as STRUCTURED
 from passes.jaxpr.structured import search_structured
+from passes.jaxpr.summed_products import without_small_matrices
 from passes.listing import plan_text, program_text
 from passes.objective import Objective
 from passes.outcome import StageOutcome, tightest_values
 from passes.planners import cut_bound
 from passes.recipe import Recipe
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageConfig:
-    """What is looked at beside the budget on a CPU; set by `benchmarks.side_by_side`.
-
-    Attributes:
-        few_aims: of so many numbers of bytes the smallest is planned for first.
-        hoped_ratio: no plan for some bytes is expected to come nearer to its bound than the one that is there
-            by more than this, its bytes being mapped.
-    """
-
-    few_aims: int = 2
-    hoped_ratio: float = 0.97
-
-
-CONFIG = StageConfig()
-
 
 Finish = Callable[[Jaxpr], Jaxpr]
 
@@ -181,7 +165,7 @@ def emit[Written](work: Work[Written], planned: Planned, request: JaxprRequest) 
 def _finish(backend: Backend) -> Finish:
     """What is done last to what is emitted."""
     if backend.fuses_greedily:
-        return with_own_constants
+        return lambda jaxpr: with_own_constants(without_small_matrices(jaxpr))
     return with_own_zeros if backend.scatters_maxima else lambda jaxpr: jaxpr
 
 
@@ -215,7 +199,9 @@ def plan(as_is: LiftedJaxpr, request: JaxprRequest, by_hand: Callable[[], Hands]
         has_no_other = not has_control_flow(jaxpr.eqns)
         candidate = replace(as_it_is(as_is), peak_bytes=before_bytes, unrivalled=has_no_other)
     else:
-        candidate = _with_less_mapped(as_is, request, scale, hands)
+        candidate = with_less_mapped(
+            as_is, request, scale, lambda asked: _searched(as_is, asked, scale, hands)
+        )
         candidate = as_written(candidate, request.device)
     outcome = _outcome(as_is, before_bytes, candidate, request)
     if candidate.changed and not request.inside:
@@ -267,67 +253,10 @@ def _searched(as_is: LiftedJaxpr, request: JaxprRequest, scale: float, hands: Ha
     else:
         found = search(as_is, request, scale, best_by_hand)
     promise = None if hands is None else hands.between(target_bytes)
-    if hands is None or promise is None or promise.run_ns >= _run_ns(found, request, scale):
+    if hands is None or promise is None or promise.run_ns >= run_ns(found, request, scale):
         return found
     mixed = hands.under(promise.policy, target_bytes)
     return found if mixed is None else min(found, mixed, key=ranked)
-
-
-def _with_less_mapped(
-    as_is: LiftedJaxpr, request: JaxprRequest, scale: float, hands: Hands | None
-) -> Candidate:
-    """The best for the budget, or for fewer bytes, where to recompute them takes less time than to map them
-    in every run.
-
-    The fewest bytes come first where there are few other numbers to try: mostly they win, and then it is
-    known of a larger one that it cannot.
-    """
-
-    def rank(made: Candidate) -> tuple[bool, int]:
-        return made.peak_bytes > scale * request.temp_budget_bytes, _run_ns(made, request, scale)
-
-    aims = _aims(request)
-    upwards = len(aims) <= CONFIG.few_aims
-    best = None
-    for temp_bytes in reversed(aims) if upwards else aims:
-        if best is not None and not rank(best)[0]:
-            if not upwards and best.peak_bytes <= scale * temp_bytes:
-                continue
-            saved_ratio = min(1, best.cost_ns / _bound_ns(as_is, best.peak_bytes))
-            hoped_ns = saved_ratio * _bound_ns(as_is, int(scale * temp_bytes)) + request.mapping_ns(
-                temp_bytes
-            )
-            if CONFIG.hoped_ratio * hoped_ns >= rank(best)[1]:
-                continue
-        asked = replace(
-            request, budget_bytes=request.fixed_bytes + temp_bytes, optional=temp_bytes != aims[0]
-        )
-        made = _searched(as_is, asked, scale, hands)
-        if best is None or rank(made) < rank(best):
-            best = made
-        elif not upwards:
-            break
-    assert best is not None, "there is an aim"
-    return best
-
-
-def _bound_ns(as_is: LiftedJaxpr, peak_bytes: int) -> float:
-    """What no plan of the program as it is goes below; those of freer kernels do: they save traffic."""
-    return as_is.seen.cost_ns * (1 + cut_bound(as_is.program, peak_bytes, n_cuts=2))
-
-
-def _aims(request: JaxprRequest) -> list[int]:
-    """Bytes of temporaries to plan for, falling: what the budget leaves, halves of that while far above what
-    stays mapped, and what stays mapped."""
-    aims, kept_bytes = [request.temp_budget_bytes], request.kept_bytes
-    while 0 < kept_bytes < aims[-1]:
-        aims.append(aims[-1] // 2 if aims[-1] >= 4 * kept_bytes else kept_bytes)
-    return aims
-
-
-def _run_ns(candidate: Candidate, request: JaxprRequest, scale: float) -> int:
-    """Estimated time of a run: of its kernels, and in which its temporaries are mapped."""
-    return candidate.cost_ns + request.mapping_ns(round(candidate.peak_bytes / scale))
 
 
 def _dump(jaxpr: Jaxpr, candidate: Candidate, outcome: StageOutcome) -> None:
@@ -421,7 +350,7 @@ def _outcome(
     program = candidate.lifted.program
     scale = _scale(before_bytes, request)
     cost_ns = as_is.seen.cost_ns + request.mapping_ns(round(before_bytes / scale))
-    recompute_ns = _run_ns(candidate, request, scale) - cost_ns
+    recompute_ns = run_ns(candidate, request, scale) - cost_ns
     fits = candidate.peak_bytes <= request.temp_budget_bytes or not candidate.changed
     return StageOutcome(
         stage="jaxpr",

@@ -98,6 +98,7 @@ def search(
     config = PlannerConfig(
         planner=request.planner,
         quick=True,
+        of_body=request.inside,
         near_overhead=CONFIG.near_overhead,
         bound=False,
         objective=request.objective.of(as_is.program),

@@ -48,6 +48,7 @@ class StructuredConfig:
         cheaper_ratio: what is expected to cost more than this share of the best is not worth another compile.
         saved_ratio: what freer kernels may cost of their bound, as far as nothing is known.
         hoped_ratio: by how much more of its bound a level is expected to save than the best does.
+        promised_ratio: what planned bodies must promise, of the best, to be planned.
     """
 
     levels_above: int = 2
@@ -61,6 +62,7 @@ class StructuredConfig:
     cheaper_ratio: float = 0.95
     saved_ratio: float = 0.95
     hoped_ratio: float = 0.998
+    promised_ratio: float = 0.995
 
 
 CONFIG = StructuredConfig()
@@ -100,7 +102,7 @@ def search_structured(
         frontiers += [(search_in, levels) for levels in made]
     for program, search_in in searches.items():
         looks += search_in.by_hand(by_hand(program, request.device), min(looks, key=_rank))
-    if all(look.over for look in looks):
+    if request.most_ns is None and all(look.over for look in looks):
         for least in weighed_by:
             below = in_segments(paired, request.device, least)
             looks += searches[paired].levels(below, (ALONE, RECOMPUTES))
@@ -160,7 +162,10 @@ class _Search:
         def look(k: int, way: int) -> _Look:
             if (k, way) not in looks:
                 lowest = k == len(levels) - 1 and not self.request.inside
-                best = min(looks.values(), key=_rank, default=None)
+                at = min(looks, key=lambda at: _rank(looks[at]), default=None)
+                best = None if at is None else looks[at]
+                if at and best and way >= BODIES and not self._promises(levels[k], best, levels[at[0]]):
+                    return look(k, ALONE)
                 looks[k, way] = self._look(levels[k], way, lowest=lowest, than=best)
             return looks[k, way]
 
@@ -188,6 +193,22 @@ class _Search:
                     look(best[0], BODIES)
                 break
         return [*looks.values(), *in_parts]
+
+    def _promises(self, level: Rewritten, best: _Look, of: Rewritten) -> bool:
+        """False if a level's bodies, planned, are expected to make it no cheaper than the `best`, a way `of`
+        another level.
+
+        What the best saves beside its level, and what that costs, says what a level costs that must save
+        more: in proportion at least. What must save less may do so for the square of that.
+        """
+        target_bytes = int(self.request.temp_budget_bytes * self.scale)
+        own, here = (as_it_is(each.lifted, self.request.fresh) for each in (of, level))
+        saved_bytes = own.peak_bytes - target_bytes
+        if best.over or saved_bytes <= 0 or of is level:
+            return True
+        share = max(0, here.peak_bytes - target_bytes) / saved_bytes
+        extra = (best.price[1] - self._price(own)[1]) * share * min(share, 1)
+        return self._price(here)[1] + extra < CONFIG.promised_ratio * best.price[1]
 
     def _least(self, levels: Levels) -> int:
         """The level whose recomputes beside the scans have the least bound; bounds fall, then rise."""
@@ -300,6 +321,8 @@ class _Search:
         """
         request = self.request
         program, as_is = level.program, level.lifted
+        if request.most_ns is not None and as_is.seen.cost_ns >= request.most_ns:
+            way = ALONE  # what more is done costs more
         if way in (BODIES, TIGHTER):
             program, as_is = self._with_bodies(program, as_is, 2 if way == TIGHTER else 1)
 
