@@ -83,7 +83,12 @@ def _lifted_as_xla(known: Jaxpr, device: DeviceModel) -> LiftedJaxpr:
 
 
 def search(
-    as_is: LiftedJaxpr, request: JaxprRequest, scale: float, than: Candidate | None = None
+    as_is: LiftedJaxpr,
+    request: JaxprRequest,
+    scale: float,
+    than: Candidate | None = None,
+    *,
+    of_many: bool = False,
 ) -> Candidate:
     """The shallowest candidate that fits `scale` times what the budget leaves, or a better one that is known.
 
@@ -91,6 +96,9 @@ def search(
     one is planned for these, too, and the cheaper is taken: a Swin at half of its bytes then costs 1 % more
     by estimate, not 16, a mixture of experts not 12, but 7. Where nothing can be run again, or held back,
     that is the program as it is.
+
+    Args:
+        of_many: as in `PlannerConfig`.
     """
     target_bytes = max(int(request.temp_budget_bytes * scale), 1)
     device, calibration = request.device, request.calibration
@@ -98,7 +106,7 @@ def search(
     config = PlannerConfig(
         planner=request.planner,
         quick=True,
-        of_body=request.inside,
+        of_many=request.inside or request.optional or of_many,
         near_overhead=CONFIG.near_overhead,
         bound=False,
         objective=request.objective.of(as_is.program),

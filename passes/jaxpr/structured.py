@@ -309,7 +309,7 @@ class _Search:
         alone = self._expect(named(as_it_is(lifted, request.fresh)), ratio)
         if way == ALONE or not alone.over:
             return alone
-        searched = named(search(lifted, request, 1 / ratio))
+        searched = named(search(lifted, request, 1 / ratio, of_many=True))
         return min(alone, self._expect(searched, ratio), key=_rank)
 
     def _look(self, level: Rewritten, way: int, *, lowest: bool = False, than: _Look | None = None) -> _Look:
@@ -346,7 +346,7 @@ class _Search:
         bound = self._bound(alone, int(request.temp_budget_bytes / ratio))
         if bound is not None and than is not None and not than.over and _is_hopeless(bound, than):
             return expected
-        searched = named(search(as_is, request, 1 / ratio))
+        searched = named(search(as_is, request, 1 / ratio, of_many=True))
         if searched.peak_bytes == alone.peak_bytes:
             return expected
         return replace(self._expect(searched, ratio), bound=bound)

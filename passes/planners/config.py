@@ -24,7 +24,7 @@ class LimitsConfig:
         units_per_op: of a large program.
         least_units: of a small one.
         quick_units: of a small one, where someone waits.
-        body_units_per_op: at most, of a body that is one of many plans of a program.
+        units_per_op_of_many: at most, of one of many plans of a program.
         fewest_cuts: positions at which the bound is looked for.
         most_cuts: such positions of a small program, where nobody waits.
         cut_ops: the ops of a program times those positions, between the two.
@@ -33,7 +33,7 @@ class LimitsConfig:
     units_per_op: int = 100
     least_units: int = 1_000_000
     quick_units: int = 200_000
-    body_units_per_op: int = 400
+    units_per_op_of_many: int = 400
     fewest_cuts: int = 8
     most_cuts: int = 32
     cut_ops: int = 10_000
@@ -55,7 +55,8 @@ class PlannerConfig:
             with pages, and 100 us an op from 2000 ops on). It ends sooner near the bound; far from it, or
             where the first search misses the budget, a few times as much is done in all.
         quick: whether someone waits for the plan, such as a compile.
-        of_body: whether it is one of many that are made for a program, such as that of a loop's body.
+        of_many: whether it is one of many that are made for a program: of a loop's body, beside what its
+            scans keep, or for fewer bytes than the budget.
         near_overhead: neighbourhoods are searched until a plan costs no more above the bound than this share
             of the program's cost.
         placed: whether the budget is for the plan placed at addresses, holes included, instead of its live
@@ -80,7 +81,7 @@ class PlannerConfig:
     planner: str = "auto"
     work_limit: int | None = None
     quick: bool = False
-    of_body: bool = False
+    of_many: bool = False
     near_overhead: float = 0.0
     placed: bool = False
     bound: bool = True
@@ -128,6 +129,6 @@ class PlannerConfig:
         if self.work_limit is not None:
             return self.work_limit
         quick_units = LIMITS.quick_units * (2 if self.host_bytes else 1)
-        if self.of_body:
-            quick_units = min(quick_units, LIMITS.body_units_per_op * n_ops)
+        if self.of_many:
+            quick_units = min(quick_units, LIMITS.units_per_op_of_many * n_ops)
         return max(quick_units if self.quick else LIMITS.least_units, LIMITS.units_per_op * n_ops)
