@@ -95,6 +95,13 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
+def _output_path(text: str) -> Path:
+    path = _path(text)
+    if not path.parent.is_dir():  # what takes minutes is not to be lost at the end
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent} to write {path.name} to")
+    return path
+
+
 def _device(text: str) -> str:
     name = text.lower()
     if name in DEVICES or SLICE.fullmatch(name):
@@ -128,7 +135,7 @@ def _add_target(command: argparse.ArgumentParser) -> None:
 
 def _add_output(command: argparse.ArgumentParser, what: str) -> None:
     command.add_argument("--json", action="store_true", help="print JSON")
-    command.add_argument("--out", type=_path, metavar="FILE", help=f"write to {what}")
+    command.add_argument("--out", type=_output_path, metavar="FILE", help=f"write to {what}")
 
 
 def _add_top(command: argparse.ArgumentParser) -> None:
@@ -246,7 +253,9 @@ def _add_pack(command: argparse.ArgumentParser) -> None:
     command.add_argument("problem", type=_path, metavar="PROBLEM.csv", help="columns id, lower, upper, size")
     command.add_argument("--capacity", required=True, help='bytes, such as 1048576 or "1MiB"')
     command.add_argument("--time-limit", metavar="S", default="60", help="seconds (default 60)")
-    command.add_argument("--out", type=_path, metavar="FILE", help="write the problem with offsets here")
+    command.add_argument(
+        "--out", type=_output_path, metavar="FILE", help="write the problem with offsets here"
+    )
 
 
 def _add_doctor(command: argparse.ArgumentParser) -> None:

@@ -191,6 +191,8 @@ def _parse(value: object) -> _Amount:
             raise _refuse(value, "a budget must be more than zero bytes")
         return _Amount(unit="bytes", value=int(value))
     fraction = float(value)
+    if fraction <= 0.0:
+        raise _refuse(value, "a budget must be more than zero bytes")
     if math.isnan(fraction) or not 0.0 < fraction <= 1.0:
         raise _refuse(value, "a float must be in (0, 1]; bytes are integers")
     return _Amount(unit="fraction", value=fraction)

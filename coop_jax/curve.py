@@ -46,6 +46,9 @@ class Pareto(Points, Printable):
         ]
         rows.append(("without a budget", _bytes(self.plain_bytes), _ns(self.plain_ns), "+0.0 %", ""))
         least = "is not known" if self.least_bytes is None else format_bytes(self.least_bytes)
+        met_bytes = min((p.total_bytes for p in self.points if p.total_bytes is not None), default=None)
+        if self.least_bytes is not None and met_bytes is not None and met_bytes < self.least_bytes:
+            least += f", met by a program of {format_bytes(met_bytes)}: less may do"
         return [
             Heading(text=f"what a budget costs on {self.device_name}"),
             Table(

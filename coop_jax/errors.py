@@ -268,6 +268,11 @@ def _advice(outcome: StageOutcome) -> tuple[str, ...]:
         )
     if outcome.constraints and outcome.budget_bytes >= outcome.fixed_bytes:
         advice.append(f"without {outcome.constraints}, which must hold as it is, less may be enough")
+    if outcome.stage == "hlo" and "offload=" in outcome.constraints and not outcome.host_budget_bytes:
+        advice.append(
+            "nothing is paged on this platform, where `offload` keeps values in the device's memory as "
+            "`save` does: name them in neither, or compile for a device that pages"
+        )
     donatable = min(outcome.argument_bytes, outcome.output_bytes) - outcome.alias_bytes
     if donatable >= worth:
         advice.append(

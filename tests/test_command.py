@@ -72,6 +72,14 @@ def test_devices_that_are_written_twice_are_the_same() -> None:
     assert {name for name in TARGETS if coop_cli.SLICE.fullmatch(f"{name}:2x4")} == set(CHIPS)
 
 
+def test_a_folder_that_is_not_there_is_refused_before_anything_is_compiled(
+    target: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", *target, "--budget", "1GiB", "--out", str(tmp_path / "none" / "report.json")])
+    assert "there is no folder" in capsys.readouterr().err
+
+
 def test_a_slice_of_tpus_is_a_device_and_nonsense_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert coop_cli._device("v6e:2x4") == "v6e:2x4"
     with pytest.raises(SystemExit):

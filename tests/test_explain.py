@@ -169,6 +169,11 @@ def test_pareto_has_the_wall_the_curve_and_the_rivals() -> None:
     assert json.loads(json.dumps(found.to_dict()))["plain_bytes"] == found.plain_bytes
 
 
+def test_a_given_budget_that_was_met_with_room_is_not_called_the_least() -> None:
+    found = coop.pareto(step, WS[:2], X, budgets=["1GiB"], rivals={})
+    assert "found: 1.00 GiB (1073741824 B), met by a program of " in str(found)
+
+
 def test_budgets_can_be_given_in_bytes_and_refusals_are_points() -> None:
     found = coop.pareto(step, WS[:2], X, budgets=[1000])
     (point,) = found.points

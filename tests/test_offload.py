@@ -98,6 +98,21 @@ def test_forced_values_that_the_host_has_no_room_for_are_refused(h200: str, loss
     assert refused.value.host_bytes > (LAYERS - 2) * STACK // LAYERS
 
 
+def test_a_refusal_says_where_offload_sends_nothing(h200: str) -> None:
+    """On a CPU; for a GPU a budget below all arguments is refused before any paging."""
+    ws, xs = [h.spec(64, 64)] * 3, h.spec(256, 64)
+
+    def named(ws: Any, x: Any) -> Any:
+        for w in ws:
+            x = checkpoint_name(jnp.tanh(x @ w), "h")
+        return (x**2).sum()
+
+    for device, budget, is_said in ((None, 0.6, True), (h200, 1000, False)):
+        with pytest.raises(InfeasibleBudgetError) as refused:
+            coop.plan(jax.grad(named), ws, xs, budget=budget, device=device, offload="h")
+        assert ("nothing is paged on this platform" in str(refused.value)) == is_said
+
+
 def test_what_one_turn_of_a_loop_makes_and_reads_is_not_sent_and_the_report_says_so(h200: str) -> None:
     """It said that nothing was sent since that is cheapest."""
 
