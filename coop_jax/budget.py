@@ -186,13 +186,11 @@ def _parse(value: object) -> _Amount:
         return _parse_text(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise _refuse(value, f"a {type(value).__name__} is not a budget")
+    if value <= 0:
+        raise _refuse(value, "a budget must be more than zero bytes")
     if isinstance(value, numbers.Integral):
-        if value <= 0:
-            raise _refuse(value, "a budget must be more than zero bytes")
         return _Amount(unit="bytes", value=int(value))
     fraction = float(value)
-    if fraction <= 0.0:
-        raise _refuse(value, "a budget must be more than zero bytes")
     if math.isnan(fraction) or not 0.0 < fraction <= 1.0:
         raise _refuse(value, "a float must be in (0, 1]; bytes are integers")
     return _Amount(unit="fraction", value=fraction)

@@ -82,6 +82,17 @@ def test_sums_of_other_types_are_left_and_those_in_loops_are_not():
     assert without_small_matrices(jaxpr) is not jaxpr
 
 
+def test_values_that_share_what_they_are_computed_from_are_looked_at_once():
+    def squared(x, y):
+        y = jnp.broadcast_to(y[:, None], x.shape)
+        for _ in range(2000):
+            y = y * y
+        return (x * y).sum(2)
+
+    jaxpr = _opened(squared, *_arrays(WIDE, NARROW))
+    assert len(without_small_matrices(jaxpr).eqns) == len(jaxpr.eqns) + 2
+
+
 def test_what_is_planned_has_such_sums_of_halves():
     """The gradient of a net's Hessians, as nets have them that learn from physics. Two steps of such a one
     in the bytes of its checkpoints took 1.7 to 1.84 of the time of these (measured), now .62."""

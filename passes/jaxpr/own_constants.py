@@ -17,7 +17,7 @@ scattered are of their own, and are not there before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Set
+from collections.abc import Hashable, Set
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,8 @@ from passes.jaxpr.avals import array_of, dtype_name
 from passes.jaxpr.compat import Jaxpr, JaxprEqn, Literal, Var
 from passes.jaxpr.inline import traced_for
 from passes.jaxpr.library_kernels import LibraryKernels, is_computed_in_them
-from passes.jaxpr.primitives import CONTROL_FLOW, kind_of
+from passes.jaxpr.primitives import kind_of
+from passes.jaxpr.rewrite import with_changed_bodies
 from passes.jaxpr.softmax import DataflowGraph
 
 
@@ -39,7 +40,7 @@ def with_own_constants(jaxpr: Jaxpr) -> Jaxpr:
     Returns:
         The same object if they share none.
     """
-    eqns = [_with_bodies(eqn, with_own_constants) for eqn in jaxpr.eqns]
+    eqns = [with_changed_bodies(eqn, with_own_constants) for eqn in jaxpr.eqns]
     graph = DataflowGraph.of(jaxpr, [kind_of(eqn.primitive.name) for eqn in jaxpr.eqns])
     library = LibraryKernels(graph, compat.variables(jaxpr.outvars))
     readers: dict[Hashable, set[int]] = {}
@@ -79,7 +80,7 @@ def with_own_zeros(jaxpr: Jaxpr) -> Jaxpr:
     Returns:
         The same object if it has none.
     """
-    eqns = [new for eqn in jaxpr.eqns for new in _into_own_zeros(_with_bodies(eqn, with_own_zeros))]
+    eqns = [new for eqn in jaxpr.eqns for new in _into_own_zeros(with_changed_bodies(eqn, with_own_zeros))]
     return jaxpr if eqns == jaxpr.eqns else compat.rebuild(jaxpr, eqns=eqns)
 
 
@@ -122,13 +123,6 @@ def _dispensable(graph: DataflowGraph, kernel: Set[int], end: int) -> Var | None
 
 def _nbytes(v: Var) -> int:
     return compat.aval_nbytes(v.aval)
-
-
-def _with_bodies(eqn: JaxprEqn, change: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
-    is_control_flow = eqn.primitive.name in CONTROL_FLOW
-    if not is_control_flow or all(change(body) is body for body in compat.inner_jaxprs(eqn)):
-        return eqn
-    return compat.with_inner_jaxprs(eqn, change)
 
 
 def _spread(eqn: JaxprEqn) -> list[Literal]:

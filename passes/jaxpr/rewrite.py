@@ -12,6 +12,7 @@ from jax import lax
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of
 from passes.jaxpr.compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from passes.jaxpr.primitives import CONTROL_FLOW
 from passes.reach import reached
 
 _BODY = {"scan": "jaxpr", "while": "body_jaxpr"}
@@ -102,6 +103,15 @@ def with_bodies(eqn: JaxprEqn, bodies: Sequence[ClosedJaxpr]) -> JaxprEqn:
     name = eqn.primitive.name
     new = {"branches": tuple(bodies)} if name == "cond" else {_BODY[name]: bodies[0]}
     return compat.replaced(eqn, params={**eqn.params, **new})
+
+
+def with_changed_bodies(eqn: JaxprEqn, change: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
+    """Control flow with what `change` makes of each of its open bodies, conditions included; `eqn` itself if
+    that is the body itself, or if it is no control flow."""
+    is_control_flow = eqn.primitive.name in CONTROL_FLOW
+    if not is_control_flow or all(change(body) is body for body in compat.inner_jaxprs(eqn)):
+        return eqn
+    return compat.with_inner_jaxprs(eqn, change)
 
 
 def with_equations(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn]) -> Jaxpr:

@@ -22,10 +22,11 @@ from jax import lax
 from passes.jaxpr import compat
 from passes.jaxpr.avals import array_of, dtype_name
 from passes.jaxpr.compat import Atom, Jaxpr, JaxprEqn, Var
-from passes.jaxpr.primitives import CONTROL_FLOW, Kind, kind_of
+from passes.jaxpr.primitives import Kind, kind_of
+from passes.jaxpr.rewrite import with_changed_bodies
 from passes.jaxpr.softmax import DataflowGraph
 
-_PRODUCTS = frozenset({"mul", "div"})
+_NAMES = frozenset({"mul", "div", "neg"})
 
 
 @compat.cached_by_jaxpr
@@ -36,64 +37,63 @@ def without_small_matrices(jaxpr: Jaxpr) -> Jaxpr:
         The same object if it has none.
     """
     graph = DataflowGraph.of(jaxpr, [kind_of(eqn.primitive.name) for eqn in jaxpr.eqns])
-    results = {*compat.variables(jaxpr.outvars)}
+    results, lacking = {*compat.variables(jaxpr.outvars)}, _lacking(graph)
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in CONTROL_FLOW:
-            eqn = _with_bodies(eqn)
-        eqns += _of_halves(eqn) if _is_taken(eqn, graph, results) else [eqn]
+        is_taken = _is_taken(eqn, graph, results, lacking)
+        eqns += _of_halves(eqn) if is_taken else [with_changed_bodies(eqn, without_small_matrices)]
     return jaxpr if eqns == jaxpr.eqns else compat.rebuild(jaxpr, eqns=eqns)
 
 
-def _with_bodies(eqn: JaxprEqn) -> JaxprEqn:
-    if all(without_small_matrices(body) is body for body in compat.inner_jaxprs(eqn)):
-        return eqn
-    return compat.with_inner_jaxprs(eqn, without_small_matrices)
-
-
-def _is_taken(eqn: JaxprEqn, graph: DataflowGraph, results: Set[Var]) -> bool:
+def _is_taken(
+    eqn: JaxprEqn, graph: DataflowGraph, results: Set[Var], lacking: Mapping[Var, frozenset[int]]
+) -> bool:
     """True for a sum over one dimension that the library would take for such products."""
     if eqn.primitive.name != "reduce_sum" or len(axes := eqn.params["axes"]) != 1:
         return False
     if dtype_name(eqn.invars[0]) != "float32" or not (operands := compat.variables(eqn.invars)):
         return False
-    v, shape = operands[0], array_of(eqn.invars[0]).shape
-    while (name := graph.primitive(v)) in ("neg", *_PRODUCTS):
-        if v in results or len(graph.readers[v]) > 1:
-            return False
-        product = graph.eqns[graph.producer[v]]
-        if name in _PRODUCTS:
-            break
-        (v,) = compat.variables(product.invars)
-    else:
+    product = _product(operands[0], graph, results)
+    shape = array_of(operands[0]).shape
+    wide = [d for d, n in enumerate(shape) if n > 1]
+    if product is None or not wide or wide[-1] == axes[0]:
         return False
-    wide = [d for d in range(len(shape)) if shape[d] > 1]
-    if len(product.invars) < 2 or not wide:
-        return False
-    lacking = [_constant_along(operand, shape, graph) for operand in product.invars]
+    lacked = [_lacked(operand, shape, lacking) for operand in product.invars]
     shared = {axes[0], wide[-1]}
-    return wide[-1] != axes[0] and not any(shared & each for each in lacking) and any(lacking)
+    return any(lacked) and not any(shared & each for each in lacked)
 
 
-def _constant_along(v: Atom, shape: tuple[int, ...], graph: DataflowGraph) -> frozenset[int]:
-    """The dimensions of more than one element of a shape along which an operand of that shape, or spread to
-    it, is the same."""
-    own = array_of(v).shape
-    if not own:
-        return frozenset(d for d, n in enumerate(shape) if n > 1)
-    found = {d for d, (n, mine) in enumerate(zip(shape, own, strict=True)) if n > 1 == mine}
-    i = compat.of_variable(graph.producer, v)
-    if i is None:
-        return frozenset(found)
-    eqn = graph.eqns[i]
-    if eqn.primitive.name == "broadcast_in_dim":
-        (source, *_), places = eqn.invars, eqn.params["broadcast_dimensions"]
-        sizes: Mapping[int, int] = dict(zip(places, array_of(source).shape, strict=True))
-        return frozenset(found | {d for d, n in enumerate(own) if n > 1 == sizes.get(d, 1)})
-    if graph.kinds[i] is Kind.FUSIBLE and all(array_of(u).shape in ((), own) for u in eqn.invars):
-        inner = [_constant_along(u, shape, graph) for u in eqn.invars]
-        return frozenset(found | frozenset.intersection(*inner)) if inner else frozenset(found)
-    return frozenset(found)
+def _product(v: Var, graph: DataflowGraph, results: Set[Var]) -> JaxprEqn | None:
+    """The product that is `v`, negated or not, if only the reader of that reads it."""
+    while (name := graph.primitive(v)) in _NAMES and v not in results and len(graph.readers[v]) == 1:
+        eqn = graph.eqns[graph.producer[v]]
+        if name != "neg":
+            return eqn
+        (v,) = compat.variables(eqn.invars)
+    return None
+
+
+def _lacking(graph: DataflowGraph) -> dict[Var, frozenset[int]]:
+    """The dimensions of more than one element along which a value is known to be the same."""
+    found: dict[Var, frozenset[int]] = {}
+    for eqn, kind in zip(graph.eqns, graph.kinds, strict=True):
+        if kind is not Kind.FUSIBLE or not eqn.invars:
+            continue
+        result, shape = eqn.outvars[0], array_of(eqn.outvars[0]).shape
+        if eqn.primitive.name == "broadcast_in_dim":
+            source = array_of(eqn.invars[0]).shape
+            sizes: Mapping[int, int] = dict(zip(eqn.params["broadcast_dimensions"], source, strict=True))
+            found[result] = frozenset(d for d, n in enumerate(shape) if n > 1 == sizes.get(d, 1))
+        elif all(array_of(v).shape in ((), shape) for v in eqn.invars):
+            found[result] = frozenset.intersection(*(_lacked(v, shape, found) for v in eqn.invars))
+    return found
+
+
+def _lacked(v: Atom, shape: tuple[int, ...], lacking: Mapping[Var, frozenset[int]]) -> frozenset[int]:
+    """The same for an operand of a shape, or spread to it."""
+    own = array_of(v).shape or (1,) * len(shape)
+    spread = frozenset(d for d, (n, mine) in enumerate(zip(shape, own, strict=True)) if n > 1 == mine)
+    return spread | (compat.of_variable(lacking, v) or frozenset())
 
 
 def _of_halves(eqn: JaxprEqn) -> list[JaxprEqn]:
