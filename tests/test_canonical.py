@@ -89,6 +89,30 @@ def test_as_many_copies_are_expected_as_xla_makes(spec):
     assert len([op for op in program.ops if op.name == "transpose"]) == len(copies), entry
 
 
+F8 = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+
+@pytest.mark.parametrize("result", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("left", "right"), [(F8[0], F8[0]), (F8[0], F8[1])])
+def test_operands_of_eight_bits_are_stored_as_wide_as_xla_stores_them(left, right, result):
+    """A float8 training step was expected to need 187 of 337 MiB: both passes read operands in float32."""
+
+    def product(x, y):
+        x, y = jnp.sin(x).astype(left), jnp.cos(y).astype(right)
+        return lax.dot_general(x, y, (((1,), (0,)), ((), ())), preferred_element_type=result)
+
+    args = jax.random.normal(jax.random.key(0), (96, 64)), jax.random.normal(jax.random.key(1), (64, 80))
+    _same(product, args)
+    entry = jax.jit(product).lower(*args).compile().as_text()
+    entry = entry[entry.index("ENTRY") :]
+    (names,) = re.findall(r"ynn[\w.]* = \w+\[96,80\]\S* fusion\((.*?)\)", entry)
+    stored = [re.search(rf"{name} = (\w+)\[", entry).group(1) for name in names.split(", ")]
+    known = as_known(_opened(product, *args), DEVICES["cpu"])
+    (found,) = [eqn for eqn in known.eqns if eqn.primitive.name == "dot_general"]
+    short = {"float32": "f32", "bfloat16": "bf16"}
+    assert [short.get(v.aval.dtype.name) for v in found.invars] == stored
+
+
 def test_a_product_whose_transpose_is_written_twice_is_in_its_form_at_once():
     def twice(x: jax.Array, y: jax.Array) -> jax.Array:
         product = x @ y

@@ -116,6 +116,22 @@ def test_recomputes_beside_scans_are_looked_for_on_the_level_of_their_least_boun
     assert len(within) > n_searched
 
 
+@pytest.mark.parametrize("peak_ratio", [1.02, 2.0])
+def test_the_least_level_says_that_it_may_fit(peak_ratio: float) -> None:
+    """It is compiled before it is given up; whoever chooses between searches must know."""
+    jaxpr, _ = opened(jax.grad(plain), *WORTH_KEEPING)
+    as_is = lift(jaxpr, CPU, as_xla=True)
+    levels = on_frontier(jaxpr, CPU, "time")
+    least = min(as_it_is(levels[k].lifted).peak_bytes for k in range(len(levels)))
+    budget_bytes = int(least / peak_ratio)
+    request = JaxprRequest(
+        budget_bytes=budget_bytes, argument_bytes=0, output_bytes=0, alias_bytes=0, device=CPU
+    )
+    made = search_structured(as_is, request, 1.0, lambda body, nbytes, request: body)
+    assert made.peak_bytes > budget_bytes
+    assert (made.expected_bytes <= budget_bytes) == (peak_ratio < structured.CONFIG.unknown_ratio)
+
+
 def test_what_has_no_pairs_has_no_level() -> None:
     jaxpr, _ = opened(plain, WS, X)
     assert hand_levels(jaxpr, CPU) == []

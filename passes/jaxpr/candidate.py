@@ -80,7 +80,9 @@ class Candidate:
         lifted: the program that `steps` are a plan of.
         steps, config, emitted: what is run and how it is written.
         foreseen: what XLA is expected to make of that; None where it was not asked.
-        peak_bytes: expected peak of XLA's temporaries.
+        peak_bytes: estimated peak of XLA's temporaries.
+        hoped_bytes: what that is expected to be, where its like was compiled, or where it is the least that
+            scans can be made to need and has yet to be; None means `peak_bytes`.
         holes_bytes: what holes of XLA's heap would add to that, where they are not counted.
         cost_ns, energy_pj: expected time and energy of what is run.
         plan: None for a program without recomputes.
@@ -100,6 +102,7 @@ class Candidate:
     peak_bytes: int
     cost_ns: int
     energy_pj: int
+    hoped_bytes: int | None = None
     holes_bytes: int = 0
     foreseen: LiftedJaxpr | None = None
     plan: Plan | None = None
@@ -110,6 +113,11 @@ class Candidate:
     bodies: bool = False
     paged: tuple[Paged, ...] = ()
     unrivalled: bool = False
+
+    @property
+    def expected_bytes(self) -> int:
+        """What a budget, times the scale of the estimates, is compared with."""
+        return self.peak_bytes if self.hoped_bytes is None else self.hoped_bytes
 
     @property
     def changed(self) -> bool:

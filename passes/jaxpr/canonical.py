@@ -4,6 +4,7 @@
     NCHW                is computed as NHWC, with a kernel in HWIO, and copied back
     groups of a batch   with a feature each are computed for all features; a mask leaves each its own
     bfloat16, float16   are multiplied in float32 where the library does not take them: operands are converted
+    float8_*            are multiplied in float32, or for a result of bfloat16 as that
 
 Written down they can be planned: kept, or made again before each reader. Source: `DotDecomposer`,
 `TransposeFolding`, `ConvCanonicalization` and `ConvolutionGroupConverter` of openxla/xla.
@@ -30,6 +31,8 @@ from passes.jaxpr.scalar_work import has_library, library_convolution, library_n
 from passes.jaxpr.simplify import says_types
 
 _HALVES = frozenset({"bfloat16", "float16"})
+# As what products of float8 are computed, if that is their result's type.
+_WIDER = _HALVES | {"float32", "float64"}
 
 
 def with_canonical_products(jaxpr: Jaxpr, device: DeviceModel | None = None) -> Jaxpr:
@@ -198,28 +201,39 @@ def _is_product(eqn: JaxprEqn) -> bool:
 
 
 def _as_multiplied(eqn: JaxprEqn) -> list[JaxprEqn]:
-    """An equation, or a product of halves in float32, its operands and its result converted."""
-    if eqn.primitive.name != "dot_general" or not _is_widened(eqn):
+    """An equation, or a product in the type in which XLA:CPU computes it, its operands and its result
+    converted."""
+    if eqn.primitive.name != "dot_general" or (dtype := _multiplied_in(eqn)) is None:
         return [eqn]
-    result, dtype = eqn.outvars[0], np.dtype("float32")
+    result = eqn.outvars[0]
     conversions, product = with_operands_in(eqn, dtype)
     made = result if array_of(result).dtype == dtype else compat.fresh_var(result, dtype=dtype)
     after = [] if made is result else [convert_eqn(made, result, eqn)]
     return [*conversions, _changed(product, product.invars, made, preferred_element_type=dtype), *after]
 
 
-def _is_widened(product: JaxprEqn) -> bool:
-    """True if XLA:CPU multiplies halves in float32; its library takes matrices of bfloat16, the first with
-    what is summed last.
+def _multiplied_in(product: JaxprEqn) -> np.dtype | None:
+    """The type to which XLA:CPU converts operands of few bits; None for a product that it leaves as it is.
+
+    Halves are multiplied in float32, but for matrices of bfloat16, the first with what is summed last, which
+    its library takes; float8 as its result is.
     """
     if len(compat.variables(product.invars)) < 2 or says_types(product) or not _is_product(product):
-        return False
-    (dtype, other), (lhs, rhs) = map(dtype_name, product.invars), map(array_of, product.invars)
+        return None
+    given, result = {dtype_name(v) for v in product.invars}, dtype_name(product.outvars[0])
+    if all(name.startswith("float8") for name in given):
+        named = result if result in _WIDER else ""
+    else:
+        named = given.pop() if len(given) == 1 else ""
+        named = named if named in _HALVES else ""
+    if not named:
+        return None
+    lhs, rhs = map(array_of, product.invars)
     (summed, _), (batch, _) = product.params["dimension_numbers"]
-    if dtype != other or dtype not in _HALVES:
-        return False
     are_matrices = len(batch) + len(summed) < min(len(lhs.shape), len(rhs.shape))
-    return dtype != "bfloat16" or not are_matrices or len(lhs.shape) - 1 not in summed
+    is_taken = named == "bfloat16" and are_matrices and len(lhs.shape) - 1 in summed
+    dtype = jnp.dtype(named if is_taken or named not in _HALVES else "float32")
+    return None if all(array_of(v).dtype == dtype for v in product.invars) else dtype
 
 
 def _order(old: Sequence[int], new: Sequence[int]) -> list[int]:

@@ -41,7 +41,7 @@ def with_less_mapped(
     """
 
     def rank(made: Candidate) -> tuple[bool, int]:
-        return made.peak_bytes > scale * request.temp_budget_bytes, run_ns(made, request, scale)
+        return made.expected_bytes > scale * request.temp_budget_bytes, run_ns(made, request, scale)
 
     aims = _aims(request)
     upwards = len(aims) <= CONFIG.few_aims

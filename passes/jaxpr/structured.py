@@ -84,7 +84,7 @@ def search_structured(
         original=jaxpr, base_ns=as_is.seen.cost_ns, request=request, scale=scale, plan_body=plan_body
     )
     if request.inside:
-        return _taken(search_for.levels(Levels(jaxpr, [()], request.device), WAYS), request)
+        return _taken(search_for.levels(Levels(jaxpr, [()], request.device), WAYS), request, scale)
     opened = with_open_pairs(jaxpr)
     paired = in_pairs(opened)
     searches = {opened: search_for}
@@ -109,7 +109,7 @@ def search_structured(
     if request.host_bytes:
         here = _next(looks, request)
         looks += [look for search_in, levels in frontiers for look in search_in.sent(levels, here)]
-    return _taken(looks, request)
+    return _taken(looks, request, scale)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -393,13 +393,13 @@ class _Search:
         return self.request.calibration.expected_ratio(recipe, estimated_bytes, prior_ratio)
 
 
-def _taken(looks: Sequence[_Look], request: JaxprRequest) -> Candidate:
+def _taken(looks: Sequence[_Look], request: JaxprRequest, scale: float) -> Candidate:
     """What to compile, and whether something else may follow from what XLA makes of it."""
     taken = _next(looks, request)
     most_bytes = CONFIG.unknown_ratio * request.temp_budget_bytes
     near = (look for look in looks if look.price < taken.price and not look.tried)
     unrivalled = not taken.over and all(look.expected_bytes > most_bytes for look in near)
-    return replace(taken.candidate, unrivalled=unrivalled)
+    return replace(taken.candidate, hoped_bytes=int(taken.expected_bytes * scale), unrivalled=unrivalled)
 
 
 def _next(looks: Sequence[_Look], request: JaxprRequest) -> _Look:
