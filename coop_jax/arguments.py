@@ -147,7 +147,8 @@ def unchanged(
     if structure_after != structure:
         raise _changed(_where_structures_differ(function, given, structure, is_leaf))
     for i, (leaf, known) in enumerate(zip(before, tracers, strict=True)):
-        attribute = known and next((k for k, v in _tracers(leaf).items() if v - known.get(k, set())), None)
+        held = {} if known is None else _tracers(leaf)
+        attribute = next((k for k, v in held.items() if v - (known or {}).get(k, set())), None)
         if attribute or (stable[i] and after[i] is not leaf):
             path = jax.tree_util.tree_leaves_with_path(given, is_leaf)[i][0]
             names = [jax.tree_util.GetAttrKey(attribute)] if attribute else []
@@ -164,8 +165,8 @@ def _tracers(value: Any) -> dict[str, set[int]]:
 def _leaves(value: Any) -> list[Any]:
     try:
         return jax.tree.leaves(value)
-    except (TypeError, ValueError):  # such as a dict whose keys have no order
-        return []
+    except (TypeError, ValueError, RecursionError, SystemError):
+        return []  # such as a dict whose keys have no order, or a list that holds itself
 
 
 def _changed(name: str) -> ArgumentError:

@@ -2,19 +2,23 @@
 
 A static value is compared as a dictionary's key is, with its type, so that 1, 1.0 and True are three values.
 An object that Python compares by identity, such as `self` of a plain class, counts together with what its
-attributes hold: give one of them another value, and the program is traced anew.
+attributes hold, and what these hold: change any of that, and the program is traced anew.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
+import hashlib
 import inspect
+import itertools
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from coop_jax.errors import ArgumentError
 from passes.jaxpr import compat
@@ -22,9 +26,9 @@ from passes.jaxpr import compat
 compat.hide_frames(__file__)
 
 _NUMBERS = (bool, int, float, complex)
-_OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, functools.partial)
-_DEPTH = 3
-_MANY = 256
+_OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+# An object that holds more values is not remembered: to look at all of them would take long.
+_MOST_LOOKS = 10_000
 
 
 class Same:
@@ -67,7 +71,7 @@ class Static:
         if not has_attributes(value):
             hash(value)
             return cls(value, value)
-        return cls(value, _look(value, set(), _DEPTH), changes=True)
+        return cls(value, _looked_at(value), changes=True)
 
     @classmethod
     def itself(cls, value: Any) -> Static:
@@ -85,9 +89,7 @@ class Static:
 
 def has_attributes(value: Any) -> bool:
     """True for an object of a Python class that is compared by identity, or cannot be hashed."""
-    if isinstance(value, _OPAQUE) or type(value).__module__.partition(".")[0] in ("jax", "jaxlib"):
-        return False
-    if not hasattr(value, "__dict__") and not _slots(value):
+    if _is_opaque(value) or not _has_own(value):
         return False
     hashed: Any = type(value).__hash__
     if hashed is object.__hash__:
@@ -99,6 +101,14 @@ def has_attributes(value: Any) -> bool:
     return False
 
 
+def _is_opaque(value: Any) -> bool:
+    return isinstance(value, _OPAQUE) or type(value).__module__.partition(".")[0] in ("jax", "jaxlib")
+
+
+def _has_own(value: Any) -> bool:
+    return hasattr(value, "__dict__") or bool(_slots(value))
+
+
 def attributes(value: Any) -> dict[str, Any]:
     """What an object's attributes hold, by name."""
     slots = {name: getattr(value, name) for name in _slots(value) if hasattr(value, name)}
@@ -106,23 +116,80 @@ def attributes(value: Any) -> dict[str, Any]:
 
 
 def _slots(value: Any) -> list[str]:
-    by_class = [getattr(cls, "__slots__", ()) for cls in type(value).__mro__]
-    names = [name for slots in by_class for name in ((slots,) if isinstance(slots, str) else slots)]
-    return [name for name in names if not name.startswith("__")]
+    names = []
+    for cls in type(value).__mro__:
+        slots = getattr(cls, "__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if not name.startswith("__"):
+                names.append(name)
+            elif not name.endswith("__"):  # as Python calls a private one
+                names.append(f"_{cls.__name__.lstrip('_')}{name}")
+    return names
 
 
-def _look(value: Any, seen: set[int], depth: int) -> Any:
-    """What can be seen of a value, hashable; arrays and whatever lies deeper than `depth` by identity."""
-    if value is None or isinstance(value, (*_NUMBERS, str, bytes)):
-        return (type(value), repr(value))
-    if depth and type(value) in (list, tuple) and len(value) <= _MANY:
-        return (type(value), *(_look(x, seen, depth - 1) for x in value))
-    if depth and type(value) is dict and len(value) <= _MANY:
-        return (dict, *((_look(k, seen, 0), _look(x, seen, depth - 1)) for k, x in value.items()))
-    if depth and id(value) not in seen and has_attributes(value):
-        seen.add(id(value))
-        return (Same(value), *((k, _look(x, seen, depth - 1)) for k, x in attributes(value).items()))
-    return Same(value)
+class _TooMuch(Exception):
+    """More is held than is looked at."""
+
+
+def _looked_at(value: Any) -> Hashable:
+    """What can be seen of a value; what equals nothing where that is too much, so that it is traced anew."""
+    try:
+        return _Look().at(value)
+    except (_TooMuch, RecursionError):
+        return Same(object())
+
+
+class _Look:
+    """Containers and NumPy's arrays are seen by what they hold, objects by themselves and what their
+    attributes hold, and what holds nothing that can be seen, a function or an array of JAX, by itself.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[int, int] = {}
+        self._looks = 0
+
+    def at(self, value: Any) -> Hashable:
+        """Equal for two values if they are the same, or hold the same.
+
+        Raises:
+            _TooMuch: they hold too much.
+        """
+        self._looks += 1
+        if self._looks > _MOST_LOOKS:
+            raise _TooMuch
+        if isinstance(value, Same):
+            return value
+        if value is None or isinstance(value, (*_NUMBERS, str, bytes)):
+            return type(value), repr(value)
+        parts = _parts(value)
+        if parts is None:
+            return Same(value)
+        if (place := self._places.get(id(value))) is not None:
+            return "seen", place
+        self._places[id(value)] = len(self._places)
+        inside = map(self.at, parts)
+        return type(value), (frozenset(inside) if isinstance(value, set | frozenset) else tuple(inside))
+
+
+def _parts(value: Any) -> Iterable[Any] | None:
+    """What a value holds, as far as it can be seen; None if nothing."""
+    if isinstance(value, functools.partial):
+        return value.func, value.args, value.keywords
+    if isinstance(value, types.MethodType):
+        return Same(value.__func__), value.__self__
+    if _is_opaque(value):
+        return None
+    held = attributes(value)
+    if isinstance(value, np.ndarray | np.generic):
+        numbers = value.tolist() if value.dtype.hasobject else hashlib.blake2b(value.tobytes()).digest()
+        return str(value.dtype), value.shape, numbers, held or None
+    if isinstance(value, bytearray):
+        return (bytes(value),)
+    if isinstance(value, Mapping):
+        return *itertools.chain.from_iterable(value.items()), held or None
+    if isinstance(value, list | tuple | set | frozenset | collections.deque):
+        return *value, held or None
+    return (Same(value), *itertools.chain.from_iterable(held.items())) if _has_own(value) else None
 
 
 @dataclass(frozen=True, slots=True)

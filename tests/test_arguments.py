@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import enum
 import functools
+import logging
 from typing import Any, NamedTuple
 
 import jax
@@ -194,6 +195,97 @@ def test_methods_see_what_their_object_holds_now() -> None:
     same(config.loss(X), 2 * X.sum() + 1)
 
 
+class Holder:
+    """Holds what may be changed in place."""
+
+    __slots__ = ("__private", "held")
+
+    def __init__(self, held: Any) -> None:
+        self.held, self.__private = held, 1.0
+
+    def set_private(self, value: float) -> None:
+        self.__private = value
+
+    @limited
+    def first(self, x: Any) -> Any:
+        held = self.held
+        for _ in range(8):
+            if isinstance(held, dict):
+                held = held["a"]
+            elif isinstance(held, Scale):
+                held = held.by
+            elif isinstance(held, functools.partial):
+                held = held.args[0]
+            elif hasattr(held, "__len__"):
+                held = len(held) if isinstance(held, set) else held[0]
+        return x * float(held) * self.__private
+
+
+class Row(list[Any]):
+    pass
+
+
+def deep(depth: int) -> list[Any]:
+    return [deep(depth - 1)] if depth else [2.0]
+
+
+def innermost(held: list[Any]) -> list[Any]:
+    return innermost(held[0]) if isinstance(held[0], list) else held
+
+
+def set_first(held: Any) -> None:
+    held[0] = 5.0
+
+
+HELD = {
+    "a NumPy array": (np.ones(3) * 2, set_first, 5),
+    "an array of arrays": (np.array([np.ones(2), None], dtype=object), lambda a: set_first(a[0]), 5),
+    "a set": ({1.0}, lambda held: held.add(2.0), 2),
+    "a deque": (collections.deque([2.0]), set_first, 5),
+    "an ordered dict": (collections.OrderedDict(a=2.0), lambda held: held.update(a=5.0), 5),
+    "a list of a class": (Row([2.0]), set_first, 5),
+    "an attribute of a list": (Row([Scale(2.0)]), lambda held: setattr(held[0], "by", 5.0), 5),
+    "what a partial is given": (functools.partial(print, [2.0]), lambda held: set_first(held.args[0]), 5),
+    "deep lists": (deep(6), lambda held: set_first(innermost(held)), 5),
+    "many values": ([2.0] * 20_000, set_first, 5),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_is_changed_in_place_is_seen(name: str) -> None:
+    held, change, expected = HELD[name]
+    holder = Holder(held)
+    before = holder.first(X)
+    change(held)
+    after = holder.first(X)
+    same(after, X * expected)
+    assert not np.array_equal(after, before)
+    holder.set_private(3.0)
+    same(holder.first(X), X * expected * 3)
+
+
+def test_what_is_not_changed_is_not_traced_again() -> None:
+    traced = []
+
+    class Loop:
+        def __init__(self) -> None:
+            self.me, self.rows, self.log = self, [np.ones(2), {"a": {3}}], logging.getLogger("loop")
+            self.rows.append(self.rows)
+
+        @limited
+        def scaled(self, x: Any) -> Any:
+            traced.append(self)
+            return x * self.me.rows[0][0]
+
+    loop = Loop()
+    for _ in range(3):
+        same(loop.scaled(X), X)
+    assert len(traced) == 1
+    loop.rows[0] = loop.rows[0].copy()
+    same(loop.scaled(X), X)
+    assert len(traced) == 1
+
+
 @jax.tree_util.register_pytree_node_class
 class Box:
     """A pytree that may be changed in place."""
@@ -229,6 +321,15 @@ def test_changes_in_place_are_refused(outer: Any, name: str) -> None:
 def test_an_object_that_would_keep_a_tracer_is_refused() -> None:
     with pytest.raises(coop.ArgumentError, match=r"changes `self\.w` in place"):
         Trainer(2.0).leak(X)
+
+    class Empty:
+        @limited
+        def leak(self, x: Any) -> Any:
+            self.y = x * 2
+            return x
+
+    with pytest.raises(coop.ArgumentError, match=r"changes `self\.y` in place"):
+        Empty().leak(X)
 
 
 def test_pytrees_that_make_their_leaves_anew_are_not_taken_for_changed() -> None:
