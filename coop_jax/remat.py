@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, overload
@@ -15,7 +16,7 @@ from coop_jax.budget import Budget
 from coop_jax.config import RematConfig
 from coop_jax.errors import ConstraintError, UnsupportedError
 from coop_jax.pinning import PinnedCalls
-from coop_jax.statics import StaticArguments
+from coop_jax.statics import StaticArguments, has_attributes
 from passes.cost import DEVICES
 from passes.hlo.enforce import OnFragmentation
 from passes.jaxpr import compat
@@ -188,11 +189,13 @@ def _decorate(
 
 
 def _opened(function: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A function and its first arguments: what a method is bound to, and a callable pytree, are arguments."""
+    """A function and its first arguments: what a method is bound to, a callable pytree, and an object that a
+    class in Python made callable, are arguments."""
     owner, method = getattr(function, "__self__", None), getattr(function, "__func__", None)
     if method is not None and not isinstance(owner, type):
         return method, (owner,)
-    if nnx.has_nodes(function) or not jax.tree_util.treedef_is_leaf(jax.tree.structure(function)):
+    is_tree = nnx.has_nodes(function) or not jax.tree_util.treedef_is_leaf(jax.tree.structure(function))
+    if is_tree or (has_attributes(function) and inspect.isfunction(type(function).__call__)):
         return type(function).__call__, (function,)
     return function, ()
 

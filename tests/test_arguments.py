@@ -189,6 +189,11 @@ def test_methods_see_what_their_object_holds_now() -> None:
     same(jax.grad(lambda w: Trainer(w).loss(X))(2.0), X.sum())
     for w in (1.0, 2.0):
         same(jax.jit(lambda w: Trainer(w).loss(X))(w), w * X.sum())
+    scale = Scale(2.0)
+    called = limited(scale)
+    same(called(X), 2 * X)
+    scale.by = 3.0
+    same(called(X), 3 * X)
     config = Config(jnp.float32(2))
     same(config.loss(X), 2 * X.sum())
     config.layers.append("one")
