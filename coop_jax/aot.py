@@ -131,13 +131,19 @@ def target(name: str) -> Target:
     Raises:
         UnsupportedError: another name.
     """
+    if not isinstance(name, str):
+        raise UnsupportedError(
+            f"device is a {type(name).__name__}: give the name of one, such as 'h200', or None for the "
+            "default device of this process."
+        )
     chip = tpu.split(name)
     if chip is not None:
         memory_bytes = tpu.CHIPS[chip[0]].memory_bytes
         return Target(name=chip[0], text=name.lower(), memory_bytes=memory_bytes, platform=TPU.name)
     if name.lower() not in GPUS:
         raise UnsupportedError(
-            f"device {name!r} is not known; there are {', '.join(TARGETS)}, and slices such as v6e:2x4."
+            f"device {name!r} is not known; there are {', '.join(TARGETS)}, and slices such as v6e:2x4. None "
+            "means the default device of this process."
         )
     text = resources.files("coop_jax").joinpath(f"targets/{name.lower()}.txtpb").read_text()
     size = _MEMORY_SIZE.search(text)
@@ -155,7 +161,7 @@ def devices(device: str | Target, *, count: int = 1) -> tuple[jax.Device, ...]:
     Raises:
         UnsupportedError: an unknown name, or no CUDA plugin or libtpu to compile with.
     """
-    return _devices(target(device) if isinstance(device, str) else device, count)
+    return _devices(device if isinstance(device, Target) else target(device), count)
 
 
 @functools.lru_cache(maxsize=32)
@@ -198,7 +204,13 @@ def _no_plugin_text(name: str) -> str:
     )
 
 
-def sharded_specs(specs: Any, device: Any, *, static_argnums: Sequence[int] = ()) -> Any:
+def places(argnums: int | Sequence[int], specs: Sequence[Any]) -> tuple[int, ...]:
+    """Numbers of arguments as `jax.jit` reads them: one or several, from the end if negative."""
+    numbers = (argnums,) if isinstance(argnums, int) else argnums
+    return tuple(sorted({n + len(specs) if -len(specs) <= n < 0 else n for n in numbers}))
+
+
+def sharded_specs(specs: Any, device: Any, *, static_argnums: int | Sequence[int] = ()) -> Any:
     """Shapes and dtypes of `specs`, placed on one device or on each of several.
 
     What has a `NamedSharding` keeps it, and the rest is placed on each device of its mesh, in the memory that
@@ -210,10 +222,10 @@ def sharded_specs(specs: Any, device: Any, *, static_argnums: Sequence[int] = ()
         device: a jax device, such as one of `devices("h200")`, or several.
         static_argnums: which of the arguments are passed on as they are.
     """
-    places = list(device) if isinstance(device, Sequence) else [device]
+    where = list(device) if isinstance(device, Sequence) else [device]
     given = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(specs))
     meshes = [s.mesh for s in given if s is not None and _is_placed(s)]
-    mesh = meshes[0] if meshes else jax.sharding.Mesh(places, ("devices",))
+    mesh = meshes[0] if meshes else jax.sharding.Mesh(where, ("devices",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
     def place(leaf: Any) -> Any:
@@ -222,12 +234,12 @@ def sharded_specs(specs: Any, device: Any, *, static_argnums: Sequence[int] = ()
             return leaf
         aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
         weak = bool(getattr(aval, "weak_type", False))
-        where = on_host.among(mesh, given) or sharding
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=where, weak_type=weak)
+        placed = on_host.among(mesh, given) or sharding
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=placed, weak_type=weak)
 
-    if not static_argnums:
+    if static_argnums == ():
         return jax.tree.map(place, specs)
-    static = {i % len(specs) for i in static_argnums}
+    static = places(static_argnums, specs)
     return tuple(s if i in static else jax.tree.map(place, s) for i, s in enumerate(specs))
 
 
@@ -242,7 +254,7 @@ def lower_for(
     *,
     device: str | Target | None = None,
     kwargs: Mapping[str, Any] | None = None,
-    static_argnums: Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
 ) -> Any:
     """Lower a function for a device that need not be here.
 
@@ -259,11 +271,12 @@ def lower_for(
     Raises:
         UnsupportedError: the function calls Python, and the device is not here.
     """
-    jitted = fn if hasattr(fn, "lower") else jax.jit(fn, static_argnums=static_argnums or None)
+    static = places(static_argnums, specs)
+    jitted = fn if hasattr(fn, "lower") else jax.jit(fn, static_argnums=static or None)
     if device is None:
         return jitted.lower(*on_host.here(tuple(specs)), **on_host.here(dict(kwargs or {})))
     where = devices(device)
-    placed = sharded_specs(tuple(specs), where, static_argnums=static_argnums)
+    placed = sharded_specs(tuple(specs), where, static_argnums=static)
     with _told_to_kernels(where[0]):
         try:
             return jitted.lower(*placed, **sharded_specs(dict(kwargs or {}), where))
@@ -283,16 +296,16 @@ def donated(
     *,
     donate_argnums: int | Sequence[int] = (),
     kwargs: Mapping[str, Any] | None = None,
-    static_argnums: Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
 ) -> tuple[int, ...]:
     """Places of the arguments that are donated: by `donate_argnums`, or by `fn`, if `jax.jit` made that."""
-    asked = {donate_argnums} if isinstance(donate_argnums, int) else {*donate_argnums}
+    asked = {*places(donate_argnums, specs)}
     if not isinstance(fn, jax.stages.Wrapped) or not hasattr(fn, "trace"):
         return tuple(sorted(asked))
-    static = {n % len(specs) for n in static_argnums} if specs else set()
-    places = [n for n in range(len(specs)) if n not in static]
+    static = places(static_argnums, specs)
+    dynamic = [n for n in range(len(specs)) if n not in static]
     given = [jax.tree.leaves(info) for info in fn.trace(*specs, **(kwargs or {})).args_info[0]]
-    own = {n for n, leaves in zip(places, given, strict=True) if any(leaf.donated for leaf in leaves)}
+    own = {n for n, leaves in zip(dynamic, given, strict=True) if any(leaf.donated for leaf in leaves)}
     return tuple(sorted(asked | own))
 
 

@@ -31,12 +31,19 @@ from coop_jax.text import format_bytes
 
 DEFAULT_HEADROOM = "10%"
 
-_ACCEPTED = (
-    'Accepted are: bytes as an integer (8_000_000_000); a size with its unit ("8GiB", "7.5 GB", "512 MiB", '
-    '"300 kB"; GiB is 2**30, GB is 10**9 bytes); a share of the device\'s memory ("85%"); a float in (0, 1], '
-    "the fraction of the same program's peak without rematerialization (0.5); None, the device's memory less "
-    "headroom; or coop.Budget(device=..., host=..., headroom=...)."
+_SIZES = (
+    'bytes as an integer (8_000_000_000); a size with its unit ("8GiB", "7.5 GB", "512 MiB", "300 kB"; '
+    "GiB is 2**30, GB is 10**9 bytes)"
 )
+_SHARES = 'a share of the device\'s memory ("85%")'
+_ACCEPTED = {
+    "size": _SIZES,
+    "host": _SIZES,
+    "headroom": f"{_SIZES}; {_SHARES}; None",
+    "budget": f"{_SIZES}; {_SHARES}; a float in (0, 1], the fraction of the same program's peak without "
+    "rematerialization (0.5); None, the device's memory less headroom; or coop.Budget(device=..., host=..., "
+    "headroom=...)",
+}
 _SCALE = {
     "B": 1,
     "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -60,9 +67,13 @@ def parse_bytes(value: int | str) -> int:
     Raises:
         BudgetError: anything else.
     """
-    amount = _parse(value)
+    return _bytes(value, "size")
+
+
+def _bytes(value: object, name: str) -> int:
+    amount = _parse(value, name)
     if amount.unit != "bytes":
-        raise _refuse(value, "a size in bytes is needed here")
+        raise _refuse(value, "a size in bytes is needed here", name)
     return int(amount.value)
 
 
@@ -84,16 +95,13 @@ class Budget:
 
     def __post_init__(self) -> None:
         if self.host is not None:
-            parse_bytes(self.host)
+            _bytes(self.host, "host")
         if self.device is not None:
             _parse(self.device)
         if self.headroom is None or _is_zero(self.headroom):
             return
-        if _parse(self.headroom).unit == "fraction":
-            raise BudgetError(
-                f"headroom {_SHORT.repr(self.headroom)} is refused: give bytes, "
-                '"512MiB" or "10%" of the device\'s memory.'
-            )
+        if _parse(self.headroom, "headroom").unit == "fraction":
+            raise _refuse(self.headroom, "a fraction of the program's peak is no headroom", "headroom")
 
     @classmethod
     def of(cls, value: Any, host: int | str | None = None) -> Budget:
@@ -151,9 +159,12 @@ class Budget:
         headroom = self._headroom()
         off = 0 if headroom is None else _resolve(headroom, total, None)
         if asked - off <= 0:
-            raise BudgetError(
-                f"budget {self}: {format_bytes(off)} of headroom leave nothing of {format_bytes(asked)}."
+            less = (
+                f"{format_bytes(off)} of headroom leave nothing of {format_bytes(asked)}"
+                if off
+                else "0 bytes"
             )
+            raise BudgetError(f"budget {self}: {less}.")
         return asked - off
 
     def _headroom(self) -> _Amount | None:
@@ -181,37 +192,39 @@ class _Amount:
     value: float | int
 
 
-def _parse(value: object) -> _Amount:
+def _parse(value: object, name: str = "budget") -> _Amount:
     if isinstance(value, str):
-        return _parse_text(value)
+        return _parse_text(value, name)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise _refuse(value, f"a {type(value).__name__} is not a budget")
+        raise _refuse(value, f"a {type(value).__name__} is not a {name}", name)
     if value <= 0:
-        raise _refuse(value, "a budget must be more than zero bytes")
+        raise _refuse(value, f"a {name} must be more than zero bytes", name)
     if isinstance(value, numbers.Integral):
+        if value >= 10**_MOST_DIGITS:
+            raise _refuse(value, f"a size has at most {_MOST_DIGITS} digits", name)
         return _Amount(unit="bytes", value=int(value))
     fraction = float(value)
     if math.isnan(fraction) or not 0.0 < fraction <= 1.0:
-        raise _refuse(value, "a float must be in (0, 1]; bytes are integers")
+        raise _refuse(value, "a float must be in (0, 1]; bytes are integers", name)
     return _Amount(unit="fraction", value=fraction)
 
 
-def _parse_text(text: str) -> _Amount:
+def _parse_text(text: str, name: str) -> _Amount:
     if match := _PERCENT.fullmatch(text):
         percent = float(match[1])
         if not 0.0 < percent <= 100.0:
-            raise _refuse(text, "a share of the device's memory must be in (0 %, 100 %]")
+            raise _refuse(text, "a share of the device's memory must be in (0 %, 100 %]", name)
         return _Amount(unit="percent", value=percent)
     match = _SIZE.fullmatch(text)
     if match is None or match[2] not in _SCALE:
-        raise _refuse(text, "this is not a size with a unit")
+        raise _refuse(text, "this is not a size with a unit", name)
     if len(match[1]) > _MOST_DIGITS:
-        raise _refuse(text, f"a size has at most {_MOST_DIGITS} digits")
+        raise _refuse(text, f"a size has at most {_MOST_DIGITS} digits", name)
     whole, _, part = match[1].partition(".")
     scale = _SCALE[match[2]]
     nbytes = int(whole or "0") * scale + (int(part) * scale // 10 ** len(part) if part else 0)
     if nbytes <= 0:
-        raise _refuse(text, "a budget must be more than zero bytes")
+        raise _refuse(text, f"a {name} must be more than zero bytes", name)
     return _Amount(unit="bytes", value=nbytes)
 
 
@@ -240,5 +253,5 @@ def _describe(amount: _Amount) -> str:
     return f"{amount.value:g} of the plain program's peak"
 
 
-def _refuse(value: object, why: str) -> BudgetError:
-    return BudgetError(f"budget {_SHORT.repr(value)} is refused: {why}. {_ACCEPTED}")
+def _refuse(value: object, why: str, name: str) -> BudgetError:
+    return BudgetError(f"{name} {_SHORT.repr(value)} is refused: {why}. Accepted are: {_ACCEPTED[name]}.")

@@ -89,7 +89,7 @@ def pareto(
     budgets: int | Sequence[int | float | str] = 12,
     device: str | aot.Target | None = None,
     donate_argnums: int | Sequence[int] = (),
-    static_argnums: Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
     kwargs: Mapping[str, Any] | None = None,
     rivals: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Pareto:
@@ -113,7 +113,7 @@ def pareto(
     """
     if isinstance(budgets, int) and budgets < 1:
         raise BudgetError(f"budgets={budgets!r}: give how many, at least 1, or the budgets themselves.")
-    static = tuple(static_argnums)
+    static = aot.places(static_argnums, specs)
     donate = aot.donated(fn, specs, donate_argnums=donate_argnums, kwargs=kwargs, static_argnums=static)
     options: dict[str, Any] = {
         "device": device, "donate_argnums": donate, "static_argnums": static, "kwargs": kwargs,
@@ -124,7 +124,7 @@ def pareto(
         total, plain_ns = plain.memory.total_bytes, plain.cost_ns
         others = []
         if rivals is None:
-            rivals = natural_rivals(fn, specs, static_argnums=static_argnums, kwargs=kwargs)
+            rivals = natural_rivals(fn, specs, static_argnums=static, kwargs=kwargs)
         for name, other in rivals.items():
             tell(f"compiling {name}")
             others.append(_rival(name, compile_plain(other, specs, **options), plain_ns))

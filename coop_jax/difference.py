@@ -10,6 +10,7 @@ from typing import Any
 from coop_jax.report import Report
 from coop_jax.screen import Block, Heading, Lines, Printable, Table
 from coop_jax.text import format_bytes, format_ns
+from passes.checked import InputError
 
 _SHOWN = 12
 _BYTES = (
@@ -96,6 +97,12 @@ def difference(before: Report | Mapping[str, Any], after: Report | Mapping[str, 
 
     Args:
         before, after: reports, or what their `to_dict` gave (such as a file's JSON).
+
+    Raises:
+        InputError: one is neither.
     """
+    for given in (before, after):
+        if not isinstance(given, Report) and not (isinstance(given, Mapping) and "budget_bytes" in given):
+            raise InputError(f"a {type(given).__name__} is no report: give what coop.report returns.")
     fields = [r.to_dict() if isinstance(r, Report) else r for r in (before, after)]
     return Difference(before=fields[0], after=fields[1])

@@ -92,7 +92,7 @@ def explain(
     *specs: Any,
     device: str | aot.Target | None = None,
     donate_argnums: int | Sequence[int] = (),
-    static_argnums: Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
     kwargs: Mapping[str, Any] | None = None,
     budgets: bool = True,
     top: int = 8,

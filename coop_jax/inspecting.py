@@ -5,6 +5,8 @@ None of them needs to have been made with `coop.remat`.
 
 from __future__ import annotations
 
+import os
+import reprlib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,6 +38,7 @@ from passes.simulate import simulate
 
 _CURVE = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 PLATFORMS = ("cpu", "cuda")
+_SHORT = reprlib.Repr(maxstring=200)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +92,7 @@ def inspect(source: Any, *, platform: str | None = None, module: str | None = No
     if not isinstance(source, str | Path):
         return open_compiled(source).memory_map()
     path = Path(source)
-    if path.is_file() and (known := _map_in(path)) is not None:
+    if os.path.isfile(path) and (known := _map_in(path)) is not None:
         return known
     return open_path(path, platform=platform, module=module).memory_map()
 
@@ -114,8 +117,8 @@ def open_path(path: Path, *, platform: str | None = None, module: str | None = N
     """Read a file or a folder; see `inspect`."""
     if platform is not None and platform not in PLATFORMS:
         raise InputError(f"platform is {platform!r}, expected one of {', '.join(PLATFORMS)}")
-    if not path.exists():
-        raise InputError(f"{path} does not exist")
+    if not os.path.exists(path):
+        raise InputError(f"{_SHORT.repr(str(path))} does not exist: give the path of a file or of a folder")
     if not path.is_dir():
         named = dumps.module_of_path(path)
         return _open_file(path, platform or named.platform)

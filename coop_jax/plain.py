@@ -55,20 +55,20 @@ def compile_plain(
     *,
     device: str | aot.Target | None,
     donate_argnums: int | Sequence[int],
-    static_argnums: Sequence[int],
+    static_argnums: int | Sequence[int],
     kwargs: Mapping[str, Any] | None,
 ) -> Plain:
     """Compile a function without a budget; arguments are those of `explain`."""
-    static, jitted = tuple(static_argnums), fn
+    static, jitted = aot.places(static_argnums, specs), fn
     donate = aot.donated(fn, specs, donate_argnums=donate_argnums, kwargs=kwargs, static_argnums=static)
     if not hasattr(fn, "lower") or donate != aot.donated(fn, specs, kwargs=kwargs, static_argnums=static):
         jitted = jax.jit(fn, donate_argnums=donate, static_argnums=static or None)
-    lowered = aot.lower_for(jitted, specs, device=device, kwargs=kwargs, static_argnums=static_argnums)
+    lowered = aot.lower_for(jitted, specs, device=device, kwargs=kwargs, static_argnums=static)
     if device is None:
         where = jax.local_devices()[0]
         model = aot.model_for(where.platform, where.device_kind)
     else:
-        model = DEVICES[device if isinstance(device, str) else device.name]
+        model = DEVICES[(device if isinstance(device, aot.Target) else aot.target(device)).name]
     within = functools.partial(
         compile_within, fn, *specs, device=device, donate_argnums=donate, static_argnums=static, kwargs=kwargs
     )

@@ -78,7 +78,7 @@ def plan(
     device: str | aot.Target | None = None,
     planner: str = "auto",
     donate_argnums: int | Sequence[int] = (),
-    static_argnums: Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
     kwargs: Mapping[str, Any] | None = None,
     save: str | Sequence[str] = (),
     recompute: str | Sequence[str] = (),
@@ -120,7 +120,7 @@ def compile_within(
     budget: Any,
     device: str | aot.Target | None = None,
     donate_argnums: int | Sequence[int] = (),
-    static_argnums: Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
     kwargs: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Compiled:
@@ -129,7 +129,7 @@ def compile_within(
     Where passes that follow the planning (XLA:TPU has some) make more of a program than was foreseen, it is
     compiled again, held to so much less.
     """
-    static = tuple(static_argnums)
+    static = aot.places(static_argnums, specs)
     name = _cost_model(device)
     donate = aot.donated(fn, specs, donate_argnums=donate_argnums, kwargs=kwargs, static_argnums=static)
     for left in reversed(range(MOST_COMPILES)):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import coop_jax as coop
 from coop_jax import aot
 from coop_jax.errors import UnsupportedError
 from passes.cost import DEVICES
@@ -137,3 +140,24 @@ def test_what_calls_python_is_refused_for_a_device_that_is_absent(h200: str) -> 
 
     with pytest.raises(UnsupportedError, match="calls back into Python"):
         aot.lower_for(checked, [jax.ShapeDtypeStruct((8,), "float32")], device=h200)
+
+
+@pytest.mark.parametrize("static", [2, -1, (2,)])
+def test_one_argument_is_named_static_as_under_jit(static: Any) -> None:
+    def scaled(w: jax.Array, x: jax.Array, times: int) -> jax.Array:
+        return sum(jnp.tanh(x @ w) for _ in range(times)).sum()
+
+    args = jnp.ones((8, 8)), jnp.ones((4, 8)), 2
+    report = coop.plan(scaled, *args, budget="1MiB", static_argnums=static)
+    assert (
+        report.compiled_total_bytes
+        == aot.memory(jax.jit(scaled, static_argnums=2).lower(*args).compile()).total_bytes
+    )
+    assert coop.pareto(scaled, *args, budgets=[1.0], static_argnums=static, rivals={}).points
+
+
+@pytest.mark.parametrize("ask", [coop.explain, coop.plan, coop.pareto])
+def test_a_device_is_a_name(ask: Any) -> None:
+    budget = {"budget": "1MiB"} if ask is coop.plan else {}
+    with pytest.raises(coop.UnsupportedError, match="give the name of one"):
+        ask(jnp.sin, jnp.ones(3), device=jax.devices()[0], **budget)

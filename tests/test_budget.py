@@ -179,3 +179,17 @@ def test_tables_are_aligned() -> None:
 def test_a_fraction_of_headroom_is_refused_by_its_name() -> None:
     with pytest.raises(BudgetError, match=r"headroom 0\.1 is refused"):
         Budget(device=0.8, headroom=0.1)
+
+
+def test_every_amount_is_refused_by_its_name_and_with_what_is_accepted_there() -> None:
+    with pytest.raises(
+        BudgetError, match=r"host '50%' is refused: .*\(8_000_000_000\); a size with [^;]*; GiB[^;]*$"
+    ):
+        Budget(device="1GiB", host="50%")
+    with pytest.raises(BudgetError, match="size '85%' is refused"):
+        parse_bytes("85%")
+    for huge in (10**400, -(10**400)):
+        with pytest.raises(BudgetError, match="is refused"):
+            Budget.of(huge)
+    with pytest.raises(BudgetError, match="of the plain program's peak: 0 bytes"):
+        Budget.of(0.5).resolve(baseline_bytes=lambda: 0)

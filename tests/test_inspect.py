@@ -183,6 +183,8 @@ def test_folders_without_modules_and_paths_without_files_are_refused(tmp_path: P
         coop.inspect(tmp_path)
     with pytest.raises(InputError, match="does not exist"):
         coop.inspect(tmp_path / "nothing")
+    with pytest.raises(InputError, match="does not exist"):
+        coop.inspect("HloModule step, " * 400)
     with pytest.raises(InputError, match="expected one of cpu, cuda"):
         coop.inspect(tmp_path, platform="vax")
     with pytest.raises(coop.UnsupportedError, match="no compiled program"):
