@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import re
 import reprlib
 import sys
@@ -37,11 +38,16 @@ FRACTION = re.compile(r"[01]?\.[0-9]+|[01]\.")
 
 def run(arguments: argparse.Namespace) -> int:
     """Run a parsed command (see `coop_cli`); returns the exit code."""
+    if sys.stdout is None:  # it was closed
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
         with on_terminal():
             return _COMMANDS[arguments.command](arguments)
     except BrokenPipeError:
         return 0
+    except KeyboardInterrupt:
+        _tell(f"coop {arguments.command}: interrupted")
+        return 130
     except InfeasibleBudgetError as error:
         _tell(f"coop {arguments.command}: {printable_lines(str(error))}")
         return 1
@@ -86,7 +92,8 @@ def _solve(arguments: argparse.Namespace) -> int:
     validate(program, made, config.link)
     if arguments.out is not None:
         arguments.out.write_text(made.to_json() + "\n", encoding="utf-8")
-    _print(made.to_json() + "\n" if arguments.json else summary(program, made, before_bytes))
+    limited = arguments.max_overhead is not None
+    _print(made.to_json() + "\n" if arguments.json else summary(program, made, before_bytes, limited=limited))
     return 0 if made.status.found else 1
 
 
@@ -186,8 +193,8 @@ def _bytes(text: str, what: str, least: int = 0) -> int:
     return whole_of(text if is_whole(text) else str(parse_bytes(text)), what, least=least)
 
 
-def summary(program: Program, made: Plan, before_bytes: int) -> str:
-    """What a plan needs and costs, in lines for people."""
+def summary(program: Program, made: Plan, before_bytes: int, *, limited: bool = False) -> str:
+    """What a plan needs and costs, in lines for people; `limited` if its time was."""
     placement_bytes = placed_bytes(program, made)
     fragmentation_ratio = placement_bytes / made.peak_bytes - 1 if made.peak_bytes else 0.0
     share = f"{made.peak_bytes / before_bytes:.3f} of before" if before_bytes else "nothing to plan"
@@ -207,7 +214,7 @@ def summary(program: Program, made: Plan, before_bytes: int) -> str:
         *_host_rows(made),
         *([("energy", f"{made.energy_pj} pJ")] if made.energy_pj else []),
         ("planner", made.planner),
-        ("status", _status(made)),
+        ("status", _status(made, limited)),
         ("seconds", f"{made.seconds:.3f}"),
     ]
     return "".join(f"{name:<12} {value}\n" for name, value in rows)
@@ -231,7 +238,9 @@ def placed_bytes(program: Program, made: Plan) -> int:
     return min(best_fit_bytes, max([end_of(graph, made), *back]))
 
 
-def _status(made: Plan) -> str:
+def _status(made: Plan, limited: bool) -> str:
+    if limited and not made.status.found and made.peak_bytes <= made.budget_bytes:
+        return "unknown: no plan found within the limit of time; the one shown is the quickest found"
     return {
         "optimal": "optimal (proved)",
         "feasible": "feasible",

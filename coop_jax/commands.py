@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from coop_jax.planning import compile_within
 from coop_jax.programs import NamedProgram, load, of_user
 from coop_jax.progress import progress
 from coop_jax.report import Report, report
-from coop_jax.saving import ENDINGS, Shown, save
-from coop_jax.screen import Block, Heading, Lines, Table, as_text, print_blocks
+from coop_jax.saving import ENDINGS, TEXTS, Shown, save
+from coop_jax.screen import Block, Heading, Lines, Table, as_plain, as_text, print_blocks
 from coop_jax.tables import memory_blocks
 from coop_jax.text import format_bytes, printable
 from passes.checked import InputError, is_whole, json_of, share_of
@@ -45,9 +45,9 @@ def _give(arguments: argparse.Namespace, shown: Any, write: Callable[[Path], Non
     return 0
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    if arguments.out is not None and arguments.out.suffix not in ENDINGS:
-        raise InputError(f"--out is {str(arguments.out)!r}; it must end in one of {', '.join(ENDINGS)}")
+def _check(arguments: argparse.Namespace, endings: Sequence[str] = ENDINGS) -> None:
+    if arguments.out is not None and arguments.out.suffix not in endings:
+        raise InputError(f"--out is {str(arguments.out)!r}; it must end in one of {', '.join(endings)}")
     if not 1 <= getattr(arguments, "top", 1) <= 1000:
         raise InputError(f"--top is {arguments.top}; give a number from 1 to 1000")
 
@@ -74,6 +74,8 @@ def _pareto(arguments: argparse.Namespace) -> int:
     program, options = _program(arguments)
     if not 1 <= arguments.budgets <= _MOST_BUDGETS:
         raise InputError(f"--budgets is {arguments.budgets}; give a number from 1 to {_MOST_BUDGETS}")
+    if arguments.rival and arguments.no_rivals:
+        raise InputError("--rival names what is compiled beside the budgets, --no-rivals nothing: give one")
     place = arguments.target.rpartition(":")[0]
     named = {name: load(f"{place}:{name}", []).function for name in arguments.rival}
     rivals = named if named or arguments.no_rivals else None
@@ -89,13 +91,15 @@ def _plan(arguments: argparse.Namespace) -> int:
     asked = {"budget": _budget(arguments.budget), **{name: getattr(arguments, name) for name in given}}
     if arguments.max_overhead is not None:
         asked["max_overhead"] = share_of(arguments.max_overhead, "--max-overhead")
+    plain = None
     with of_user(arguments.target), progress() as tell:
         tell("compiling it within the budget")
         compiled = compile_within(program.function, *program.specs, **asked, **options)
-        if not drawn:
-            return _give(arguments, planned := report(compiled), lambda path: save(planned, path))
-        tell("compiling the program as it is, for the picture")
-        plain = compile_plain(program.function, program.specs, static_argnums=(), kwargs=None, **options)
+        if drawn:
+            tell("compiling the program as it is, for the picture")
+            plain = compile_plain(program.function, program.specs, static_argnums=(), kwargs=None, **options)
+    if plain is None:
+        return _give(arguments, planned := report(compiled), lambda path: save(planned, path))
     shown = report_beside(compiled, plain)
 
     def write(path: Path) -> None:
@@ -117,7 +121,7 @@ def _budget(text: str) -> Any:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    _check(arguments)
+    _check(arguments, TEXTS)
     first = _report_of(arguments.report)
     if arguments.after is not None:
         shown: Any = difference(first, _report_of(arguments.after))
@@ -193,10 +197,13 @@ def _show(arguments: argparse.Namespace) -> int:
         shown = as_text(memory_blocks(MemoryMap.from_json(text)))
     elif form is None and isinstance(data, Mapping) and "compiled_total_bytes" in data:
         shown = as_text(_shown_report(_report_of(arguments.file)).found)
+    elif form is None and isinstance(data, Mapping) and {"stage", "before_temp_bytes"} <= data.keys():
+        shown = json.dumps(data, indent=1)  # what a stage says it did, see `passes.dump`
     else:
         known = ", ".join((PROGRAM_FORMAT, PLAN_FORMAT, MAP_FORMAT))
         raise InputError(f"{arguments.file} is none of {known}, and no report")
-    sys.stdout.write("\n".join(map(printable, shown.rstrip("\n").split("\n"))) + "\n")
+    shown = "\n".join(map(printable, shown.rstrip("\n").split("\n"))) + "\n"
+    sys.stdout.write(as_plain(shown, sys.stdout.encoding))
     return 0
 
 

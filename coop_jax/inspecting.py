@@ -141,7 +141,7 @@ def _map_in(path: Path) -> MemoryMap | None:
             return None
     text = path.read_text(encoding="utf-8", errors="replace")
     if MAP_FORMAT not in text[:100]:
-        raise InputError(f"{path} is JSON, but no map ({MAP_FORMAT})")
+        raise InputError(f"{path} starts as JSON does, and is no map ({MAP_FORMAT})")
     return MemoryMap.from_json(text)
 
 

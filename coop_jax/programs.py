@@ -13,7 +13,7 @@ import re
 import reprlib
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -42,7 +42,7 @@ class NamedProgram:
 
 
 def load(target: str, specs: list[str]) -> NamedProgram:
-    """Find a function and its arguments.
+    """Find a function and its arguments. What the user's code prints goes to stderr.
 
     Args:
         target: such as "train.py:step" or "package.module:step".
@@ -56,11 +56,12 @@ def load(target: str, specs: list[str]) -> NamedProgram:
         raise InputError(
             f"{reprlib.repr(target)} names no function; write train.py:step or package.module:step"
         )
-    module = _module(place)
-    function = _named(module, name)
-    if not callable(function):
-        raise InputError(f"{target} is a {type(function).__name__}, not a function")
-    return NamedProgram(function=function, specs=tuple(_spec(module, text) for text in specs))
+    with redirect_stdout(sys.stderr):
+        module = _module(place)
+        function = _named(module, name)
+        if not callable(function):
+            raise InputError(f"{target} is a {type(function).__name__}, not a function")
+        return NamedProgram(function=function, specs=tuple(_spec(module, text) for text in specs))
 
 
 def _module(place: str) -> ModuleType:
@@ -117,13 +118,15 @@ def _spec(module: ModuleType, text: str) -> Any:
 
 @contextmanager
 def of_user(target: str) -> Iterator[None]:
-    """What the user's function raises while it is traced or compiled is bad input.
+    """What the user's function raises while it is traced or compiled is bad input, and what it prints goes to
+    stderr.
 
     Raises:
         InputError: in the place of whatever is no error of this package.
     """
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
     except (CoopError, InputError, OSError):
         raise
     except Exception as error:

@@ -127,6 +127,8 @@ def remat(  # type: ignore[misc]  # the options stand here once
     constraints = _constraints(save, recompute, policy, offload)
     if planner not in PLANNERS:
         raise UnsupportedError(f"planner {planner!r} is not one of {', '.join(map(repr, PLANNERS))}.")
+    if planner == "delta":
+        raise UnsupportedError("planner 'delta' is a baseline of `coop solve`: no program is compiled by it.")
     if device is not None and device not in DEVICES:
         raise UnsupportedError(f"device {device!r} is not one of {', '.join(map(repr, sorted(DEVICES)))}.")
     if on_fragmentation not in FRAGMENTATION:

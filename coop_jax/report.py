@@ -22,6 +22,7 @@ from coop_jax.record import Record, Timed
 from coop_jax.screen import Block, Lines, Printable, Table
 from coop_jax.text import format_bytes, format_ns, format_pj, format_table
 from passes.backend import backend_of
+from passes.checked import check_types
 from passes.cost import DEVICES
 from passes.counts import Fixed
 from passes.ir import Status
@@ -144,6 +145,16 @@ class Report(Printable, Fixed):
             KeyError, TypeError, ValueError: it is another version's, or something else.
         """
         given = {f.name: data[f.name] for f in dataclasses.fields(cls)}
+        check_types(cls, given)
+        if given["budget_bytes"] <= 0:
+            raise ValueError(f"budget_bytes is {given['budget_bytes']}")
+        for made, items in (
+            (Recomputed, given["recomputed"]),
+            (Timed, given["timed"]),
+            (Offsets, [given["offsets"]]),
+        ):
+            for item in items:
+                check_types(made, item)
         known = {
             "status": Status(given["status"]),
             "recomputed": tuple(Recomputed(**item) for item in given["recomputed"]),

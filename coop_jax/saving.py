@@ -13,7 +13,8 @@ from coop_jax.screen import Block, Printable
 from passes.memory_map import MemoryMap
 
 PICTURES = (".png", ".svg", ".pdf")
-ENDINGS = (*PICTURES, ".html", ".json", ".txt")
+TEXTS = (".html", ".json", ".txt")
+ENDINGS = (*PICTURES, *TEXTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,7 @@ def save(
         pareto: the curve for a page, or for a picture where there are no maps.
 
     Raises:
-        UnsupportedError: another ending, or a picture without matplotlib.
+        UnsupportedError: another ending, a picture of what has no memory and no curve, or without matplotlib.
     """
     path = Path(path)
     drawn = [(m, title) for m, title in zip(maps, titles, strict=False) if m is not None]
@@ -70,7 +71,7 @@ def save(
             pareto=None if pareto is None else {**pareto.to_dict(), "labels": rival_labels(pareto)},
         )
         path.write_text(text, encoding="utf-8")
-    elif path.suffix in PICTURES:
+    elif path.suffix in PICTURES and (drawn or pareto is not None):
         from coop_jax import pictures
 
         if drawn:
@@ -78,4 +79,5 @@ def save(
         else:
             pictures.pareto(pareto, path)
     else:
-        raise UnsupportedError(f"{path.name}: the name must end in one of {', '.join(ENDINGS)}")
+        endings = ENDINGS if drawn or pareto is not None else TEXTS
+        raise UnsupportedError(f"{path.name}: the name must end in one of {', '.join(endings)}")

@@ -13,6 +13,7 @@ from typing import Any
 
 WIDTH = 100
 _BAR = 20
+_LEAST_FIRST = 16  # columns that the first of a table gets in a narrow terminal
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _PLAIN = str.maketrans({"█": "#", "…": "~", **{level: "_.-=+*%#"[i] for i, level in enumerate(_LEVELS[1:])}})
 
@@ -175,6 +176,16 @@ def print_blocks(blocks: Sequence[Block], stream: Any) -> None:
     stream.write(as_plain(as_text(blocks), stream.encoding) + "\n")
 
 
+def _rich_widths(table: Table, width: int) -> list[int] | None:
+    """That of the first column, which may be shortened, and the least ones of the others, whose headers may
+    be broken at spaces: no number is cut. None where they do not fit side by side."""
+    columns = [[*name.split(), *(row[i] for row in table.rows)] for i, name in enumerate(table.header)]
+    longest, *others = (max(map(len, column), default=0) for column in columns)
+    taken = sum(others) + 2 * len(others) + ((_BAR + 2) if table.shares else 0)
+    first = min(longest, width - taken)
+    return [first, *others] if first >= min(longest, _LEAST_FIRST) else None
+
+
 def _print_rich(blocks: Sequence[Block], stream: Any) -> None:
     from rich.console import Console
     from rich.table import Table as RichTable
@@ -187,12 +198,16 @@ def _print_rich(blocks: Sequence[Block], stream: Any) -> None:
         elif isinstance(block, Lines):
             for line in block.lines:
                 console.print(Text(line))
+        elif (widths := _rich_widths(block, console.width)) is None:
+            for line in _table_lines(block, console.width):
+                console.print(Text(line), soft_wrap=True)
         else:
             table = RichTable(box=None, pad_edge=False, header_style="dim")
-            for i, name in enumerate(block.header):
+            for i, (name, width) in enumerate(zip(block.header, widths, strict=True)):
                 table.add_column(
-                    Text(name), justify="right" if i else "left", no_wrap=True, ratio=None if i else 1
-                )
+                    Text(name), justify="right" if i else "left", no_wrap=not i, min_width=width,
+                    max_width=None if i else width,
+                )  # fmt: skip
             if block.shares:
                 table.add_column("", no_wrap=True, style="cyan", min_width=_BAR)
             shares = block.shares or (None,) * len(block.rows)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from coop_jax.errors import ArgumentError
 from coop_jax.on_host import on_host
 
 
@@ -33,10 +34,17 @@ def streamed(update: Callable[..., tuple[Any, Any]], state: Any, *trees: Any) ->
     Returns:
         The new state, on the host, and the results in the structure of `trees`. The numbers are those of
         `update` applied to every part.
+
+    Raises:
+        ArgumentError: there is no tree, or one has another structure than the first.
     """
+    if not trees:
+        raise ArgumentError(
+            "coop.streamed takes trees after the state: a part of it is for a leaf of the first."
+        )
     structure: Any = jax.tree.structure(trees[0])
-    parts = structure.flatten_up_to(state)
-    leaves = list(zip(*map(structure.flatten_up_to, trees), strict=True))
+    parts, *others = (_up_to(structure, tree, n) for n, tree in enumerate((state, *trees)))
+    leaves = list(zip(*others, strict=True))
     results: list[Any] = [None] * len(leaves)
     before: int | None = None
     for i in reversed(range(len(leaves))):
@@ -48,3 +56,14 @@ def streamed(update: Callable[..., tuple[Any, Any]], state: Any, *trees: Any) ->
         new, results[i] = update(here, first, *leaves[i][1:])
         parts[i], before = on_host(new), i
     return structure.unflatten(parts), structure.unflatten(results)
+
+
+def _up_to(structure: Any, tree: Any, n: int) -> list[Any]:
+    try:
+        leaves: list[Any] = structure.flatten_up_to(tree)
+    except (TypeError, ValueError) as error:
+        name = f"tree {n}" if n else "the state"
+        raise ArgumentError(
+            f"coop.streamed: {name} has another structure than the first tree, which is {structure}."
+        ) from error
+    return leaves

@@ -10,7 +10,8 @@ import json
 import re
 import reprlib
 from collections.abc import Mapping
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 MOST = 2**53
 _MOST_DIGITS = 40
@@ -49,6 +50,30 @@ def whole(value: object, what: str) -> int:
     if not 0 <= value < MOST:
         raise InputError(f"{what} is {reprlib.repr(value)}; {_range()}")
     return value
+
+
+def check_types(cls: type, values: Mapping[str, object]) -> None:
+    """See that values are what a dataclass says of its fields: numbers, texts, truth values, None, dicts of
+    them; what else it says is not looked at.
+
+    Raises:
+        TypeError: one is not; names the field.
+    """
+    for name, hint in get_type_hints(cls).items():
+        if name in values and not _is_of(values[name], hint):
+            raise TypeError(f"{name} is {reprlib.repr(values[name])}")
+
+
+def _is_of(value: object, hint: Any) -> bool:
+    if hint in (int, float, str):
+        return isinstance(value, (int, float) if hint is float else hint) and not isinstance(value, bool)
+    if hint is bool or hint is type(None):
+        return isinstance(value, hint)
+    if get_origin(hint) is UnionType:
+        return any(_is_of(value, one) for one in get_args(hint))
+    if get_origin(hint) is dict:
+        return isinstance(value, dict) and all(_is_of(v, get_args(hint)[1]) for v in value.values())
+    return True
 
 
 def share_of(text: str, what: str) -> float:

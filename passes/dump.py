@@ -23,11 +23,19 @@ def dump(stage: str, files: Mapping[str, Callable[[], str | bytes]]) -> Path | N
 
     Returns:
         The folder, None if nothing was asked for.
+
+    Raises:
+        OSError: the folder cannot be written to; names the variable.
     """
     wanted = os.environ.get(VARIABLE)
     if not wanted:
         return None
-    folder = _new_folder(Path(wanted), stage)
+    try:
+        folder = _new_folder(Path(wanted), stage)
+    except OSError as error:
+        raise type(error)(
+            error.errno, f"{VARIABLE} names no folder to write to: {error.strerror}", wanted
+        ) from error
     for name, contents in files.items():
         made = contents()
         data = made.encode() if isinstance(made, str) else made

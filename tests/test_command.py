@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import coop_cli
 from coop_cli import main
-from coop_jax import doctor
-from coop_jax.screen import as_text
+from coop_jax import commands, doctor, inspect
+from coop_jax.screen import Table, as_text, print_blocks
 
 SCRIPT = """
 import jax, jax.numpy as jnp
@@ -117,6 +121,105 @@ def test_plan_then_report_then_what_changed(
     assert "what changed" in capsys.readouterr().out
     assert main(["show", str(second)]) == 0
     assert "compiled, XLA's count" in capsys.readouterr().out
+    for given in ([str(second)], [str(first), str(second)]):
+        assert main(["report", *given, "--out", str(tmp_path / "x.png")]) == 2
+        assert "must end in one of .html, .json, .txt" in capsys.readouterr().err
+    wrong = {
+        "budget_bytes": "x", "seconds": [], "compiled_total_bytes": None, "whole": 1, "overhead_ratio": True,
+        "recomputed": [{**planned["recomputed"][0], "nbytes": "y"}],
+    }  # fmt: skip
+    for name, value in [*wrong.items(), ("budget_bytes", 0)]:
+        (broken := tmp_path / "c.json").write_text(json.dumps({**planned, name: value}))
+        assert main(["report", str(first), str(broken)]) == 2
+        said = capsys.readouterr().err
+        assert "is no report of this version: " in said
+        assert said.count("\n") == 1
+
+
+def test_what_a_program_prints_leaves_the_json_alone(
+    target: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "training.py").write_text(
+        "print('hello')\n" + SCRIPT.replace("    value, grads", "    print('traced')\n    value, grads")
+    )
+    assert main(["plan", *target, "--budget", "1GiB", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["budget_bytes"] == 2**30
+    assert "hello\n" in captured.err
+    assert "traced\n" in captured.err
+
+
+def test_what_a_stage_did_is_shown(
+    target: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COOP_DUMP_TO", str(tmp_path / "dump"))
+    assert main(["plan", *target, "--budget", "0.75"]) == 0
+    capsys.readouterr()
+    (outcome, *_) = sorted((tmp_path / "dump").glob("*/outcome.json"))
+    assert main(["show", str(outcome)]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(outcome.read_text())
+    monkeypatch.setenv("COOP_DUMP_TO", str(outcome))
+    assert main(["plan", *target, "--budget", "0.74"]) == 2
+    assert "COOP_DUMP_TO" in capsys.readouterr().err
+
+
+def test_an_interrupted_command_ends_without_a_trace(
+    target: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "explain", interrupted)
+    assert main(["explain", *target]) == 130
+    assert capsys.readouterr().err == "coop explain: interrupted\n"
+
+
+@pytest.mark.parametrize("how", [{"PYTHONIOENCODING": "ascii"}, {"PYTHONIOENCODING": "latin-1"}])
+def test_what_is_shown_is_in_the_characters_of_the_terminal(
+    how: dict[str, str], target: list[str], tmp_path: Path
+) -> None:
+    memory = tmp_path / "map.json"
+    assert main(["plan", *target, "--budget", "0.75", "--out", str(tmp_path / "r.json")]) == 0
+    explained = inspect(compiled_example())
+    memory.write_text(explained.to_json())
+    for path in (memory, tmp_path / "r.json"):
+        run = subprocess.run(
+            [sys.executable, "-m", "coop_jax", "show", str(path)],
+            env={**os.environ, **how}, capture_output=True, check=True,
+        )  # fmt: skip
+        assert run.stdout.decode(how["PYTHONIOENCODING"])
+
+
+def compiled_example() -> jax.stages.Compiled:
+    x = jnp.ones((64, 64))
+    return jax.jit(jax.grad(lambda x: jnp.tanh(jnp.tanh(x @ x) @ x).sum())).lower(x).compile()
+
+
+TABLE = Table(
+    header=("", "compiled", "overhead", "plan's recompute at least"),
+    rows=(
+        ("budget 2.50 MiB", "2.50 MiB", "+27.1 %", "20.1 %"),
+        ("4 blocks: dots_with_no_batch_dims_saveable", "3.50 MiB", "+3.2 %", ""),
+    ),
+)
+
+
+@pytest.mark.parametrize("width", [40, 50, 80, 100])
+def test_no_number_is_cut_in_a_narrow_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich", reason="needs rich: pip install -e '.[rich]'")
+
+    class Terminal(io.StringIO):
+        encoding = "utf-8"
+
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", str(width))
+    print_blocks([TABLE], terminal := Terminal())
+    shown = terminal.getvalue()
+    for cell in ("2.50 MiB", "3.50 MiB", "+27.1 %", "+3.2 %", "20.1 %", "compiled", "recompute"):
+        assert cell in shown
+    assert width < 50 or all(len(line) <= width for line in re.sub(r"\x1b\[[0-9;]*m", "", shown).split("\n"))
 
 
 def test_an_impossible_budget_is_told_in_full_with_exit_code_1(
@@ -176,7 +279,9 @@ def test_the_doctor_finds_this_place_healthy(capsys: pytest.CaptureFixture[str])
         (["explain", "{dir}/training.py:step", "--donate", "7"], "--donate is 7"),
         (["explain", "{dir}/training.py:step", "--top", "0"], "--top is 0"),
         (["pareto", "{dir}/training.py:step", "--budgets", "0"], "--budgets is 0"),
+        (["pareto", "{dir}/training.py:step", "--no-rivals", "--rival", "by_hand"], "give one"),
         (["plan", "{dir}/training.py:step", "--budget", "8g"], "Accepted are"),
+        (["plan", "{dir}/training.py:step", "--budget", ".5", "--planner", "delta"], "`coop solve`"),
         (["report", "{dir}/training.py"], "not JSON"),
         (["report", "{dir}/empty.json"], "is no report"),
         (["show", "{dir}/empty.json"], "is none of"),

@@ -79,3 +79,17 @@ def test_what_is_on_the_host_takes_nothing_of_the_budget(request: pytest.Fixture
     assert found.compiled_total_bytes <= 0.8 * plain_bytes
     assert found.host.compiled_bytes == found.host.planned_bytes == 2 * layers * matrix
     assert layers * matrix < found.argument_bytes < (layers + 1) * matrix
+
+
+def test_trees_that_do_not_fit_are_refused_in_a_line() -> None:
+    def update(part: Any, gradient: Any) -> tuple[Any, Any]:
+        return part + gradient, gradient
+
+    x = jnp.ones(3)
+    with pytest.raises(coop.ArgumentError, match="takes trees after the state"):
+        coop.streamed(update, [x])
+    with pytest.raises(coop.ArgumentError, match="the state has another structure") as refused:
+        coop.streamed(update, [x], [x, x])
+    assert len(str(refused.value)) < 300
+    with pytest.raises(coop.ArgumentError, match="tree 2 has another structure"):
+        coop.streamed(update, [x, x], [x, x], [x])

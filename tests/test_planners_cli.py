@@ -182,3 +182,19 @@ def test_solve_looks_for_the_least_energy(tmp_path: Path, capsys: pytest.Capture
     options = ["--objective", "energy", "--max-overhead", "0.5"]
     assert main(["solve", str(path), "--budget", "0.7", *options]) == 0
     assert " pJ\n" in capsys.readouterr().out
+
+
+def test_what_is_too_slow_is_not_said_to_be_too_large(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The budget is kept; it is the limit of time that nothing keeps."""
+    program = json.loads(chain(6).to_json())
+    for op in program["ops"]:
+        op["energy"] = 5
+    (path := tmp_path / "program.json").write_text(json.dumps(program))
+    asked = ["solve", str(path), "--budget", "0.7", "--objective", "energy"]
+    assert main([*asked, "--max-overhead", "0"]) == 1
+    said = capsys.readouterr().out
+    assert "no plan found within the limit of time; the one shown is the quickest" in said
+    assert main(asked) == 0
+    assert "feasible" in capsys.readouterr().out
