@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -271,3 +272,44 @@ def test_between_two_depths_that_one_plan_keeps_no_other_is_looked_for(
         asked.clear()
         plan_program(closed, request_for(closed, temp_bytes, "cpu"))
         assert len(asked) <= 8
+
+
+@pytest.mark.parametrize(
+    ("needed_bytes", "edge", "target_bytes", "most_deep"),
+    [(600_000, 190, 575_000, 1.1), (600_000, 260, 575_000, 1.1), (600_000, 300, 300_000, 1.1)],
+    ids=["far below", "farther below", "one end far too deep"],
+)
+def test_the_depth_at_which_what_is_needed_falls_is_found(
+    needed_bytes: int, edge: int, target_bytes: int, most_deep: float
+) -> None:
+    """XLA may be expected to need as much at many depths, and half of it one deeper. In steps as large as the
+    first none of eight was deep enough, and from an end far too deep one came back by a fifth of the way."""
+    levels: list[int] = []
+
+    class Depths:
+        peak_bytes = 1_000_000
+
+        def level_bytes(self, level: int) -> int:
+            return int(self.peak_bytes * straight.CONFIG.level_ratio**level)
+
+        def plan(self, level: int) -> Any:
+            nbytes = self.level_bytes(level)
+            return SimpleNamespace(steps=(level,), peak_bytes=nbytes, budget_bytes=nbytes)
+
+        def recompute_ns(self, level: int) -> int:
+            return 0
+
+        def candidate(self, level: int, _: Any) -> Any:
+            levels.append(level)
+            nbytes = needed_bytes - 100 * level if level < edge else 200_000
+            return SimpleNamespace(
+                steps=(level,), peak_bytes=nbytes, expected_bytes=nbytes, cost_ns=1000 + level
+            )
+
+    deepening: Any = straight._Deepening.__new__(straight._Deepening)
+    deepening.depths, deepening._target_bytes = Depths(), target_bytes
+    deepening._first_level, deepening._way = 120, None
+    found = deepening.best(than=None)
+    assert found.peak_bytes <= target_bytes
+    assert edge <= found.steps[0] <= most_deep * edge
+    assert len(levels) <= straight.CONFIG.most_candidates

@@ -201,10 +201,11 @@ class _Deepening:
                 above = self._last_kept(level, made), candidate
                 misses = max(misses, 0) + 1
             if below is None:
-                # What XLA is expected to need beyond the plan grows a little with the depth.
+                # What XLA is expected to need beyond the plan grows a little with the depth, or much.
                 beyond_bytes = candidate.peak_bytes - made.peak_bytes
                 kept = above[0] if above else level
-                level = 1 + max(kept, self._level_of(max(self._target_bytes - beyond_bytes, 1)))
+                deeper = max(0, self._level_of(max(self._target_bytes - beyond_bytes, 1)) - kept)
+                level = kept + 1 + deeper * 2 ** max(0, misses - 1)
             elif above is None:
                 # What is in results' storage needs no plan.
                 spare_bytes = made.peak_bytes - candidate.peak_bytes
