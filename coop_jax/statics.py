@@ -145,7 +145,8 @@ class _Look:
     """
 
     def __init__(self) -> None:
-        self._places: dict[int, int] = {}
+        # With the values: an address of one that is gone may be another's.
+        self._places: dict[int, tuple[int, Any]] = {}
         self._looks = 0
 
     def at(self, value: Any) -> Hashable:
@@ -164,9 +165,9 @@ class _Look:
         parts = _parts(value)
         if parts is None:
             return Same(value)
-        if (place := self._places.get(id(value))) is not None:
-            return "seen", place
-        self._places[id(value)] = len(self._places)
+        if (known := self._places.get(id(value))) is not None:
+            return "seen", known[0]
+        self._places[id(value)] = len(self._places), value
         inside = map(self.at, parts)
         return type(value), (frozenset(inside) if isinstance(value, set | frozenset) else tuple(inside))
 

@@ -227,7 +227,7 @@ class Holder:
 
 
 class Row(list[Any]):
-    pass
+    by: float
 
 
 def deep(depth: int) -> list[Any]:
@@ -267,6 +267,27 @@ def test_what_is_changed_in_place_is_seen(name: str) -> None:
     assert not np.array_equal(after, before)
     holder.set_private(3.0)
     same(holder.first(X), X * expected * 3)
+
+
+def test_what_is_made_to_be_looked_at_is_not_taken_for_something_else() -> None:
+    """Attributes come as a dict that is gone when the next one comes, often at the same address."""
+    rows = [Row() for _ in range(20)]
+    for i, row in enumerate(rows):
+        row.by = float(i)
+
+    class Sum:
+        def __init__(self) -> None:
+            self.rows = rows
+
+        @limited
+        def scaled(self, x: Any) -> Any:
+            return x * sum(row.by for row in self.rows)
+
+    total, expected = Sum(), float(sum(range(20)))
+    for row in rows:
+        same(total.scaled(X), X * expected)
+        row.by += 1
+        expected += 1
 
 
 def test_what_is_not_changed_is_not_traced_again() -> None:
