@@ -180,7 +180,7 @@ class _Deepening:
         if than is not None and than.peak_bytes <= self._target_bytes:
             most_ns = than.cost_ns * (1 - CONFIG.near_overhead)
         level, above, below = self._first_level, None, None
-        misses = 0  # how many in a row were too large, negative: small enough
+        misses = 0  # how many were too large
         for _ in range(CONFIG.most_candidates):
             made, candidate = self.depths.plan(level), self.depths.candidate(level, self._way)
             is_found_below = below is not None and made.steps == below[1].steps
@@ -191,15 +191,13 @@ class _Deepening:
             if made.peak_bytes > made.budget_bytes:
                 # No plan goes that deep: this one is what there is from its own level on.
                 below = max(self._level_of(made.peak_bytes), 1 + above[0] if above else 0), candidate
-                misses = min(misses, 0) - 1
             elif candidate.peak_bytes <= self._target_bytes:
                 below = level, candidate
-                misses = min(misses, 0) - 1
             elif candidate.cost_ns >= most_ns:
                 break
             else:
                 above = self._last_kept(level, made), candidate
-                misses = max(misses, 0) + 1
+                misses += 1
             if below is None:
                 # What XLA is expected to need beyond the plan grows a little with the depth, or much.
                 beyond_bytes = candidate.peak_bytes - made.peak_bytes
@@ -219,7 +217,7 @@ class _Deepening:
                 hoped_ns = (1 - share) * (below[1].cost_ns - above[1].cost_ns)
                 if below[0] - above[0] <= 1 or hoped_ns <= CONFIG.near_overhead * below[1].cost_ns:
                     break
-                between = above[0] + math.ceil(_bent(share, misses) * (below[0] - above[0]))
+                between = above[0] + math.ceil(share * (below[0] - above[0]))
                 if is_found_below:  # then only what barely exceeds the plan above may be another one
                     between = above[0] + 1
                 level = min(max(between, above[0] + 1), below[0] - 1)
@@ -244,14 +242,6 @@ class _Deepening:
 
     def _rank(self, candidate: Candidate) -> tuple[int, int]:
         return fit_then_cost(candidate, self._target_bytes)
-
-
-def _bent(share: float, misses: int) -> float:
-    """A share of the way between two ends, away from the one that was replaced more than once in a row: the
-    other one's distance counts half of what it did (the Illinois form of regula falsi)."""
-    weight = 2.0 ** (abs(misses) - 1) if misses else 1.0
-    left, right = (share * weight, 1 - share) if misses > 0 else (share, (1 - share) * weight)
-    return left / (left + right)
 
 
 def fit_then_cost(candidate: Candidate, target_bytes: int) -> tuple[int, int]:
