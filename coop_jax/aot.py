@@ -210,7 +210,7 @@ def places(argnums: int | Sequence[int], specs: Sequence[Any]) -> tuple[int, ...
     return tuple(sorted({n + len(specs) if -len(specs) <= n < 0 else n for n in numbers}))
 
 
-def sharded_specs(specs: Any, device: Any, *, static_argnums: int | Sequence[int] = ()) -> Any:
+def sharded_specs(specs: Any, device: Any, *, static_argnums: Sequence[int] = ()) -> Any:
     """Shapes and dtypes of `specs`, placed on one device or on each of several.
 
     What has a `NamedSharding` keeps it, and the rest is placed on each device of its mesh, in the memory that
@@ -237,7 +237,7 @@ def sharded_specs(specs: Any, device: Any, *, static_argnums: int | Sequence[int
         placed = on_host.among(mesh, given) or sharding
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=placed, weak_type=weak)
 
-    if static_argnums == ():
+    if not static_argnums:
         return jax.tree.map(place, specs)
     static = places(static_argnums, specs)
     return tuple(s if i in static else jax.tree.map(place, s) for i, s in enumerate(specs))

@@ -147,8 +147,9 @@ def unchanged(
     if structure_after != structure:
         raise _changed(_where_structures_differ(function, given, structure, is_leaf))
     for i, (leaf, known) in enumerate(zip(before, tracers, strict=True)):
-        held = {} if known is None else _tracers(leaf)
-        attribute = next((k for k, v in held.items() if v - (known or {}).get(k, set())), None)
+        attribute = None
+        if known is not None:
+            attribute = next((k for k, v in _tracers(leaf).items() if v - known.get(k, set())), None)
         if attribute or (stable[i] and after[i] is not leaf):
             path = jax.tree_util.tree_leaves_with_path(given, is_leaf)[i][0]
             names = [jax.tree_util.GetAttrKey(attribute)] if attribute else []

@@ -220,13 +220,12 @@ def _multiplied_in(product: JaxprEqn) -> np.dtype | None:
     """
     if len(compat.variables(product.invars)) < 2 or says_types(product) or not _is_product(product):
         return None
-    given, result = {dtype_name(v) for v in product.invars}, dtype_name(product.outvars[0])
+    given = {dtype_name(v) for v in product.invars}
     if all(name.startswith("float8") for name in given):
-        named = result if result in _WIDER else ""
+        named, known = dtype_name(product.outvars[0]), _WIDER
     else:
-        named = given.pop() if len(given) == 1 else ""
-        named = named if named in _HALVES else ""
-    if not named:
+        named, known = given.pop() if len(given) == 1 else "", _HALVES
+    if named not in known:
         return None
     lhs, rhs = map(array_of, product.invars)
     (summed, _), (batch, _) = product.params["dimension_numbers"]

@@ -180,7 +180,7 @@ class _Deepening:
         if than is not None and than.peak_bytes <= self._target_bytes:
             most_ns = than.cost_ns * (1 - CONFIG.near_overhead)
         level, above, below = self._first_level, None, None
-        misses = 0  # how many were too large
+        stride = 1
         for _ in range(CONFIG.most_candidates):
             made, candidate = self.depths.plan(level), self.depths.candidate(level, self._way)
             is_found_below = below is not None and made.steps == below[1].steps
@@ -197,13 +197,12 @@ class _Deepening:
                 break
             else:
                 above = self._last_kept(level, made), candidate
-                misses += 1
             if below is None:
                 # What XLA is expected to need beyond the plan grows a little with the depth, or much.
                 beyond_bytes = candidate.peak_bytes - made.peak_bytes
                 kept = above[0] if above else level
                 deeper = max(0, self._level_of(max(self._target_bytes - beyond_bytes, 1)) - kept)
-                level = kept + 1 + deeper * 2 ** max(0, misses - 1)
+                level, stride = kept + 1 + deeper * stride, 2 * stride
             elif above is None:
                 # What is in results' storage needs no plan.
                 spare_bytes = made.peak_bytes - candidate.peak_bytes
