@@ -1,10 +1,9 @@
 """What could be had of a program: by donating, by recomputing, and by letting values wait on the host.
 
 Two budgets are asked for, without the host's memory and, where values can be paged, with all of it: half of
-the plain program's bytes, which is compiled (three quarters, where half is refused), and one that leaves
-next to nothing for temporaries. That one is refused, and the refusal names the least that was found: a plan
-that is written into XLA's own schedule, whose heap is predicted exactly. It is not compiled once more;
-`coop.minimum_budget` does that.
+the plain program's bytes, which is compiled (three quarters, where half is refused), and a byte. That is
+refused, and the refusal names the least that was found: a plan that is written into XLA's own schedule, whose
+heap is predicted exactly. It is not compiled once more; `coop.minimum_budget` does that.
 """
 
 from __future__ import annotations
@@ -149,12 +148,11 @@ def _within(plain: Plain, budget_bytes: int, host_bytes: int | None) -> Compiled
 
 
 def least_of(plain: Plain, host_bytes: int | None = None) -> tuple[int | None, bool]:
-    """The least budget that is named when nothing is left for temporaries, and whether that is proved."""
-    asked_bytes = plain.memory.fixed_bytes + 1
-    answer = _within(plain, asked_bytes, host_bytes)
+    """The least budget that is named where a byte is asked for, and whether that is proved."""
+    answer = _within(plain, 1, host_bytes)
     if isinstance(answer, InfeasibleBudgetError):
         return answer.least_bytes, answer.proved
-    return (None if isinstance(answer, CoopError) else asked_bytes), False
+    return (None if isinstance(answer, CoopError) else 1), False
 
 
 def donations(lowered: Lowered) -> tuple[Donation, ...]:

@@ -110,5 +110,5 @@ class OtherWays(Ways):
         with progress() as tell:
             search = Search(ways=self, record=record, tell=tell)
             search.is_met(outcome, outcome.fixed_bytes + 1)
-            least_bytes = search.find_the_least(outcome)
+            least_bytes = search.find_the_least(outcome, lower=False)
         return named(dataclasses.replace(outcome, least_total_bytes=None), record.budget_bytes, least_bytes)

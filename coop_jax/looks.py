@@ -270,13 +270,16 @@ class Search:
         tried = (self._try(asked, known=known, than=than) for asked in wishes)
         return next(map(self.choice, filter(None, tried)), None)
 
-    def find_the_least(self, refused: StageOutcome) -> int | None:
-        """What a refusal should name: what is met when it is asked for, by XLA's count, too."""
+    def find_the_least(self, refused: StageOutcome, *, lower: bool = True) -> int | None:
+        """What a refusal should name: what is met when it is asked for, by XLA's count, too; `lower` as in
+        `least.find`, None where nothing is named."""
+        if not least.is_named():
+            return None
         if (named_bytes := self.ways.named_above(self.record.budget_bytes)) is not None:
             return named_bytes
         met_bytes, refused_bytes = least.find(
             self.record.budget_bytes, refused, least_above=self.ways.least_above,
-            answered_above=self.ways.answered_above, is_met=partial(self.is_met, refused),
+            answered_above=self.ways.answered_above, is_met=partial(self.is_met, refused), lower=lower,
         )  # fmt: skip
         counting.count_the_least(
             self.record, lambda: self.ways.least_above(refused_bytes), look=self.look, count=self._counted
@@ -285,12 +288,15 @@ class Search:
         if met_bytes is None:
             return None if known is None else known.sure_bytes
         least_bytes = met_bytes if known is None else max(met_bytes, known.counted_bytes or 0)
-        self.ways.name(least_bytes)
+        if lower:
+            self.ways.name(least_bytes)
         return least_bytes
 
     def is_met(self, refused: StageOutcome, budget_bytes: int, known: Known | None = None) -> bool:
         """Whether a request for a budget is met in a process that knows nothing; `known`: by what it is known
         to be."""
+        if self.missed.meets(budget_bytes):
+            return True
         record = dataclasses.replace(self.record, jaxpr=None, budget_bytes=budget_bytes)
         request = dataclasses.replace(self, record=record, seen=set(), kept=[], looks=0, asked=0, names=True)
         request.steering = "trusted"  # what is named is counted
@@ -421,7 +427,12 @@ class Search:
         self.tell("planning for as little as can be")
         record = dataclasses.replace(self.record, jaxpr=None, budget_bytes=asked.budget_bytes)
         planned = relowering.planned(self.ways.program, self._wish(asked), record)
-        return planned, planned is not None and (plan_key(planned, asked), planned.budget_bytes) in self.seen
+        if planned is None:
+            return None, False
+        plan = plan_key(planned, asked)
+        if (missed := self.missed.by_plan.get(plan)) is not None:
+            self.missed.add(asked, plan, missed)
+        return planned, (plan, planned.budget_bytes) in self.seen
 
     def choice(self, variant: Variant) -> Choice:
         """A way with the words of the user's own request."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from jax.stages import Compiled, Lowered
 
 from coop_jax import aot
 from coop_jax.errors import BudgetExceededError, InfeasibleBudgetError
+from coop_jax.least import unnamed
 from coop_jax.remat import remat
 from coop_jax.report import Report, report
 from coop_jax.text import format_bytes
@@ -153,8 +155,9 @@ def minimum_budget(
 ) -> MinimumBudget:
     """The least budget that a function can be compiled within.
 
-    Asks for impossible budgets and reads what the planners say is the least, until a compile succeeds;
-    then looks below it by bisection while compiles are left.
+    Asks for an impossible budget and compiles within what the refusal names; then for ever less, in steps
+    that double, and once something is refused between that and what was met, until both are within 2 %, or
+    no compile is left.
 
     Args:
         fn, specs, device: as in `plan`.
@@ -164,41 +167,44 @@ def minimum_budget(
     Raises:
         InfeasibleBudgetError: no budget was met within `max_compiles`.
     """
-    asked, failed, compiles = 1, 0, 0
+    asked, failed, compiles, step = 1, 0, 0, 0
     refusals: list[int] = []
     best: Report | None = None
     error: InfeasibleBudgetError | None = None
     while compiles < max(2, max_compiles):
         compiles += 1
         try:
-            planned = plan(fn, *specs, budget=asked, device=device, **options)
+            with nullcontext() if best is None else unnamed():
+                planned = plan(fn, *specs, budget=asked, device=device, **options)
         except InfeasibleBudgetError as refused:
             error = refused
             refusals.append(asked)
         else:
-            best = planned
+            best, step = planned, 2 * step or int(_CLOSE_RATIO * _met_bytes(planned))
         # A larger budget can be refused though a smaller one is met: the planners are not monotone.
-        failed = max((n for n in refusals if best is None or n < best.budget_bytes), default=0)
-        if best is not None and (error is None or error.proved or _close(failed, best.budget_bytes)):
+        failed = max((n for n in refusals if best is None or n < _met_bytes(best)), default=0)
+        if best is not None and (error is None or error.proved or _close(failed, _met_bytes(best))):
             break
-        asked = _next(error, best, failed)
+        asked = _next(error, best, failed, step)
     if best is None:
         assert error is not None, "a compile either succeeds or fails"
         raise error
     return _answer(best, error, failed, compiles)
 
 
-def _next(error: InfeasibleBudgetError | None, best: Report | None, failed: int) -> int:
-    """The next budget to try: the planners' own least while none was met, then the middle."""
+def _next(error: InfeasibleBudgetError | None, best: Report | None, failed: int, step: int) -> int:
+    """The next budget to try: the planners' own least while none was met, then `step` below what was met, or
+    the middle between that and what was not."""
     assert error is not None, "the first budget is impossible"
     if best is not None:
-        return (max(failed, error.fixed_bytes) + best.budget_bytes) // 2
+        met = _met_bytes(best)
+        return max((max(failed, error.fixed_bytes) + met) // 2, met - step)
     least = error.least_bytes or 2 * error.fixed_bytes
     return least if least > failed else failed + failed // 8 + 1
 
 
 def _answer(best: Report, error: InfeasibleBudgetError | None, failed: int, compiles: int) -> MinimumBudget:
-    least = best.budget_bytes
+    least = _met_bytes(best)
     proved = error is None or (error.proved and error.least_bytes is not None and error.least_bytes >= least)
     return MinimumBudget(
         least_bytes=least,
@@ -210,6 +216,11 @@ def _answer(best: Report, error: InfeasibleBudgetError | None, failed: int, comp
         tightest=() if error is None else error.tightest,
         compiles=compiles,
     )
+
+
+def _met_bytes(made: Report) -> int:
+    """What is met, as a compile shows: that needs no more, and maybe less than it was given."""
+    return min(made.budget_bytes, made.compiled_total_bytes)
 
 
 def _close(failed: int, met: int) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import coop_jax as coop
-from coop_jax import aot, mark
+from coop_jax import aot, mark, planning
 from coop_jax.host_use import HostUse
 from coop_jax.offsets import Offsets
 from coop_jax.record import Record
@@ -210,6 +211,27 @@ def test_minimum_budget_is_met_and_less_is_not() -> None:
         coop.plan(step, *specs, budget=least.failed_bytes, donate_argnums=0)
     assert str(least.least_bytes) in str(least)
     assert json.dumps(least.to_dict())
+
+
+def test_the_least_budget_is_looked_for_from_what_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What needs 1000 is foreseen to need 1100. A refusal takes longest: the middle between what is met and
+    arguments alone was asked for, and one of four layers took eleven minutes."""
+    asked = list[int]()
+
+    def planned(fn: object, *, budget: int, device: None) -> SimpleNamespace:
+        asked.append(budget)
+        if budget < 1000:
+            raise coop.InfeasibleBudgetError(
+                budget_bytes=budget, least_bytes=1100, proved=False, argument_bytes=100, output_bytes=0,
+                alias_bytes=0,
+            )  # fmt: skip
+        sizes = {"argument_bytes": 100, "output_bytes": 0, "alias_bytes": 0}
+        return SimpleNamespace(budget_bytes=budget, compiled_total_bytes=min(budget, 1090), **sizes)
+
+    monkeypatch.setattr(planning, "plan", planned)
+    least = coop.minimum_budget(abs)
+    assert asked == [1, 1100, 1069, 1027, 943, 985]
+    assert (least.least_bytes, least.failed_bytes, least.compiles) == (1027, 985, 6)
 
 
 def test_constants_are_told_apart() -> None:
