@@ -92,11 +92,12 @@ class Search:
         return found
 
     def as_one(self, first: Choice) -> Choice:
-        """The whole program planned, where the plans of the functions in it do not keep the budget alone.
+        """The whole program planned, where the plans of the functions in it do not keep the budget alone, or
+        were made for what is split since: for far fewer bytes than there are.
 
         What is looked at afterwards is of the whole, too, as often as where the whole is decorated.
         """
-        if self.ways.program.as_one is None or tries.is_as_planned(first):
+        if self.ways.program.as_one is None or (tries.is_as_planned(first) and not first.record.unsplit):
             return first
         whole = dataclasses.replace(self.record, whole=True)
         variant = self.look(tries.at_once(whole))

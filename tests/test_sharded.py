@@ -223,6 +223,28 @@ def test_donated_places_are_known_when_it_is_planned(h200: str, weights: P, said
     assert record.jaxpr.alias_bytes == aot.memory(compiled).alias_bytes > 0
 
 
+def test_a_loss_that_fits_on_each_device_stays_as_it_is(h200: str) -> None:
+    """Its parts are planned before anybody knows of the devices: for one's bytes with the values of all, it
+    took 65 % more on eight CPUs within twice of what it needs, and kept its budget."""
+
+    def step(loss: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda ws, x: jax.tree.map(lambda w, g: w - 0.1 * g, ws, jax.grad(loss)(ws, x))
+
+    def loss(ws: list[Any], x: Any) -> Any:
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    mesh = Mesh(aot.devices(h200, count=8), ("d",))
+    ws = [jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, P()))] * 6
+    x = jax.ShapeDtypeStruct((65536, 64), jnp.float32, sharding=NamedSharding(mesh, P("d")))
+    plain_bytes = aot.memory(jax.jit(step(loss)).lower(ws, x).compile()).total_bytes
+    limited = remat(loss, budget=int(1.05 * plain_bytes), device=h200)
+    made = report(jax.jit(step(limited)).lower(ws, x).compile())
+    assert not made.changed
+    assert made.compiled_total_bytes == plain_bytes
+
+
 def tensor_parallel_step(ws: list[Any], x: Any) -> Any:
     def loss(ws: list[Any]) -> Any:
         h = x
