@@ -24,6 +24,8 @@ class RematConfig:
         objective: what is least.
         tune: how many candidates are run to see which is fastest; 0 for none.
         derived: True for a derivative of what was planned already, which may use random keys again.
+        apart: True under a derivative outside `jit`, where JAX runs forward and backward as programs of their
+            own.
     """
 
     budget: Budget
@@ -36,3 +38,4 @@ class RematConfig:
     objective: Objective = LEAST_TIME
     tune: int = 0
     derived: bool = False
+    apart: bool = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ import jax
 
 from coop_jax import aot, mark, module, relowering
 from coop_jax.alternatives import OtherWays
+from coop_jax.apart import alone, needed_bytes, planned_apart
 from coop_jax.baseline import Baseline, Part, baseline, is_whole, joined_programs, pinned_plain_bytes
 from coop_jax.call import as_one, is_one_call
 from coop_jax.config import RematConfig
@@ -100,7 +101,7 @@ def _planned_and_marked(
     known = None
     if asked is None and config.budget.needs_baseline:
         request = request_of(devices, UNLIMITED_BYTES, device, config.planner, config.objective)
-        known = baseline(program, _part(jaxpr, planned), facts, devices, request)
+        known = baseline(program, _part(jaxpr, planned, apart=config.apart), facts, devices, request)
     budget_bytes = _budget_bytes(config, facts, known, asked)
     if constrained is not None:
         is_plain = constrained is plain and not devices.several
@@ -131,6 +132,7 @@ def _planned_and_marked(
         tune=config.tune,
         host_budget_bytes=_host_budget_bytes(config, facts, forced=forced),
         whole=asked is not None and asked.whole,
+        unsplit=devices.parts > 1 and planned is not None and planned.outcome.changed,
     )
     alternatives = None
     if program is not None:
@@ -154,11 +156,15 @@ def _planned_and_marked(
     return jaxpr
 
 
-def _part(jaxpr: ClosedJaxpr, planned: Planned | None) -> Part:
-    """What of the program is known where the whole cannot be had."""
+def _part(jaxpr: ClosedJaxpr, planned: Planned | None, *, apart: bool) -> Part:
+    """What of the program is known where the whole cannot be had; `apart` as in `RematConfig`."""
     if planned is None:
         return Part(jaxpr=_inlined(jaxpr), is_plain=True, plains=tuple)
-    plains = partial(joined_programs, planned.forward, planned.backward, planned.n_outs)
+    plains: Callable[[], Sequence[ClosedJaxpr]] = partial(
+        joined_programs, planned.forward, planned.backward, planned.n_outs
+    )
+    if apart:
+        plains = partial(tuple, (planned.forward, planned.backward))
     return Part(jaxpr=_inlined(jaxpr), is_plain=not planned.outcome.changed, plains=plains)
 
 
@@ -250,8 +256,9 @@ def plan_pair(
     )
 
     def predicted_bytes() -> int:
-        outcome = plan_joint(forward, backward, n_outs, request)[1]
-        return max(1, outcome.fixed_bytes + outcome.before_temp_bytes)
+        if config.apart:
+            return max(needed_bytes(alone(part, request)) for part in (forward, backward))
+        return needed_bytes(plan_joint(forward, backward, n_outs, request)[1])
 
     asked = relowering.wish()
     if asked is None:
@@ -267,6 +274,8 @@ def plan_pair(
         raise ConstraintError(str(impossible)) from None
 
     parts, outcome = plan_joint(*halves, n_outs, request)
+    if config.apart and asked is None:
+        parts, outcome = planned_apart(halves, n_outs, request, (parts, outcome))
     said = _constraints_text(config, *halves)
     return parts, Planned(
         outcome=outcome, forward=forward, backward=backward, n_outs=n_outs, constraints=said

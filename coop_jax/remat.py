@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -215,22 +216,29 @@ def _program(
         argument: what the user calls the argument at a path in (args, kwargs).
     """
 
-    @functools.wraps(named, updated=())
-    def staged(*args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and isinstance(args[0], Mixed):
-            args, kwargs = args[0].open()
-        return _stage(function, config, args, kwargs, named, argument)
+    def staged_as(config: RematConfig) -> Callable[..., Any]:
+        @functools.wraps(named, updated=())
+        def staged(*args: Any, **kwargs: Any) -> Any:
+            if len(args) == 1 and isinstance(args[0], Mixed):
+                args, kwargs = args[0].open()
+            return _stage(function, config, args, kwargs, named, argument)
+
+        return staged
 
     # `jit` brings the cache and the compile outside `jit`; it leaves no trace inside one.
+    staged, apart = staged_as(config), staged_as(dataclasses.replace(config, apart=not config.pin))
     call = PinnedCalls(staged) if config.pin else jax.jit(staged, inline=True)
+    call_apart = call if config.pin else jax.jit(apart, inline=True)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         held = hold((args, kwargs), names=argument)
+        is_apart = any(map(compat.is_traced_eagerly, jax.tree.leaves((args, kwargs))))
         if not isinstance(held, Mixed):
-            return release(call(*args, **kwargs))
+            return release((call_apart if is_apart else call)(*args, **kwargs))
         # What hangs on an object's attributes is not remembered where it becomes a part of something larger.
-        traced = held.changes and compat.is_tracing()
-        return release((staged if traced else call)(held))
+        if held.changes and compat.is_tracing():
+            return release((apart if is_apart else staged)(held))
+        return release((call_apart if is_apart else call)(held))
 
     return run
 

@@ -35,6 +35,8 @@ class JaxprRequest(Fixed):
         optional: True where more bytes would do: what misses is given up soon.
         most_ns: what takes longer is of no use, in time of kernels; None for no limit.
         policy: the ready policy of `jax.checkpoint` that blocks are to be under, not a plan; "" for none.
+        apart: True for parts that run as programs of their own, so that all that passes from one to the other
+            is stored: what XLA would compute in its reader is, though as it is the whole fits.
         fresh: positions of results whose storage no argument gives; none where that is not known.
         inside: True for a body of a program whose scans, inner ones, too, are rewritten already.
     """
@@ -55,6 +57,7 @@ class JaxprRequest(Fixed):
     fresh: frozenset[int] = frozenset()
     inside: bool = False
     policy: str = ""
+    apart: bool = False
 
     @property
     def temp_budget_bytes(self) -> int:

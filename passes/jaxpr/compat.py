@@ -37,7 +37,7 @@ from jax._src import (
     source_info_util,
     stages,
     traceback_util,
-)
+)  # fmt: skip
 from jax._src import linear_util as lu
 from jax._src.ad_checkpoint import name_p
 from jax._src.dtypes import float0
@@ -333,13 +333,6 @@ def side_effects(eqn: JaxprEqn) -> frozenset[Any]:
     return frozenset(e for e in eqn.effects if not isinstance(e, core.NamedAxisEffect))
 
 
-def claims_side_effect(eqn: JaxprEqn) -> bool:
-    """True for a kernel whose maker says in its parameters that it must not be merged or dropped."""
-    claims = getattr(eqn.params.get("compiler_params"), "has_side_effects", False)
-    claims = getattr(claims, "value", claims) not in (False, "pure")
-    return claims or bool(eqn.params.get("has_side_effect", False))
-
-
 @contextmanager
 def inside_shard_map(eqn: JaxprEqn) -> Iterator[None]:
     """A context in which what is traced is part of the body of this `shard_map`."""
@@ -367,6 +360,11 @@ def lower_high(closed: ClosedJaxpr) -> ClosedJaxpr:
 def is_tracing() -> bool:
     """True inside of a transformation or a `jit` that is being traced."""
     return not core.trace_state_clean()
+
+
+def is_traced_eagerly(value: Any) -> bool:
+    """True for what a derivative outside of `jit` gives a function: the value is there already."""
+    return isinstance(value, core.Tracer) and core.is_concrete(value)
 
 
 def trace_context() -> Any:

@@ -122,6 +122,13 @@ def _claims_nothing(eqn: JaxprEqn) -> bool:
 
     Effects inside are those of references that a kernel makes for itself; others are the equation's, too.
     """
-    if eqn.primitive.name in ONCE or compat.claims_side_effect(eqn):
+    if eqn.primitive.name in ONCE or _claims_side_effect(eqn):
         return False
     return all(_claims_nothing(inner) for jaxpr in compat.inner_jaxprs(eqn) for inner in jaxpr.eqns)
+
+
+def _claims_side_effect(eqn: JaxprEqn) -> bool:
+    """True for a kernel whose maker says in its parameters that it must not be merged or dropped."""
+    claims = getattr(eqn.params.get("compiler_params"), "has_side_effects", False)
+    claims = getattr(claims, "value", claims) not in (False, "pure")
+    return claims or bool(eqn.params.get("has_side_effect", False))

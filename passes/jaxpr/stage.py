@@ -276,7 +276,7 @@ def _dump(jaxpr: Jaxpr, candidate: Candidate, outcome: StageOutcome) -> None:
 
 
 def _fits_as_it_is(peak_bytes: int, request: JaxprRequest) -> bool:
-    if request.calibration.strict or request.calibration.alike(Recipe()):
+    if request.apart or request.calibration.strict or request.calibration.alike(Recipe()):
         return False  # that was looked at already
     if request.baseline_total_bytes is not None:
         return request.baseline_total_bytes <= request.budget_bytes
