@@ -101,8 +101,10 @@ class Search:
             return first
         whole = dataclasses.replace(self.record, whole=True)
         variant = self.look(tries.at_once(whole))
-        if variant is None or rank(variant) >= rank(first):
+        if variant is None or (hlo_of(variant).status.found and rank(variant) >= rank(first)):
             return first
+        # It may keep the budget by a later plan; what there was first is known, and taken where that is not so.
+        self.ways.learn(tries.at_once(self.record), first)
         self.record = dataclasses.replace(whole, jaxpr=variant.record.jaxpr)
         return self.choice(variant)
 
@@ -252,7 +254,8 @@ class Search:
         self.ways.learn(tries.at_once(self.record), first)
         known = self._known()
         met = self._first((k.wish for k in known), known=True)  # seen for another budget: maybe far too deep
-        if met is not None and is_answer(known, self.record.budget_bytes):
+        own = [k for k in known if k.wish.whole or not self.record.whole]
+        if met is not None and is_answer(own, self.record.budget_bytes):
             return met
         found = self._first(self._by_itself()) or self.by_count(met or first)
         deeper = tries.before_refusal(self.record, refused, self._deepest)
