@@ -103,7 +103,7 @@ class Search:
         variant = self.look(tries.at_once(whole))
         if variant is None or (hlo_of(variant).status.found and rank(variant) >= rank(first)):
             return first
-        # It may keep the budget by a later plan; what there was first is known, and taken where that is not so.
+        # A later plan may keep the budget; what was there first is known, and taken where none does.
         self.ways.learn(tries.at_once(self.record), first)
         self.record = dataclasses.replace(whole, jaxpr=variant.record.jaxpr)
         return self.choice(variant)
