@@ -158,7 +158,7 @@ def _held(
     returned, outcome = pipeline.enforce(data, request)
     dump_enforced(data, returned, request, outcome)
     return returned, dataclasses.replace(
-        outcome, budget_bytes=record.budget_bytes, constraints=record.constraints
+        outcome, budget_bytes=record.budget_bytes, constraints=record.constraints, apart=record.apart
     )
 
 

@@ -259,6 +259,12 @@ def _advice(outcome: StageOutcome) -> tuple[str, ...]:
             advice.append(
                 f"a budget of {least}, or a little more: the best program that was tried needs so much"
             )
+    if outcome.apart:
+        advice.append(
+            "`jax.jit` around the whole gradient, as in jax.jit(jax.grad(f)): outside of it forward and "
+            "backward are programs of their own, and what passes from one to the other is among the "
+            f"{format_bytes(outcome.fixed_bytes)} of arguments and outputs"
+        )
     if outcome.needs_pinning:
         over = outcome.planned_total_bytes - outcome.budget_bytes
         advice.append(

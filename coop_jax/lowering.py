@@ -132,6 +132,7 @@ def _planned_and_marked(
         tune=config.tune,
         host_budget_bytes=_host_budget_bytes(config, facts, forced=forced),
         whole=asked is not None and asked.whole,
+        apart=planned is not None and is_whole(jaxpr, facts),
         unsplit=devices.parts > 1 and planned is not None and planned.outcome.changed,
     )
     alternatives = None
@@ -358,7 +359,9 @@ def _refuse_too_large_arguments(record: Record, devices: Devices, alternatives: 
     outcome = record.jaxpr
     if devices.several or outcome is None or outcome.fixed_bytes <= record.budget_bytes:
         return
-    refused = dataclasses.replace(outcome, budget_bytes=record.budget_bytes, constraints=record.constraints)
+    refused = dataclasses.replace(
+        outcome, budget_bytes=record.budget_bytes, constraints=record.constraints, apart=record.apart
+    )
     refused = refused if alternatives is None else alternatives.refusal(record, refused)
     known = refused.least_total_bytes
     least = None if known is None else max(refused.fixed_bytes, known)

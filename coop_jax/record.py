@@ -65,6 +65,7 @@ class Record:
         tune: how many candidates were asked to be run; 0: none.
         timed: those that were, the fastest, which was taken, first.
         whole: True where the whole program was planned in the place of the decorated functions in it.
+        apart: True for a forward or a backward part that is a program of its own, as outside `jit`.
         unsplit: True where parts were planned, and changed, before it was known that their values are split
             over devices: for the budget of one device with the bytes of all.
     """
@@ -88,6 +89,7 @@ class Record:
     tune: int = 0
     timed: tuple[Timed, ...] = ()
     whole: bool = False
+    apart: bool = False
     unsplit: bool = False
 
     @property

@@ -108,6 +108,7 @@ class StageOutcome(Fixed):
         unsteered_bytes: where XLA's packing was steered, for the budget or the least, the least total
             without that; else None.
         constraints: what the user asked about single values, such as "save=('h',)".
+        apart: True for a forward or a backward part that is a program of its own, as outside `jit`.
         kernels_ns: the least that the program is expected to take with its own kernels, some of them run
             again, within the budget; None where that is not known, or not possible.
         policy: the cheapest of the ready policies of `jax.checkpoint` around the program's blocks that may
@@ -139,6 +140,7 @@ class StageOutcome(Fixed):
     needs_pinning: bool = False
     unsteered_bytes: int | None = None
     constraints: str = ""
+    apart: bool = False
     looks: int = 0
     limited: bool = False
     host_budget_bytes: int = 0

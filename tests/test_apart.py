@@ -51,6 +51,15 @@ def test_what_a_refusal_names_is_met_outside_jit() -> None:
     close(jax.grad(coop.remat(net, budget=least_bytes))(ws, x), jax.grad(net)(ws, x))
 
 
+def test_a_gradient_of_a_jitted_function_is_refused_with_what_helps() -> None:
+    """JAX traces it once for both: whether the parts will be programs of their own is not known then."""
+    ws, x = arguments()
+    limited = jax.jit(coop.remat(net, budget=330_000))
+    with pytest.raises(coop.InfeasibleBudgetError, match=r"as in jax.jit\(jax.grad\(f\)\)"):
+        jax.grad(limited)(ws, x)
+    close(jax.jit(jax.grad(limited))(ws, x), jax.grad(net)(ws, x))
+
+
 def test_only_what_is_run_apart_is_planned_so(monkeypatch: pytest.MonkeyPatch) -> None:
     made = list[tuple[bool, Planned]]()
     plan_pair = lowering.plan_pair
