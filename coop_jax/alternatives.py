@@ -18,8 +18,8 @@ about a larger one: the planners are not monotone. The promise is, by four rules
    it looks at is looked at, so that host memory makes no program dearer, and refuses none.
 
 Before all of that the whole program is planned, where only functions inside of it are decorated and their
-plans do not keep the budget by themselves: they know neither each other, nor a loop around them, nor an
-optimizer.
+plans do not keep the budget by themselves, or were made for values that are split over devices since: they
+know neither each other, nor a loop around them, nor an optimizer, nor the devices.
 
 Each try is a compile as far as XLA's schedule. The scheduled module of the one that is taken goes on in the
 place of the first: it was made of the same function, with the same arguments, results and donation.

@@ -37,7 +37,7 @@ from jax._src import (
     source_info_util,
     stages,
     traceback_util,
-)  # fmt: skip
+)
 from jax._src import linear_util as lu
 from jax._src.ad_checkpoint import name_p
 from jax._src.dtypes import float0
