@@ -79,6 +79,7 @@ class OtherWays(Ways):
             return first
         first = search.as_one(search.as_packed(tries.at_once(record), first))
         best = search.cheapest(first)
+        best = min(best, search.otherwise or best, key=rank)
         if hlo_of(best).paged:
             best = min(search.without_host() or best, best, key=rank)
         is_timed = record.tune and hlo_of(best).status.found and best.record.is_changed

@@ -18,7 +18,7 @@ from passes.pipeline import plan_joint, plan_program
 
 Parts = tuple[ClosedJaxpr, ClosedJaxpr]
 
-# How many plans are made.
+# How many plans are made besides that for both as one program.
 MOST_PLANS = 4
 
 
@@ -35,29 +35,46 @@ def planned_apart(
     """
     made, tried = together, list[tuple[int, tuple[Parts, StageOutcome]]]()
     aim_bytes = request.budget_bytes
-    for _ in range(MOST_PLANS):
-        outcomes = [alone(part, request) for part in made[0]]
+    while True:
+        outcomes = alone(made[0], n_outs, request)
         excess_bytes = max(map(needed_bytes, outcomes)) - request.budget_bytes
-        if excess_bytes <= 0:
-            return made
         tried.append((max(o.fixed_bytes for o in outcomes), made))
-        if aim_bytes <= request.fixed_bytes:
+        if excess_bytes <= 0 or len(tried) > MOST_PLANS or aim_bytes <= request.fixed_bytes:
             break
         if len(tried) > 1:
             aim_bytes = min(aim_bytes, request.fixed_bytes + made[1].planned_temp_bytes) - excess_bytes
         made = plan_joint(*halves, n_outs, dataclasses.replace(request, budget_bytes=aim_bytes, apart=True))
-    return min(tried, key=lambda one: one[0])[1]
+    parts, outcome = made if excess_bytes <= 0 else min(tried, key=lambda one: one[0])[1]
+    return parts, dataclasses.replace(outcome, budget_bytes=request.budget_bytes)
 
 
-def alone(part: ClosedJaxpr, request: JaxprRequest) -> StageOutcome:
-    """What the jaxpr stage says of a part as a program of its own."""
-    own = dataclasses.replace(
-        unlimited(request),
-        argument_bytes=sum(map(compat.aval_nbytes, part.in_avals)),
-        output_bytes=sum(map(compat.aval_nbytes, part.out_avals)),
-        fresh=frozenset(range(len(part.out_avals))),
+def alone(parts: Parts, n_outs: int, request: JaxprRequest) -> list[StageOutcome]:
+    """What the jaxpr stage says of parts as programs of their own.
+
+    What is saved and is an argument is no result of the first; the second takes all arguments.
+    """
+    forward, backward = parts
+    jaxpr, _ = compat.open_jaxpr(forward)
+    saved = dict.fromkeys(compat.variables(jaxpr.outvars[n_outs:]))
+    made = [v for v in saved if v not in jaxpr.invars]
+    results = [*jaxpr.outvars[:n_outs], *(v for v in made if v not in jaxpr.outvars[:n_outs])]
+    cotangents = backward.in_avals[len(jaxpr.outvars) - n_outs :]
+    sizes = (
+        (forward.in_avals, [v.aval for v in results]),
+        ([*forward.in_avals, *(v.aval for v in made), *cotangents], backward.out_avals),
     )
-    return plan_program(part, own)[1]
+    return [
+        plan_program(
+            part,
+            dataclasses.replace(
+                unlimited(request),
+                argument_bytes=sum(map(compat.aval_nbytes, given)),
+                output_bytes=sum(map(compat.aval_nbytes, returned)),
+                fresh=frozenset(range(len(part.out_avals))),
+            ),
+        )[1]
+        for part, (given, returned) in zip(parts, sizes, strict=True)
+    ]
 
 
 def needed_bytes(outcome: StageOutcome) -> int:

@@ -49,11 +49,13 @@ class Part:
         jaxpr: the part that is being lowered, calls inlined.
         is_plain: True if nothing is recomputed in it.
         plains: gives more programs that the enclosing one may be without rematerialization.
+        apart: the part without rematerialization and the other one, where each is a program of its own.
     """
 
     jaxpr: ClosedJaxpr
     is_plain: bool
     plains: Callable[[], Sequence[ClosedJaxpr]]
+    apart: tuple[ClosedJaxpr, ...] = ()
 
 
 def baseline(
@@ -98,8 +100,15 @@ def baseline(
 
 
 def _of_a_part(part: Part, facts: module.ModuleFacts, request: JaxprRequest) -> Baseline:
-    """The total of a part: where it is compiled alone, as by an eager `vjp`, it is the program."""
+    """The total of a part: where it is compiled alone, as by an eager `vjp`, it is the program.
+
+    Where forward and backward are planned to keep one budget each, it is of the larger one.
+    """
     alone = is_whole(part.jaxpr, facts)
+    known = [made[0] for p in part.apart if (made := _compiled(p, facts, request, ())) is not None]
+    if known and len(known) == len(part.apart):
+        own_bytes = request.fixed_bytes + known[0].temp_bytes  # arguments that nothing reads count, too
+        return Baseline(total_bytes=max(own_bytes, *(m.total_bytes for m in known)), compiled=False)
     if alone and part.is_plain:
         plains: Sequence[ClosedJaxpr] = (part.jaxpr,)
     else:

@@ -45,6 +45,7 @@ class Search:
         missed: what missed the budget, or a smaller one.
         names: True for a request that is made for the least: what missed a smaller budget is not looked at.
         met: True once such a request met its budget by that.
+        otherwise: what keeps the budget by plans of decorated functions, where the whole is looked for.
     """
 
     ways: Ways
@@ -62,6 +63,7 @@ class Search:
     missed: Missed = field(default_factory=Missed)
     names: bool = False
     met: bool = False
+    otherwise: Choice | None = None
 
     def cheapest(self, first: Choice) -> Choice:
         """The cheapest way that is found, given what XLA made of the first; else the refusal."""
@@ -103,8 +105,8 @@ class Search:
         variant = self.look(tries.at_once(whole))
         if variant is None or (hlo_of(variant).status.found and rank(variant) >= rank(first)):
             return first
-        # A later plan may keep the budget; what was there first is known, and taken where none does.
-        self.ways.learn(tries.at_once(self.record), first)
+        # A later plan may keep the budget; what was there first is taken where none does, or none costs less.
+        self.otherwise = first if hlo_of(first).status.found else None
         self.record = dataclasses.replace(whole, jaxpr=variant.record.jaxpr)
         return self.choice(variant)
 
@@ -163,7 +165,7 @@ class Search:
         alone = dataclasses.replace(
             self, ways=dataclasses.replace(self.ways, key=self.ways.alone, alone=""), alone=True,
             record=dataclasses.replace(self.record, host_budget_bytes=0), seen=set(), kept=[], asked=0,
-            missed=Missed(),
+            missed=Missed(), otherwise=None,
         )  # fmt: skip
         first = alone.look(tries.at_once(alone.record))
         found = None if first is None else alone.cheapest(alone.choice(first))
@@ -254,13 +256,14 @@ class Search:
         self.ways.learn(tries.at_once(self.record), first)
         known = self._known()
         met = self._first((k.wish for k in known), known=True)  # seen for another budget: maybe far too deep
-        own = [k for k in known if k.wish.whole or not self.record.whole]
-        if met is not None and is_answer(own, self.record.budget_bytes):
+        if met is not None and is_answer(known, self.record.budget_bytes):
             return met
         found = self._first(self._by_itself()) or self.by_count(met or first)
         deeper = tries.before_refusal(self.record, refused, self._deepest)
         found = found or self._first(deeper, than=met)
         least_bytes = None
+        if met is None and found is None and self.otherwise is not None:
+            return self.otherwise
         if met is None and found is None and (found := self.without_host()) is None and not self.alone:
             least_bytes = self.find_the_least(refused)
             found = self._first((k.wish for k in self._known() if k not in known), known=True)

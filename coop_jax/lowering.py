@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -161,12 +161,17 @@ def _part(jaxpr: ClosedJaxpr, planned: Planned | None, *, apart: bool) -> Part:
     """What of the program is known where the whole cannot be had; `apart` as in `RematConfig`."""
     if planned is None:
         return Part(jaxpr=_inlined(jaxpr), is_plain=True, plains=tuple)
-    plains: Callable[[], Sequence[ClosedJaxpr]] = partial(
-        joined_programs, planned.forward, planned.backward, planned.n_outs
+    forward, backward, n_outs = planned.forward, planned.backward, planned.n_outs
+    made, gradients = (list(map(compat.aval_nbytes, p.out_avals)) for p in (jaxpr, backward))
+    both: tuple[ClosedJaxpr, ...] = (backward, forward) if made == gradients else ()
+    if made[:n_outs] == list(map(compat.aval_nbytes, forward.out_avals[:n_outs])):
+        both = forward, backward  # else it was batched since
+    return Part(
+        jaxpr=_inlined(jaxpr),
+        is_plain=not planned.outcome.changed,
+        plains=partial(joined_programs, forward, backward, n_outs),
+        apart=both if apart else (),
     )
-    if apart:
-        plains = partial(tuple, (planned.forward, planned.backward))
-    return Part(jaxpr=_inlined(jaxpr), is_plain=not planned.outcome.changed, plains=plains)
 
 
 def _budget_bytes(
@@ -258,7 +263,7 @@ def plan_pair(
 
     def predicted_bytes() -> int:
         if config.apart:
-            return max(needed_bytes(alone(part, request)) for part in (forward, backward))
+            return max(map(needed_bytes, alone((forward, backward), n_outs, request)))
         return needed_bytes(plan_joint(forward, backward, n_outs, request)[1])
 
     asked = relowering.wish()

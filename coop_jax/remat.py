@@ -226,9 +226,9 @@ def _program(
         return staged
 
     # `jit` brings the cache and the compile outside `jit`; it leaves no trace inside one.
-    staged, apart = staged_as(config), staged_as(dataclasses.replace(config, apart=not config.pin))
+    staged, apart = staged_as(config), staged_as(dataclasses.replace(config, apart=True))
     call = PinnedCalls(staged) if config.pin else jax.jit(staged, inline=True)
-    call_apart = call if config.pin else jax.jit(apart, inline=True)
+    call_apart = jax.jit(apart, inline=True)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         held = hold((args, kwargs), names=argument)

@@ -328,8 +328,6 @@ def without_refs(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 def side_effects(eqn: JaxprEqn) -> frozenset[Any]:
     """The effects of an equation that are no mere use of a mesh axis, as collectives have."""
-    if not eqn.effects:
-        return frozenset()
     return frozenset(e for e in eqn.effects if not isinstance(e, core.NamedAxisEffect))
 
 
@@ -363,8 +361,11 @@ def is_tracing() -> bool:
 
 
 def is_traced_eagerly(value: Any) -> bool:
-    """True for what a derivative outside of `jit` gives a function: the value is there already."""
-    return isinstance(value, core.Tracer) and core.is_concrete(value)
+    """True for what a derivative outside of `jit` gives a function."""
+    trace = value._trace if isinstance(value, core.Tracer) else None
+    while isinstance(trace, ad.JVPTrace | ad.LinearizeTrace | batching.BatchTrace):
+        trace = trace.parent_trace
+    return isinstance(trace, core.EvalTrace)
 
 
 def trace_context() -> Any:
