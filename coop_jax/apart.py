@@ -54,14 +54,13 @@ def alone(parts: Parts, n_outs: int, request: JaxprRequest) -> list[StageOutcome
     What is saved and is an argument is no result of the first; the second takes all arguments.
     """
     forward, backward = parts
-    jaxpr, _ = compat.open_jaxpr(forward)
-    saved = dict.fromkeys(compat.variables(jaxpr.outvars[n_outs:]))
-    made = [v for v in saved if v not in jaxpr.invars]
-    results = [*jaxpr.outvars[:n_outs], *(v for v in made if v not in jaxpr.outvars[:n_outs])]
-    cotangents = backward.in_avals[len(jaxpr.outvars) - n_outs :]
+    pruned, saved = forwarded(forward, n_outs)
+    results = pruned.out_avals
+    made = [results[i] for i in sorted(set(saved)) if i < len(results)]
+    cotangents = backward.in_avals[len(saved) :]
     sizes = (
-        (forward.in_avals, [v.aval for v in results]),
-        ([*forward.in_avals, *(v.aval for v in made), *cotangents], backward.out_avals),
+        (forward.in_avals, results),
+        ([*forward.in_avals, *made, *cotangents], backward.out_avals),
     )
     return [
         plan_program(
@@ -80,3 +79,24 @@ def alone(parts: Parts, n_outs: int, request: JaxprRequest) -> list[StageOutcome
 def needed_bytes(outcome: StageOutcome) -> int:
     """What XLA is expected to need for a program as it is, at least a byte."""
     return max(1, outcome.fixed_bytes + outcome.before_temp_bytes)
+
+
+def forwarded(forward: ClosedJaxpr, n_outs: int) -> tuple[ClosedJaxpr, tuple[int, ...]]:
+    """`forward` without saved results that are arguments or results already, and where all come from."""
+    jaxpr, consts = compat.open_jaxpr(forward)
+    outvars = list(jaxpr.outvars[:n_outs])
+    place = {v: i for i, v in reversed(list(enumerate(outvars))) if not isinstance(v, compat.Literal)}
+    arguments = {v: i for i, v in enumerate(jaxpr.invars)}
+    saved: list[tuple[str, int]] = []
+    for v in jaxpr.outvars[n_outs:]:
+        if (argument := compat.of_variable(arguments, v)) is not None:
+            saved.append(("argument", argument))
+        elif (result := compat.of_variable(place, v)) is not None:
+            saved.append(("result", result))
+        else:
+            if compat.is_variable(v):
+                place[v] = len(outvars)
+            saved.append(("result", len(outvars)))
+            outvars.append(v)
+    pruned = compat.close_jaxpr(compat.rebuild(jaxpr, outvars=outvars), consts)
+    return pruned, tuple(i if kind == "result" else len(outvars) + i for kind, i in saved)

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 
 from coop_jax import lowering
+from coop_jax.apart import forwarded
 from coop_jax.config import RematConfig
 from coop_jax.errors import UnsupportedError
 from coop_jax.lowering import Planned
@@ -192,7 +193,7 @@ def make_pair(jaxpr: ClosedJaxpr, differentiated: tuple[bool, ...], config: Rema
     if not halves.reads_cotangents(sum(cotangents)):
         tangents_out = _nonzero_tangents(jaxpr, differentiated)
     (forward, backward), planned = lowering.plan_pair(halves.forward, halves.backward, n_firsts, config)
-    forward, saved = _forwarded(forward, n_firsts)
+    forward, saved = forwarded(forward, n_firsts)
     n_saved = len(saved)
     if halves.references:
         forward, saved = _forward_on_references(forward, saved, jaxpr, halves)
@@ -346,27 +347,6 @@ def _in_order(outs: Sequence[Any], rest: Sequence[Any], cotangents: Sequence[boo
     """All outs, from those that get a cotangent and the others."""
     first, second = iter(outs), iter(rest)
     return [next(first if ct else second) for ct in cotangents]
-
-
-def _forwarded(forward: ClosedJaxpr, n_outs: int) -> tuple[ClosedJaxpr, tuple[int, ...]]:
-    """`forward` without saved results that are arguments or results already, and where all come from."""
-    jaxpr, consts = compat.open_jaxpr(forward)
-    outvars = list(jaxpr.outvars[:n_outs])
-    place = {v: i for i, v in reversed(list(enumerate(outvars))) if not isinstance(v, compat.Literal)}
-    arguments = {v: i for i, v in enumerate(jaxpr.invars)}
-    saved: list[tuple[str, int]] = []
-    for v in jaxpr.outvars[n_outs:]:
-        if (argument := compat.of_variable(arguments, v)) is not None:
-            saved.append(("argument", argument))
-        elif (result := compat.of_variable(place, v)) is not None:
-            saved.append(("result", result))
-        else:
-            if compat.is_variable(v):
-                place[v] = len(outvars)
-            saved.append(("result", len(outvars)))
-            outvars.append(v)
-    pruned = compat.close_jaxpr(compat.rebuild(jaxpr, outvars=outvars), consts)
-    return pruned, tuple(i if kind == "result" else len(outvars) + i for kind, i in saved)
 
 
 def _forward_on_references(

@@ -232,7 +232,7 @@ def _program(
 
     def run(*args: Any, **kwargs: Any) -> Any:
         held = hold((args, kwargs), names=argument)
-        is_apart = any(map(compat.is_traced_eagerly, jax.tree.leaves((args, kwargs))))
+        is_apart = compat.is_traced_eagerly()
         if not isinstance(held, Mixed):
             return release((call_apart if is_apart else call)(*args, **kwargs))
         # What hangs on an object's attributes is not remembered where it becomes a part of something larger.

@@ -360,12 +360,12 @@ def is_tracing() -> bool:
     return not core.trace_state_clean()
 
 
-def is_traced_eagerly(value: Any) -> bool:
-    """True for what a derivative outside of `jit` gives a function."""
-    trace = value._trace if isinstance(value, core.Tracer) else None
+def is_traced_eagerly() -> bool:
+    """True inside of transformations that are in no `jit`, such as a derivative outside of it."""
+    trace = core.trace_ctx.trace
     while isinstance(trace, ad.JVPTrace | ad.LinearizeTrace | batching.BatchTrace):
         trace = trace.parent_trace
-    return isinstance(trace, core.EvalTrace)
+    return isinstance(trace, core.EvalTrace) and is_tracing()
 
 
 def trace_context() -> Any:
